@@ -1,0 +1,17 @@
+/* Sizes and alignment. Every size in the core is a count of bytes in a uint64_t or size_t; names end in _bytes. */
+#ifndef PTN_BASE_BYTES_H
+#define PTN_BASE_BYTES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define PTN_PAGE_BYTES ((size_t)4096)         /* unit of disk I/O and of large memory */
+#define PTN_HUGE_BYTES ((size_t)2 << 20)      /* a huge page */
+#define PTN_TENSOR_ALIGN_BYTES ((size_t)64)   /* where parameters start in a chunk, as torch's own tensors do */
+#define PTN_MIB ((uint64_t)1 << 20)
+
+static inline uint64_t ptn_round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
+static inline uint64_t ptn_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static inline uint64_t ptn_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+#endif

@@ -1,0 +1,180 @@
+/* See threads.h. The team keeps its helpers asleep on a condition between calls: training leaves long gaps between updates,
+ * and a spinning helper would take a core from the GEMMs. */
+#define _GNU_SOURCE
+#include "base/threads.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/bytes.h"
+
+static void must(int result) {
+  if (result != 0) abort();
+}
+
+void ptn_mutex_create(ptn_mutex *mutex) { must(pthread_mutex_init(mutex, NULL)); }
+void ptn_mutex_destroy(ptn_mutex *mutex) { must(pthread_mutex_destroy(mutex)); }
+void ptn_lock(ptn_mutex *mutex) { must(pthread_mutex_lock(mutex)); }
+void ptn_unlock(ptn_mutex *mutex) { must(pthread_mutex_unlock(mutex)); }
+
+void ptn_condition_create(ptn_condition *condition) {
+  pthread_condattr_t attributes;
+  must(pthread_condattr_init(&attributes));
+  must(pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC));
+  must(pthread_cond_init(condition, &attributes));
+  must(pthread_condattr_destroy(&attributes));
+}
+
+void ptn_condition_destroy(ptn_condition *condition) { must(pthread_cond_destroy(condition)); }
+void ptn_wait(ptn_condition *condition, ptn_mutex *mutex) { must(pthread_cond_wait(condition, mutex)); }
+void ptn_signal(ptn_condition *condition) { must(pthread_cond_signal(condition)); }
+void ptn_broadcast(ptn_condition *condition) { must(pthread_cond_broadcast(condition)); }
+
+bool ptn_wait_ns(ptn_condition *condition, ptn_mutex *mutex, int64_t ns) {
+  struct timespec until;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  int64_t total = until.tv_nsec + (ns > 0 ? ns : 0);
+  until.tv_sec += (time_t)(total / 1000000000);
+  until.tv_nsec = (long)(total % 1000000000);
+  int result = pthread_cond_timedwait(condition, mutex, &until);
+  if (result != ETIMEDOUT) must(result);
+  return result == 0;
+}
+
+ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(void *), void *argument) {
+  sigset_t all, before;
+  sigfillset(&all);
+  must(pthread_sigmask(SIG_SETMASK, &all, &before));
+  int result = pthread_create(thread, NULL, body, argument);
+  must(pthread_sigmask(SIG_SETMASK, &before, NULL));
+  if (result != 0) {
+    ptn_fail(PTN_MEMORY, "cannot start the thread %s: %s", name, strerror(result));
+    ptn_last_error()->sys_errno = result;
+    return PTN_MEMORY;
+  }
+  pthread_setname_np(*thread, name); /* a name too long is only missing */
+  return PTN_OK;
+}
+
+void ptn_thread_join(pthread_t thread) { must(pthread_join(thread, NULL)); }
+
+int64_t ptn_now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* ---- the team ---- */
+
+struct ptn_team {
+  ptn_mutex mutex;
+  ptn_condition work, done;
+  pthread_t *helpers;
+  int n_helpers;
+  uint64_t generation; /* number of the current call */
+  int busy;            /* helpers that have not finished it */
+  bool running, stop;
+  ptn_range_body body;
+  void *context;
+  size_t count, part; /* part: elements per thread */
+  int started;        /* helpers number themselves as they start */
+};
+
+static void run_part(const ptn_team *team, size_t number) {
+  size_t begin = number * team->part;
+  if (begin < team->count) team->body(team->context, begin, (size_t)ptn_min_u64(begin + team->part, team->count));
+}
+
+static void *help(void *argument) {
+  ptn_team *team = argument;
+  uint64_t seen = 0;
+  ptn_lock(&team->mutex);
+  size_t number = (size_t)++team->started;
+  for (;;) {
+    while (!team->stop && team->generation == seen) ptn_wait(&team->work, &team->mutex);
+    if (team->stop) break;
+    seen = team->generation;
+    ptn_unlock(&team->mutex);
+    run_part(team, number);
+    ptn_lock(&team->mutex);
+    if (--team->busy == 0) ptn_signal(&team->done);
+  }
+  ptn_unlock(&team->mutex);
+  return NULL;
+}
+
+static int usable_cores(void) {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  int cores = CPU_COUNT(&set);
+  return cores > 0 ? cores : 1;
+}
+
+ptn_status ptn_team_create(ptn_team **out, int threads) {
+  *out = NULL;
+  if (threads <= 0) threads = usable_cores();
+  ptn_team *team = calloc(1, sizeof *team);
+  if (!team) return ptn_fail(PTN_MEMORY, "no memory for a team of threads");
+  ptn_mutex_create(&team->mutex);
+  ptn_condition_create(&team->work);
+  ptn_condition_create(&team->done);
+  team->helpers = calloc((size_t)threads, sizeof *team->helpers);
+  ptn_status status = team->helpers ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for a team of threads");
+  for (int i = 1; status == PTN_OK && i < threads; i++) {
+    status = ptn_thread_start(&team->helpers[team->n_helpers], "ptn-team", help, team);
+    if (status == PTN_OK) team->n_helpers++;
+  }
+  if (status != PTN_OK) {
+    ptn_team_destroy(team);
+    return status;
+  }
+  *out = team;
+  return PTN_OK;
+}
+
+void ptn_team_destroy(ptn_team *team) {
+  if (!team) return;
+  ptn_lock(&team->mutex);
+  team->stop = true;
+  ptn_broadcast(&team->work);
+  ptn_unlock(&team->mutex);
+  for (int i = 0; i < team->n_helpers; i++) ptn_thread_join(team->helpers[i]);
+  free(team->helpers);
+  ptn_condition_destroy(&team->done);
+  ptn_condition_destroy(&team->work);
+  ptn_mutex_destroy(&team->mutex);
+  free(team);
+}
+
+int ptn_team_threads(const ptn_team *team) { return team->n_helpers + 1; }
+
+void ptn_team_run(ptn_team *team, size_t count, size_t grain, ptn_range_body body, void *context) {
+  if (count == 0) return;
+  size_t threads = (size_t)team->n_helpers + 1;
+  ptn_lock(&team->mutex);
+  bool alone = team->running || threads == 1 || count <= grain;
+  if (!alone) {
+    team->running = true;
+    team->body = body;
+    team->context = context;
+    team->count = count;
+    team->part = (size_t)ptn_round_up((count + threads - 1) / threads, grain);
+    team->busy = team->n_helpers;
+    team->generation++;
+    ptn_broadcast(&team->work);
+  }
+  ptn_unlock(&team->mutex);
+  if (alone) {
+    body(context, 0, count);
+    return;
+  }
+  run_part(team, 0);
+  ptn_lock(&team->mutex);
+  while (team->busy > 0) ptn_wait(&team->done, &team->mutex);
+  team->running = false;
+  ptn_unlock(&team->mutex);
+}

@@ -1,0 +1,61 @@
+/* What an I/O engine does: it moves one piece between memory and the file, and says how that went.
+ *
+ * The store (store.c) decides what is moved and when, cuts requests into pieces and knows what a short transfer or an EINTR
+ * means; an engine makes one attempt per start and judges nothing. So every rule about failures exists once, above this
+ * table, and an engine that wraps another one can make any attempt fail, fall short, come late or bring wrong bytes, without
+ * a line in the product for it.
+ *
+ * Invariants: for each start, finish is called exactly once, on a thread of the engine (or of an engine that wraps it), with
+ * no lock held; finish may start pieces, the same one too. Threads are started by create and ended by destroy, never in
+ * between: a process sees the same number of them at every step.
+ */
+#ifndef PTN_DISK_ENGINE_H
+#define PTN_DISK_ENGINE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "disk/store.h"
+
+typedef struct ptn_piece ptn_piece;
+struct ptn_piece {
+  void *memory; /* memory, offset and bytes: multiples of PTN_PAGE_BYTES, bytes > 0 */
+  uint64_t offset, bytes;
+  bool write;
+  void (*finish)(ptn_piece *piece, int64_t result); /* result: bytes moved, or -errno */
+  ptn_piece *next; /* the engine's between start and finish, else the store's */
+  struct {         /* the store's own */
+    ptn_store *store;
+    ptn_io *io;
+    uint32_t idle_attempts_count; /* attempts in a row that moved nothing */
+  } own;
+};
+
+typedef struct ptn_engine ptn_engine;
+typedef struct ptn_engine_kind {
+  const char *name;
+  void (*start)(ptn_engine *engine, ptn_piece *piece); /* from any thread, does not wait for the disk */
+  void (*destroy)(ptn_engine *engine);                 /* nothing is in flight any more */
+} ptn_engine_kind;
+struct ptn_engine {
+  const ptn_engine_kind *kind; /* first member of every engine */
+};
+
+/* Blocking calls on this many threads; that many pieces are in flight at most, the others wait in order. */
+ptn_status ptn_engine_create_threads(ptn_engine **out, int fd, uint32_t threads_count);
+/* A ring with room for depth pieces, and threads_count threads for the pieces that would make the kernel wait. PTN_DISK with
+ * the reason where the kernel, the container or the filesystem does not offer what it takes. */
+ptn_status ptn_engine_create_uring(ptn_engine **out, int fd, uint32_t depth, uint32_t threads_count);
+
+/* How tests and measurements make a store: 0 and NULL mean what ptn_store_create takes. */
+typedef struct ptn_store_options {
+  ptn_disk_engine engine;
+  uint64_t piece_bytes; /* a multiple of PTN_PAGE_BYTES */
+  uint32_t depth;       /* pieces in flight */
+  ptn_engine *(*wrap)(ptn_engine *inner, void *context); /* an engine around the one that was made, which it then owns */
+  void *context;
+} ptn_store_options;
+ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_store_options *options);
+
+#endif

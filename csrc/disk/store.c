@@ -1,0 +1,401 @@
+/* The store: see store.h for what it promises.
+ *
+ * Problem: hundreds of transfers are ordered ahead of the computation that needs them; the one that it needs next must not
+ * wait behind gigabytes of others, the disk must always have enough to do, and a failure of any one of thousands of system
+ * calls has to become one clear error of the one request it belongs to.
+ *
+ * Design: two FIFO queues, urgent and rest. A request is cut into pieces only when there is room in flight, so an urgent one
+ * waits for a few pieces at most, never for whole requests. The engine below makes single attempts; what a short transfer,
+ * EINTR or EAGAIN means is decided here, in advance(). After the first failed piece of a request no more of it is started,
+ * and done is called when the last of its pieces is back.
+ *
+ * Invariants: a request is in a queue exactly while own.next_bytes < bytes; done is called by whoever brings
+ * own.in_flight_count to 0 once it is in no queue; a piece is either in flight or in the list of free pieces. The queue lock
+ * is never held across I/O, a start of the engine or a call of done. The space lock is held while the file is resized, and
+ * only those who reserve or release take it.
+ */
+#define _GNU_SOURCE
+#include "disk/store.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/bytes.h"
+#include "base/threads.h"
+#include "disk/engine.h"
+#include "disk/file.h"
+#include "disk/space.h"
+
+/* Measured: docs/decisions/0001-disk-engine.md. */
+#define PIECE_BYTES (2 * PTN_MIB)
+#define DEPTH 6u
+#define WAITING_THREADS 4u /* beside a ring, for the pieces that it cannot start without waiting */
+#define GROWTH_BYTES (64 * PTN_MIB)
+#define IDLE_ATTEMPTS_LIMIT 100u
+#define LARGEST_BYTES ((uint64_t)1 << 62)
+
+typedef struct io_queue {
+  ptn_io *first, *last;
+} io_queue;
+
+/* Reads, or writes: their bytes, and the time with at least one in flight. */
+typedef struct flow {
+  uint64_t bytes, busy_ns;
+  uint32_t in_flight_count;
+  int64_t since_ns;
+} flow;
+
+struct ptn_store {
+  ptn_file file;
+  ptn_engine *engine;
+  pid_t process;
+  uint64_t piece_bytes;
+
+  ptn_mutex mutex; /* of the following */
+  ptn_condition idle;
+  io_queue urgent, rest;
+  ptn_piece *free_pieces;
+  uint64_t outstanding_count; /* requests submitted whose done has not returned */
+  flow reads, writes;
+
+  ptn_mutex space_mutex; /* of the space and the file's size */
+  ptn_space space;
+  _Atomic uint64_t file_bytes; /* as submit sees it */
+
+  ptn_piece pieces[];
+};
+
+/* ---- queues (under the lock) ---- */
+
+static void append(io_queue *queue, ptn_io *io) {
+  io->own.next = NULL;
+  if (queue->first) queue->last->own.next = io;
+  else queue->first = io;
+  queue->last = io;
+}
+
+static void remove_from(io_queue *queue, ptn_io *io) {
+  ptn_io *before = NULL;
+  for (ptn_io *at = queue->first; at != io; at = at->own.next) before = at;
+  if (before) before->own.next = io->own.next;
+  else queue->first = io->own.next;
+  if (queue->last == io) queue->last = before;
+}
+
+static io_queue *queue_of(ptn_store *store, const ptn_io *io) { return io->urgent ? &store->urgent : &store->rest; }
+static flow *flow_of(ptn_store *store, const ptn_io *io) { return io->write ? &store->writes : &store->reads; }
+
+static void flow_in(flow *flow, int64_t now_ns) {
+  if (flow->in_flight_count++ == 0) flow->since_ns = now_ns;
+}
+
+static void flow_out(flow *flow, int64_t now_ns) {
+  if (--flow->in_flight_count == 0) flow->busy_ns += (uint64_t)(now_ns - flow->since_ns);
+}
+
+static uint64_t flow_busy_ns(const flow *flow, int64_t now_ns) {
+  return flow->busy_ns + (flow->in_flight_count > 0 ? (uint64_t)(now_ns - flow->since_ns) : 0);
+}
+
+/* Cuts the next piece off a request. */
+static void cut(ptn_store *store, ptn_io *io, ptn_piece *piece, int64_t now_ns) {
+  uint64_t at = io->own.next_bytes;
+  piece->memory = (char *)io->memory + at;
+  piece->offset = io->offset + at;
+  piece->bytes = ptn_min_u64(store->piece_bytes, io->bytes - at);
+  piece->write = io->write;
+  piece->own.io = io;
+  piece->own.idle_attempts_count = 0;
+  if (at == 0) io->start_ns = now_ns;
+  io->own.next_bytes += piece->bytes;
+  io->own.in_flight_count++;
+  if (io->own.next_bytes == io->bytes) remove_from(queue_of(store, io), io);
+  flow_in(flow_of(store, io), now_ns);
+}
+
+/* As many pieces as there is room for in flight, in the order of their start. */
+static ptn_piece *cut_all(ptn_store *store) {
+  ptn_piece *first = NULL, **end = &first;
+  int64_t now_ns = ptn_now_ns();
+  while (store->free_pieces && (store->urgent.first || store->rest.first)) {
+    ptn_piece *piece = store->free_pieces;
+    store->free_pieces = piece->next;
+    cut(store, store->urgent.first ? store->urgent.first : store->rest.first, piece, now_ns);
+    piece->next = NULL;
+    *end = piece;
+    end = &piece->next;
+  }
+  return first;
+}
+
+static void start_all(ptn_store *store, ptn_piece *first) {
+  while (first) {
+    ptn_piece *piece = first;
+    first = piece->next; /* the engine's from here on */
+    store->engine->kind->start(store->engine, piece);
+  }
+}
+
+/* ---- the end of a piece, on a thread of the engine ---- */
+
+static void end_io(ptn_store *store, ptn_io *io) {
+  io->done(io); /* the caller's again: it may be gone after this */
+  ptn_lock(&store->mutex);
+  if (--store->outstanding_count == 0) ptn_broadcast(&store->idle);
+  ptn_unlock(&store->mutex);
+}
+
+static void piece_ended(ptn_piece *piece, int sys_errno) {
+  ptn_store *store = piece->own.store;
+  ptn_io *io = piece->own.io;
+  ptn_lock(&store->mutex);
+  int64_t now_ns = ptn_now_ns();
+  if (sys_errno != 0 && io->status == PTN_OK) {
+    io->status = ptn_fail_disk(sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
+    ptn_error_save(&io->error);
+    if (io->own.next_bytes < io->bytes) remove_from(queue_of(store, io), io);
+    io->own.next_bytes = io->bytes;
+  }
+  flow_out(flow_of(store, io), now_ns);
+  bool ended = --io->own.in_flight_count == 0 && io->own.next_bytes == io->bytes;
+  if (ended) io->end_ns = now_ns;
+  piece->next = store->free_pieces;
+  store->free_pieces = piece;
+  ptn_piece *more = cut_all(store);
+  ptn_unlock(&store->mutex);
+  start_all(store, more);
+  if (ended) end_io(store, io);
+}
+
+static void count_bytes(ptn_store *store, const ptn_piece *piece, int64_t bytes) {
+  ptn_lock(&store->mutex);
+  flow_of(store, piece->own.io)->bytes += (uint64_t)bytes;
+  ptn_unlock(&store->mutex);
+}
+
+static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL); }
+
+/* What an attempt has come to: the rest is attempted again, or the piece ends. Direct I/O goes on at a page boundary, so a
+ * part of a page is moved again. */
+static void advance(ptn_piece *piece, int64_t result) {
+  ptn_store *store = piece->own.store;
+  uint64_t moved_bytes = 0;
+  int sys_errno = 0;
+  if (result > 0) {
+    count_bytes(store, piece, result);
+    moved_bytes = (uint64_t)result / PTN_PAGE_BYTES * PTN_PAGE_BYTES;
+    if ((uint64_t)result > piece->bytes) sys_errno = EIO; /* more than was asked: no engine may */
+  } else if (result == 0) {
+    sys_errno = piece->write ? ENOSPC : ENODATA; /* the file ends here, though its space is reserved */
+  } else if (result != -EINTR && result != -EAGAIN) {
+    sys_errno = (int)-result;
+  }
+  if (sys_errno != 0 || moved_bytes == piece->bytes) {
+    piece_ended(piece, sys_errno);
+    return;
+  }
+  piece->memory = (char *)piece->memory + moved_bytes;
+  piece->offset += moved_bytes;
+  piece->bytes -= moved_bytes;
+  piece->own.idle_attempts_count = moved_bytes > 0 ? 0 : piece->own.idle_attempts_count + 1;
+  if (piece->own.idle_attempts_count > IDLE_ATTEMPTS_LIMIT) {
+    piece_ended(piece, result < 0 ? (int)-result : EIO);
+    return;
+  }
+  if (piece->own.idle_attempts_count > 2) nap();
+  store->engine->kind->start(store->engine, piece);
+}
+
+/* ---- requests ---- */
+
+static ptn_status check_io(const ptn_store *store, const ptn_io *io) {
+  if (getpid() != store->process)
+    return ptn_fail(PTN_INVALID,
+                    "a disk store was used in a forked child; it belongs to the process that made it, make another one there");
+  uint64_t file_bytes = atomic_load_explicit(&store->file_bytes, memory_order_acquire);
+  if ((uintptr_t)io->memory % PTN_PAGE_BYTES || io->offset % PTN_PAGE_BYTES || io->bytes % PTN_PAGE_BYTES)
+    return ptn_fail(PTN_INVALID,
+                    "a disk request of %" PRIu64 " bytes at %" PRIu64 " with memory at %p: all three must be multiples of %zu",
+                    io->bytes, io->offset, io->memory, PTN_PAGE_BYTES);
+  if (io->offset > file_bytes || io->bytes > file_bytes - io->offset)
+    return ptn_fail(PTN_INVALID,
+                    "a disk request of %" PRIu64 " bytes at %" PRIu64 " lies outside of the %" PRIu64
+                    " bytes reserved; reserve first",
+                    io->bytes, io->offset, file_bytes);
+  return PTN_OK;
+}
+
+void ptn_store_submit(ptn_store *store, ptn_io *io) {
+  memset(&io->error, 0, sizeof io->error);
+  memset(&io->own, 0, sizeof io->own);
+  io->status = check_io(store, io);
+  if (io->status != PTN_OK) ptn_error_save(&io->error);
+  if (io->status != PTN_OK || io->bytes == 0) {
+    io->start_ns = io->end_ns = ptn_now_ns();
+    io->done(io);
+    return;
+  }
+  ptn_lock(&store->mutex);
+  store->outstanding_count++;
+  append(queue_of(store, io), io);
+  ptn_piece *pieces = cut_all(store);
+  ptn_unlock(&store->mutex);
+  start_all(store, pieces);
+}
+
+typedef struct waiter {
+  ptn_mutex mutex;
+  ptn_condition condition;
+  bool done;
+} waiter;
+
+static void wake_waiter(ptn_io *io) {
+  waiter *waiter = io->context;
+  ptn_lock(&waiter->mutex);
+  waiter->done = true;
+  ptn_signal(&waiter->condition);
+  ptn_unlock(&waiter->mutex);
+}
+
+ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write) {
+  waiter waiter = {0};
+  ptn_io io = {.memory = memory,
+               .offset = offset,
+               .bytes = bytes,
+               .write = write,
+               .urgent = true,
+               .done = wake_waiter,
+               .context = &waiter};
+  ptn_mutex_create(&waiter.mutex);
+  ptn_condition_create(&waiter.condition);
+  ptn_store_submit(store, &io);
+  ptn_lock(&waiter.mutex);
+  while (!waiter.done) ptn_wait(&waiter.condition, &waiter.mutex);
+  ptn_unlock(&waiter.mutex);
+  ptn_condition_destroy(&waiter.condition);
+  ptn_mutex_destroy(&waiter.mutex);
+  return io.status == PTN_OK ? PTN_OK : ptn_error_restore(&io.error);
+}
+
+/* ---- space ---- */
+
+/* Follows a change of the file's size in everyone who has to know. */
+static void set_end(ptn_store *store) {
+  ptn_space_set_end(&store->space, store->file.bytes);
+  atomic_store_explicit(&store->file_bytes, store->file.bytes, memory_order_release);
+}
+
+/* Makes the file long enough for bytes at its end: in a large step, or with what there is. */
+static ptn_status grow(ptn_store *store, uint64_t bytes) {
+  uint64_t need_bytes = ptn_space_used_end(&store->space) + bytes;
+  ptn_status status = ptn_file_resize(&store->file, ptn_round_up(need_bytes, GROWTH_BYTES));
+  if (status != PTN_OK) status = ptn_file_resize(&store->file, need_bytes);
+  if (status == PTN_OK) set_end(store);
+  return status;
+}
+
+ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out) {
+  *out = (ptn_extent){0};
+  if (bytes == 0) return PTN_OK;
+  if (bytes > LARGEST_BYTES) {
+    ptn_fail_disk(EFBIG, store->file.folder, bytes, "reserve");
+    return PTN_DISK;
+  }
+  bytes = ptn_round_up(bytes, PTN_PAGE_BYTES);
+  ptn_lock(&store->space_mutex);
+  ptn_status status = ptn_space_take(&store->space, bytes, out);
+  if (status == PTN_OK && out->bytes == 0) {
+    status = grow(store, bytes);
+    if (status == PTN_OK) status = ptn_space_take(&store->space, bytes, out);
+  }
+  ptn_unlock(&store->space_mutex);
+  return status;
+}
+
+void ptn_store_release(ptn_store *store, ptn_extent *extent) {
+  if (extent->bytes == 0) return;
+  ptn_lock(&store->space_mutex);
+  ptn_space_give(&store->space, *extent);
+  uint64_t end_bytes = ptn_round_up(ptn_space_used_end(&store->space), GROWTH_BYTES);
+  /* Space that cannot be given back to the disk stays the store's, to be used again. */
+  if (end_bytes < store->file.bytes && ptn_file_resize(&store->file, end_bytes) == PTN_OK) set_end(store);
+  ptn_unlock(&store->space_mutex);
+  *extent = (ptn_extent){0};
+}
+
+/* ---- the whole ---- */
+
+/* PTN_DISK_AUTO is the threads: as fast and as light as the ring at the sizes of training, on every kernel and in every
+ * container (docs/decisions/0001-disk-engine.md). So there is nothing to fall back to, and who asks for the ring and cannot
+ * have it gets the reason as an error. */
+static ptn_status create_engine(ptn_store *store, ptn_disk_engine which, uint32_t depth) {
+  if (which == PTN_DISK_URING) return ptn_engine_create_uring(&store->engine, store->file.fd, depth, WAITING_THREADS);
+  return ptn_engine_create_threads(&store->engine, store->file.fd, depth);
+}
+
+static ptn_status fill(ptn_store *store, const char *folder, const ptn_store_options *options, uint32_t depth) {
+  PTN_TRY(ptn_file_open(&store->file, folder, false));
+  PTN_TRY(create_engine(store, options->engine, depth));
+  if (options->wrap) store->engine = options->wrap(store->engine, options->context);
+  return PTN_OK;
+}
+
+ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_store_options *options) {
+  *out = NULL;
+  uint32_t depth = options->depth ? options->depth : DEPTH;
+  ptn_store *store = calloc(1, sizeof *store + depth * sizeof store->pieces[0]);
+  if (!store) return ptn_fail(PTN_MEMORY, "no memory for a disk store");
+  store->file.fd = -1;
+  store->process = getpid();
+  store->piece_bytes = options->piece_bytes ? options->piece_bytes : PIECE_BYTES;
+  ptn_mutex_create(&store->mutex);
+  ptn_condition_create(&store->idle);
+  ptn_mutex_create(&store->space_mutex);
+  ptn_space_create(&store->space);
+  for (uint32_t i = depth; i-- > 0;) {
+    store->pieces[i] = (ptn_piece){.finish = advance, .next = store->free_pieces, .own = {.store = store}};
+    store->free_pieces = &store->pieces[i];
+  }
+  ptn_status status = fill(store, folder, options, depth);
+  if (status != PTN_OK) ptn_store_destroy(store);
+  else *out = store;
+  return status;
+}
+
+ptn_status ptn_store_create(ptn_store **out, const char *folder, ptn_disk_engine engine) {
+  return ptn_store_create_with(out, folder, &(ptn_store_options){.engine = engine});
+}
+
+void ptn_store_destroy(ptn_store *store) {
+  if (!store) return;
+  if (store->process != getpid()) return; /* its threads are the parent's, and its locks may be held for ever */
+  ptn_lock(&store->mutex);
+  while (store->outstanding_count > 0) ptn_wait(&store->idle, &store->mutex);
+  ptn_unlock(&store->mutex);
+  if (store->engine) store->engine->kind->destroy(store->engine);
+  ptn_file_close(&store->file);
+  ptn_space_destroy(&store->space);
+  ptn_mutex_destroy(&store->space_mutex);
+  ptn_condition_destroy(&store->idle);
+  ptn_mutex_destroy(&store->mutex);
+  free(store);
+}
+
+const char *ptn_store_folder(const ptn_store *store) { return store->file.folder; }
+const char *ptn_store_engine_name(const ptn_store *store) { return store->engine->kind->name; }
+
+void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out) {
+  ptn_lock(&store->mutex);
+  int64_t now_ns = ptn_now_ns();
+  *out = (ptn_store_stats){.read_bytes = store->reads.bytes,
+                           .write_bytes = store->writes.bytes,
+                           .read_ns = flow_busy_ns(&store->reads, now_ns),
+                           .write_ns = flow_busy_ns(&store->writes, now_ns)};
+  ptn_unlock(&store->mutex);
+  out->reserved_bytes = atomic_load_explicit(&store->file_bytes, memory_order_acquire);
+}

@@ -1,0 +1,79 @@
+/* The store: page-aligned extents in one file, moved by requests that run beside compute.
+ *
+ * The file is made in the user's folder and unlinked at once, so that nothing is left whatever happens to the process.
+ * Space is reserved before it is used: a write into an extent does not fail for lack of space. All I/O is direct: the page
+ * cache would cost a core and twice the memory. An engine (threads with pread and pwrite, or io_uring) is chosen when the
+ * store is created; both give the same results.
+ *
+ * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
+ * pieces are in flight. Requests of one urgency are started in the order they came, urgent ones first; they may finish in
+ * any order, so one that must follow another is submitted after the other has finished.
+ */
+#ifndef PTN_DISK_STORE_H
+#define PTN_DISK_STORE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+typedef struct ptn_store ptn_store;
+
+typedef struct ptn_extent {
+  uint64_t offset, bytes; /* multiples of PTN_PAGE_BYTES; bytes 0: none */
+} ptn_extent;
+
+/* AUTO: threads (why: docs/decisions/0001-disk-engine.md). URING fails with the reason where it cannot be had. */
+typedef enum ptn_disk_engine { PTN_DISK_AUTO = 0, PTN_DISK_URING, PTN_DISK_THREADS } ptn_disk_engine;
+
+/* One request. The caller owns it and its memory, and touches neither between submit and the call of done. */
+typedef struct ptn_io ptn_io;
+struct ptn_io {
+  void *memory;
+  uint64_t offset; /* in the file: extent.offset + where in the extent */
+  uint64_t bytes;
+  bool write;
+  bool urgent; /* compute waits for it, or soon will */
+  /* Called once, on a thread of the store (or inside submit when it fails at once), with no lock held. It may submit. */
+  void (*done)(ptn_io *io);
+  void *context; /* the caller's */
+  /* Set before done is called. */
+  ptn_status status;
+  ptn_error error;            /* where status is not PTN_OK */
+  int64_t start_ns, end_ns;   /* when the first piece started and the last ended, by ptn_now_ns */
+  struct {                    /* the store's own */
+    ptn_io *next;
+    uint64_t next_bytes;      /* how much has been started */
+    uint32_t in_flight_count;
+  } own;
+};
+
+typedef struct ptn_store_stats {
+  uint64_t read_bytes, write_bytes; /* finished, as the kernel counts them */
+  uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
+  uint64_t reserved_bytes;          /* of the file */
+} ptn_store_stats;
+
+/* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of
+ * state in memory held by the store itself: a few KiB. */
+ptn_status ptn_store_create(ptn_store **out, const char *folder, ptn_disk_engine engine);
+/* Waits for what has been submitted, ends the threads, gives the space back. Not from within done. In a forked child, where the
+ * store cannot be used, it does nothing. */
+void ptn_store_destroy(ptn_store *store);
+const char *ptn_store_folder(const ptn_store *store);
+const char *ptn_store_engine_name(const ptn_store *store); /* "io_uring" or "threads" */
+
+/* Space for bytes (rounded up to pages), contiguous, reserved on the disk: PTN_DISK with ENOSPC where there is none. What
+ * has been released is used again; released space at the end of the file is given back, in steps of 64 MiB. What has been
+ * reserved and never written reads as zeros or as what an earlier owner wrote. Release only what no request uses. */
+ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out);
+void ptn_store_release(ptn_store *store, ptn_extent *extent); /* sets *extent to none */
+
+/* Starts io; never fails itself: failures arrive in io->status. What lies outside of the reserved space is PTN_INVALID. */
+void ptn_store_submit(ptn_store *store, ptn_io *io);
+/* Reads or writes and waits; not urgent-aware callers (tools, tests, state_dict) use this. */
+ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write);
+void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out);
+
+#endif

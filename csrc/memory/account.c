@@ -1,0 +1,158 @@
+/* See account.h and, for the functions others call, arena.h.
+ *
+ * Invariants: totals.live_bytes is the sum of live_bytes of all accounts, open, closed and nobody; limit_bytes and
+ * limited_count cover the open accounts with a limit; unlimited_live_bytes is the live memory of all others.
+ */
+#include "memory/account.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "memory/slabs.h"
+
+ptn_mutex ptn_arena_mutex = PTHREAD_MUTEX_INITIALIZER;
+ptn_account_totals ptn_totals;
+
+static ptn_account nobody = {.open = true};
+static ptn_account *idle_accounts;  /* closed, without blocks */
+static ptn_account **all_accounts;  /* every struct there is */
+static size_t all_count, all_capacity;
+static _Atomic(ptn_account *) used_account;
+
+static bool limited(const ptn_account *account) { return account->open && account->limit_bytes > 0; }
+
+/* A struct that may be used again, else a new one. */
+static ptn_account *new_account(void) {
+  ptn_account *account = idle_accounts;
+  if (account) {
+    idle_accounts = account->next;
+    memset(account, 0, sizeof *account);
+    return account;
+  }
+  if (all_count == all_capacity) {
+    size_t capacity = all_capacity ? 2 * all_capacity : 16;
+    ptn_account **grown = realloc(all_accounts, capacity * sizeof(ptn_account *));
+    if (!grown) return NULL;
+    all_accounts = grown;
+    all_capacity = capacity;
+  }
+  account = calloc(1, sizeof *account);
+  if (account) all_accounts[all_count++] = account;
+  return account;
+}
+
+ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_pressure pressure, void *context) {
+  ptn_lock(&ptn_arena_mutex);
+  ptn_account *account = new_account();
+  if (account) {
+    account->open = true;
+    account->limit_bytes = limit_bytes;
+    account->pressure = pressure;
+    account->context = context;
+    if (limit_bytes > 0) {
+      ptn_totals.limit_bytes += limit_bytes;
+      ptn_totals.limited_count++;
+    }
+  }
+  ptn_unlock(&ptn_arena_mutex);
+  *out = account;
+  return account ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for an account of the arena");
+}
+
+static void retire(ptn_account *account) {
+  account->next = idle_accounts;
+  idle_accounts = account;
+}
+
+void ptn_account_destroy(ptn_account *account) {
+  if (!account) return;
+  ptn_account *mine = account;
+  atomic_compare_exchange_strong(&used_account, &mine, NULL);
+  ptn_lock(&ptn_arena_mutex);
+  ptn_slabs_forget(account);
+  if (limited(account)) {
+    ptn_totals.limit_bytes -= account->limit_bytes;
+    ptn_totals.limited_count--;
+    ptn_totals.unlimited_live_bytes += account->live_bytes;
+  }
+  account->open = false;
+  account->pressure = NULL;
+  if (account->block_count == 0) retire(account);
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+ptn_account *ptn_account_resolve(ptn_account *account) { return account && account->open ? account : &nobody; }
+
+uint64_t ptn_account_missing(const ptn_account *account, uint64_t bytes) {
+  if (!limited(account)) return 0;
+  uint64_t free_bytes = account->limit_bytes - account->live_bytes;
+  return bytes > free_bytes ? bytes - free_bytes : 0;
+}
+
+void ptn_account_count(ptn_account *account, uint64_t bytes) {
+  account->block_count++;
+  account->live_bytes += bytes;
+  account->peak_bytes = ptn_max_u64(account->peak_bytes, account->live_bytes);
+  account->interval_peak_bytes = ptn_max_u64(account->interval_peak_bytes, account->live_bytes);
+  if (!limited(account)) ptn_totals.unlimited_live_bytes += bytes;
+  ptn_totals.live_bytes += bytes;
+  ptn_totals.high_water_bytes = ptn_max_u64(ptn_totals.high_water_bytes, ptn_totals.live_bytes);
+}
+
+void ptn_account_uncount(ptn_account *account, uint64_t bytes) {
+  account->block_count--;
+  account->live_bytes -= bytes;
+  if (!limited(account)) ptn_totals.unlimited_live_bytes -= bytes;
+  ptn_totals.live_bytes -= bytes;
+  if (!account->open && account->block_count == 0) retire(account);
+}
+
+uint64_t ptn_resident_ceiling(void) {
+  if (ptn_totals.limited_count == 0) return ptn_totals.high_water_bytes;
+  uint64_t unlimited = ptn_totals.unlimited_live_bytes;
+  uint64_t limits = ptn_totals.limit_bytes > UINT64_MAX - unlimited ? UINT64_MAX : ptn_totals.limit_bytes + unlimited;
+  return ptn_min_u64(ptn_totals.high_water_bytes, limits);
+}
+
+void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out) {
+  ptn_lock(&ptn_arena_mutex);
+  *out = (ptn_account_stats){account->limit_bytes, account->live_bytes, account->peak_bytes, account->interval_peak_bytes,
+                             account->refused_count};
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+uint64_t ptn_account_mark(ptn_account *account) {
+  ptn_lock(&ptn_arena_mutex);
+  uint64_t peak_bytes = account->interval_peak_bytes;
+  account->interval_peak_bytes = account->live_bytes;
+  ptn_unlock(&ptn_arena_mutex);
+  return peak_bytes;
+}
+
+ptn_account *ptn_arena_use(ptn_account *account) { return atomic_exchange(&used_account, account); }
+ptn_account *ptn_arena_used(void) { return atomic_load_explicit(&used_account, memory_order_acquire); }
+
+void ptn_accounts_after_fork(void) {
+  atomic_store(&used_account, NULL);
+  for (size_t i = 0; i < all_count; i++) all_accounts[i]->pressure = NULL;
+}
+
+bool ptn_accounts_hold(void) {
+  uint64_t live_bytes = nobody.live_bytes, unlimited_bytes = nobody.live_bytes, limit_bytes = 0, limited_count = 0;
+  for (size_t i = 0; i < all_count; i++) {
+    const ptn_account *account = all_accounts[i];
+    live_bytes += account->live_bytes;
+    if (!limited(account)) {
+      unlimited_bytes += account->live_bytes;
+      continue;
+    }
+    if (account->live_bytes > account->limit_bytes) return false;
+    limit_bytes += account->limit_bytes;
+    limited_count++;
+  }
+  return live_bytes == ptn_totals.live_bytes && unlimited_bytes == ptn_totals.unlimited_live_bytes &&
+         limit_bytes == ptn_totals.limit_bytes && limited_count == ptn_totals.limited_count &&
+         live_bytes <= ptn_totals.high_water_bytes;
+}

@@ -1,0 +1,172 @@
+/* The arena: one lock, two ways to hand out a block, and the rule about what may be resident.
+ *
+ * A request is first held against the limit of its account; where it does not fit, the account's pressure is asked, without
+ * the lock, as long as it can do something. Then slabs (small blocks) or stretches (whole pages) find room, and what is
+ * resident beyond the ceiling is purged before the block is handed out: it is not touched yet, so memory that is resident in
+ * truth does not pass the ceiling in between.
+ *
+ * The ceiling is the high-water mark of live bytes, and the sum of the limits where that is lower. The free slots of slabs
+ * are all that can stay above it (slack_bytes): they are pages that other small blocks keep alive.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/bytes.h"
+#include "memory/account.h"
+#include "memory/arena.h"
+#include "memory/page_map.h"
+#include "memory/slabs.h"
+#include "memory/stretches.h"
+
+static const size_t largest_bytes = (size_t)1 << 47; /* more than there are addresses */
+
+size_t ptn_arena_rounded_bytes(size_t bytes) {
+  if (bytes > largest_bytes) return bytes; /* never handed out; rounding could overflow */
+  size_t lines = (size_t)ptn_round_up(bytes, PTN_TENSOR_ALIGN_BYTES);
+  return lines < PTN_PAGE_BYTES ? lines : (size_t)ptn_round_up(bytes, PTN_PAGE_BYTES);
+}
+
+static uint64_t resident_bytes(void) {
+  return ptn_stretch_sums.live_bytes + ptn_stretch_sums.cached_bytes + ptn_slab_sums.touched_bytes;
+}
+
+static void keep_below_ceiling(void) {
+  uint64_t ceiling = ptn_resident_ceiling(), resident = resident_bytes();
+  if (resident <= ceiling) return;
+  uint64_t excess_bytes = resident - ceiling;
+  if (ptn_stretch_sums.cached_bytes > 0) {
+    uint64_t purged_bytes = ptn_stretches_purge(excess_bytes);
+    excess_bytes = excess_bytes > purged_bytes ? excess_bytes - purged_bytes : 0;
+  }
+  if (excess_bytes > 0) ptn_slabs_purge(excess_bytes);
+}
+
+/* With the lock; the account has room. */
+static ptn_status hand_out(ptn_account *account, size_t bytes, void **out) {
+  if (bytes > largest_bytes) return ptn_fail(PTN_MEMORY, "a request of %zu bytes is larger than the address space", bytes);
+  if (bytes < PTN_PAGE_BYTES) {
+    PTN_TRY(ptn_slab_take(bytes, account, out));
+  } else {
+    ptn_stretch *stretch;
+    PTN_TRY(ptn_stretch_take(bytes, account, &stretch));
+    *out = (void *)stretch->begin;
+  }
+  ptn_account_count(account, bytes);
+  keep_below_ceiling();
+  return PTN_OK;
+}
+
+static ptn_status refuse(ptn_account *account, size_t bytes) {
+  ptn_lock(&ptn_arena_mutex);
+  account->refused_count++;
+  unsigned long long limit = account->limit_bytes, live = account->live_bytes;
+  ptn_unlock(&ptn_arena_mutex);
+  unsigned long long needed = live > UINT64_MAX - bytes ? UINT64_MAX : live + bytes;
+  ptn_fail_budget(needed, limit, 0,
+                  "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; "
+                  "give a budget of at least %llu bytes, or a smaller batch",
+                  bytes, live, limit, needed);
+  ptn_last_error()->asked_bytes = bytes;
+  return PTN_BUDGET;
+}
+
+ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out) {
+  size_t rounded_bytes = ptn_arena_rounded_bytes(bytes);
+  *out = NULL;
+  for (;;) {
+    ptn_lock(&ptn_arena_mutex);
+    ptn_account *owner = ptn_account_resolve(account);
+    uint64_t missing_bytes = ptn_account_missing(owner, rounded_bytes);
+    ptn_pressure pressure = owner->pressure;
+    void *context = owner->context;
+    ptn_status status = missing_bytes == 0 ? hand_out(owner, rounded_bytes, out) : PTN_BUDGET;
+    ptn_unlock(&ptn_arena_mutex);
+    if (missing_bytes == 0) return status;
+    if (!pressure || !pressure(context, missing_bytes)) return refuse(owner, rounded_bytes);
+  }
+}
+
+static ptn_stretch *live_stretch(uintptr_t word, uintptr_t address) {
+  ptn_stretch *stretch = (ptn_stretch *)word;
+  if (!stretch || stretch->begin != address || stretch->state != PTN_STRETCH_LIVE) {
+    fprintf(stderr, "protrain: freed %p, which is no block in use of the arena (freed twice?)\n", (void *)address);
+    abort();
+  }
+  return stretch;
+}
+
+void ptn_arena_free(void *block) {
+  if (!block) return;
+  uintptr_t address = (uintptr_t)block;
+  ptn_lock(&ptn_arena_mutex);
+  uintptr_t word = ptn_map_get(address);
+  if (word & PTN_MAP_SLAB) {
+    ptn_slab *slab = (ptn_slab *)(word & ~PTN_MAP_SLAB);
+    ptn_account *owner = slab->owner; /* an emptied slab has none */
+    uint32_t bytes = slab->slot_bytes;
+    ptn_slab_give(slab, address);
+    ptn_account_uncount(owner, bytes);
+  } else {
+    ptn_stretch *stretch = live_stretch(word, address);
+    ptn_account_uncount(stretch->owner, stretch->bytes);
+    ptn_stretch_give(stretch);
+  }
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+void ptn_arena_trim(uint64_t keep_bytes) {
+  ptn_lock(&ptn_arena_mutex);
+  uint64_t cached_bytes = resident_bytes() - ptn_totals.live_bytes;
+  if (cached_bytes > keep_bytes) {
+    uint64_t purged_bytes = ptn_stretches_purge(cached_bytes - keep_bytes);
+    if (cached_bytes - purged_bytes > keep_bytes && purged_bytes < cached_bytes) ptn_slabs_purge(cached_bytes - purged_bytes - keep_bytes);
+  }
+  /* What was kept on purpose may stay: the mark lies at what is live and kept. */
+  ptn_totals.high_water_bytes = ptn_totals.live_bytes + ptn_min_u64(keep_bytes, resident_bytes() - ptn_totals.live_bytes);
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+void ptn_arena_get_stats(ptn_arena_stats *out) {
+  ptn_lock(&ptn_arena_mutex);
+  uint64_t resident = resident_bytes(), live = ptn_totals.live_bytes;
+  *out = (ptn_arena_stats){
+      .live_bytes = live,
+      .cached_bytes = resident - live,
+      .resident_bytes = resident,
+      .mapped_count = ptn_stretch_sums.fresh_count + ptn_slab_sums.fresh_count,
+      .mapped_bytes = ptn_stretch_sums.fresh_bytes + ptn_slab_sums.fresh_bytes,
+      .purged_bytes = ptn_stretch_sums.purged_bytes + ptn_slab_sums.purged_bytes,
+      .high_water_bytes = ptn_totals.high_water_bytes,
+      .slack_bytes = ptn_slab_sums.touched_bytes - ptn_slab_sums.live_bytes,
+  };
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+bool ptn_arena_owns(const void *address) { return ptn_range_owns((uintptr_t)address); }
+
+void ptn_arena_check(void) {
+  ptn_lock(&ptn_arena_mutex);
+  ptn_slabs_check();
+  ptn_stretches_check();
+  bool counted = ptn_totals.live_bytes == ptn_stretch_sums.live_bytes + ptn_slab_sums.live_bytes;
+  uint64_t slack_bytes = ptn_slab_sums.touched_bytes - ptn_slab_sums.live_bytes;
+  bool bounded = resident_bytes() <= ptn_resident_ceiling() + slack_bytes;
+  if (!counted || !bounded || !ptn_accounts_hold()) {
+    fprintf(stderr, "protrain: the arena is broken: its accounts do not add up, or too much is resident\n");
+    abort();
+  }
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+/* ---- fork: the child gets the arena as it is, in a copy of its own; other threads are gone, and with them their promises ---- */
+
+static void before_fork(void) { ptn_lock(&ptn_arena_mutex); }
+static void after_fork_in_parent(void) { ptn_unlock(&ptn_arena_mutex); }
+static void after_fork_in_child(void) {
+  ptn_accounts_after_fork();
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+  if (pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) != 0) abort();
+}

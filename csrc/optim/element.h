@@ -1,0 +1,77 @@
+/* The update of one element, as plainly as it can be said: the reference of the vector kernels, and what they use for the
+ * few elements that fill no vector.
+ *
+ * `tail` picks the rounding of torch's scalar loop (optim.h says where that runs). Fused products are written as fmaf;
+ * everything else must round by itself: these files are compiled with -ffp-contract=off.
+ * Always inlined, so that in a function compiled for FMA an fmaf is one instruction.
+ */
+#ifndef PTN_OPTIM_ELEMENT_H
+#define PTN_OPTIM_ELEMENT_H
+
+#include <math.h>
+
+#include "optim/optim.h"
+
+#define PTN_TAIL_UNIT ((size_t)8) /* elements of torch's vectors; what is left of a parameter is its tail */
+
+/* How many elements of the span are not in their parameter's tail: a prefix. */
+static inline size_t ptn_span_body(ptn_span span) {
+  size_t tail_first = span.total - span.total % PTN_TAIL_UNIT;
+  if (tail_first <= span.first) return 0;
+  size_t body = tail_first - span.first;
+  return body < span.count ? body : span.count;
+}
+
+static inline __attribute__((always_inline)) float ptn_larger(float maximum, float value, bool tail) {
+  if (!tail && (isnan(maximum) || isnan(value))) return NAN;
+  if (tail) return maximum < value ? value : maximum;
+  return maximum > value ? maximum : value;
+}
+
+/* largest: NULL without amsgrad. */
+static inline __attribute__((always_inline)) void ptn_adam_element(const ptn_update_scalars *s, float *param, float *average,
+                                                                   float *square, float *largest, float grad, bool tail) {
+  float p = *param, g = grad * s->grad_factor;
+  if (s->add_decay) g = fmaf(p, s->weight_decay, g);
+  p *= s->param_factor;
+  float m = fmaf(tail ? s->lerp_tail : s->lerp_weight, g - *average, s->lerp_from_grad ? g : *average);
+  float weighted = s->square_weight * g;
+  float v = tail ? fmaf(*square, s->beta2, weighted * g) : fmaf(weighted, g, *square * s->beta2);
+  *average = m;
+  *square = v;
+  if (largest) v = *largest = ptn_larger(*largest, v, tail);
+  float denominator = sqrtf(v) / s->bias2_root + s->eps;
+  *param = p - s->step_size * m / denominator;
+}
+
+/* buffer: NULL without momentum. */
+static inline __attribute__((always_inline)) void ptn_sgd_element(const ptn_update_scalars *s, float *param, float *buffer,
+                                                                  float grad, bool tail) {
+  float p = *param, g = grad * s->grad_factor;
+  if (s->add_decay) g = fmaf(p, s->weight_decay, g);
+  if (buffer) {
+    float b = g;
+    if (!s->first_step && tail) b = fmaf(*buffer, s->momentum, s->grad_weight * g);
+    if (!s->first_step && !tail) b = fmaf(s->grad_weight, g, *buffer * s->momentum);
+    *buffer = b;
+    g = s->nesterov ? fmaf(b, s->momentum, g) : b;
+  }
+  *param = fmaf(g, -s->lr, p);
+}
+
+/* The elements [begin, end) of the arrays. */
+static inline __attribute__((always_inline)) void ptn_adam_elements(const ptn_update_scalars *s, float *param,
+                                                                    float *const state[], const float *grad, size_t begin,
+                                                                    size_t end, bool tail) {
+  for (size_t i = begin; i < end; i++)
+    ptn_adam_element(s, param + i, state[0] + i, state[1] + i, s->amsgrad ? state[2] + i : NULL, grad[i], tail);
+}
+
+static inline __attribute__((always_inline)) void ptn_sgd_elements(const ptn_update_scalars *s, float *param,
+                                                                   float *const state[], const float *grad, size_t begin,
+                                                                   size_t end, bool tail) {
+  for (size_t i = begin; i < end; i++)
+    ptn_sgd_element(s, param + i, s->has_momentum ? state[0] + i : NULL, grad[i], tail);
+}
+
+#endif

@@ -1,0 +1,24 @@
+/* The kernels by instruction set: see optim.h for what they do, select.c for how one is chosen. The AVX ones exist in builds
+ * for x86-64 alone and must only be called where the CPU has them. */
+#ifndef PTN_OPTIM_KERNELS_H
+#define PTN_OPTIM_KERNELS_H
+
+#include "optim/optim.h"
+
+#if defined(__x86_64__)
+#define PTN_HAVE_AVX 1
+#else
+#define PTN_HAVE_AVX 0
+#endif
+
+void ptn_adam_plain(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_plain(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+
+#if PTN_HAVE_AVX
+void ptn_adam_avx2(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_avx2(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_adam_avx512(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_avx512(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+#endif
+
+#endif

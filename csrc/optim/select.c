@@ -1,0 +1,78 @@
+/* Which kernel this CPU runs, and how an update is split over a team. */
+#include <assert.h>
+
+#include "optim/kernels.h"
+
+/* Below this a helper thread costs more to wake than it saves. */
+#define SPLIT_LEAST_COUNT ((size_t)1 << 15)
+/* Threads meet at multiples of 4 KiB in every array, so that no two write one page. */
+#define SPLIT_GRAIN_COUNT ((size_t)1024)
+
+static bool cpu_runs(ptn_simd simd) {
+  if (simd == PTN_SIMD_PLAIN) return true;
+#if PTN_HAVE_AVX
+  /* Both questions include whether the operating system saves the registers. */
+  if (simd == PTN_SIMD_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (simd == PTN_SIMD_AVX512) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma");
+#endif
+  return false;
+}
+
+ptn_simd ptn_simd_best(void) {
+  if (cpu_runs(PTN_SIMD_AVX512)) return PTN_SIMD_AVX512;
+  return cpu_runs(PTN_SIMD_AVX2) ? PTN_SIMD_AVX2 : PTN_SIMD_PLAIN;
+}
+
+const char *ptn_simd_name(ptn_simd simd) {
+  switch (simd) {
+    case PTN_SIMD_PLAIN: return "plain";
+    case PTN_SIMD_AVX2: return "avx2";
+    case PTN_SIMD_AVX512: return "avx512";
+  }
+  return "unknown";
+}
+
+ptn_update_kernel ptn_update_kernel_for(ptn_optimizer_kind kind, ptn_simd simd) {
+  if (!cpu_runs(simd)) return NULL;
+  bool sgd = kind == PTN_SGD;
+  switch (simd) {
+    case PTN_SIMD_PLAIN: return sgd ? ptn_sgd_plain : ptn_adam_plain;
+#if PTN_HAVE_AVX
+    case PTN_SIMD_AVX2: return sgd ? ptn_sgd_avx2 : ptn_adam_avx2;
+    case PTN_SIMD_AVX512: return sgd ? ptn_sgd_avx512 : ptn_adam_avx512;
+#else
+    default: break;
+#endif
+  }
+  return NULL;
+}
+
+typedef struct split {
+  const ptn_update *update;
+  ptn_update_kernel kernel;
+  float *param;
+  float *const *state;
+  const float *grad;
+  ptn_span span;
+} split;
+
+static void run_range(void *context, size_t begin, size_t end) {
+  const split *s = context;
+  float *state[PTN_STATE_MAX] = {NULL};
+  int state_count = ptn_state_count(&s->update->hyper);
+  for (int i = 0; i < state_count; i++) state[i] = s->state[i] + begin;
+  ptn_span span = {s->span.first + begin, end - begin, s->span.total};
+  s->kernel(s->update, s->param + begin, state, s->grad + begin, span);
+}
+
+void ptn_update_run(ptn_team *team, const ptn_update *update, float *param, float *const state[], const float *grad,
+                    ptn_span span) {
+  assert(span.first <= span.total && span.count <= span.total - span.first);
+  ptn_update_kernel kernel = ptn_update_kernel_for(update->hyper.kind, ptn_simd_best());
+  if (!team || span.count < SPLIT_LEAST_COUNT) {
+    kernel(update, param, state, grad, span);
+    return;
+  }
+  split all = {update, kernel, param, state, grad, span};
+  ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
+}

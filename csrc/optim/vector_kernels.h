@@ -1,0 +1,101 @@
+/* The vector kernels, written once for every vector width: avx2.c and avx512.c include this file after they define
+ *
+ *   vec           the vector of LANES floats
+ *   LANES         its number of elements, a multiple of 8
+ *   TARGET        the function attribute of the instruction set
+ *   vec_load, vec_store, vec_all, vec_add, vec_sub, vec_mul, vec_div, vec_sqrt, vec_fma (a*b+c), vec_maximum
+ *   ADAM_KERNEL, SGD_KERNEL   the names of the two kernels
+ *
+ * Operation by operation these are the functions of element.h, which do the elements that fill no vector. What a step
+ * decides once (weight decay, amsgrad, momentum) is a constant of each specialised loop, so no loop branches on it.
+ * The passes are bound by memory or by the divider, never by the other arithmetic: a multiplication by 1 is cheaper than
+ * one more specialisation.
+ */
+#include "optim/element.h"
+#include "optim/kernels.h"
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+/* Asks for the elements 8 cache lines on: 3 % on arrays in memory, nothing lost in cache. The address may lie behind the
+ * array, where it is never read and asking for it has no effect. */
+INLINE void ahead(const float *at) { __builtin_prefetch((const void *)((uintptr_t)at + 512)); }
+
+/* Returns the number of elements done: all whole vectors of the body. */
+INLINE size_t adam_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict average, float *restrict square,
+                           float *restrict largest, const float *restrict grad, size_t body, bool add_decay, bool from_grad) {
+  const vec grad_factor = vec_all(s->grad_factor), weight_decay = vec_all(s->weight_decay);
+  const vec param_factor = vec_all(s->param_factor), lerp_weight = vec_all(s->lerp_weight);
+  const vec beta2 = vec_all(s->beta2), square_weight = vec_all(s->square_weight);
+  const vec bias2_root = vec_all(s->bias2_root), eps = vec_all(s->eps), step_size = vec_all(s->step_size);
+  size_t i = 0;
+  for (; i + LANES <= body; i += LANES) {
+    ahead(param + i), ahead(grad + i), ahead(average + i), ahead(square + i);
+    vec p = vec_load(param + i), g = vec_mul(vec_load(grad + i), grad_factor), m = vec_load(average + i);
+    if (add_decay) g = vec_fma(p, weight_decay, g);
+    p = vec_mul(p, param_factor);
+    m = vec_fma(lerp_weight, vec_sub(g, m), from_grad ? g : m);
+    vec v = vec_fma(vec_mul(square_weight, g), g, vec_mul(vec_load(square + i), beta2));
+    vec_store(average + i, m);
+    vec_store(square + i, v);
+    if (largest) {
+      v = vec_maximum(vec_load(largest + i), v);
+      vec_store(largest + i, v);
+    }
+    vec denominator = vec_add(vec_div(vec_sqrt(v), bias2_root), eps);
+    vec_store(param + i, vec_sub(p, vec_div(vec_mul(step_size, m), denominator)));
+  }
+  return i;
+}
+
+INLINE size_t adam_body(const ptn_update_scalars *s, float *param, float *const state[], const float *grad, size_t body,
+                        bool add_decay, bool from_grad) {
+  if (s->amsgrad) return adam_vectors(s, param, state[0], state[1], state[2], grad, body, add_decay, from_grad);
+  return adam_vectors(s, param, state[0], state[1], NULL, grad, body, add_decay, from_grad);
+}
+
+TARGET void ADAM_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
+  const ptn_update_scalars s = update->scalars;
+  size_t body = ptn_span_body(span), done;
+  if (s.add_decay && s.lerp_from_grad)
+    done = adam_body(&s, param, state, grad, body, true, true);
+  else if (s.add_decay)
+    done = adam_body(&s, param, state, grad, body, true, false);
+  else if (s.lerp_from_grad)
+    done = adam_body(&s, param, state, grad, body, false, true);
+  else
+    done = adam_body(&s, param, state, grad, body, false, false);
+  ptn_adam_elements(&s, param, state, grad, done, body, false);
+  ptn_adam_elements(&s, param, state, grad, body, span.count, true);
+}
+
+INLINE size_t sgd_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict buffer, const float *restrict grad,
+                          size_t body, bool first_step, bool nesterov) {
+  const vec grad_factor = vec_all(s->grad_factor), weight_decay = vec_all(s->weight_decay);
+  const vec momentum = vec_all(s->momentum), grad_weight = vec_all(s->grad_weight), minus_lr = vec_all(-s->lr);
+  const bool add_decay = s->add_decay;
+  size_t i = 0;
+  for (; i + LANES <= body; i += LANES) {
+    vec p = vec_load(param + i), g = vec_mul(vec_load(grad + i), grad_factor);
+    if (add_decay) g = vec_fma(p, weight_decay, g);
+    if (buffer) {
+      vec b = first_step ? g : vec_fma(grad_weight, g, vec_mul(vec_load(buffer + i), momentum));
+      vec_store(buffer + i, b);
+      g = nesterov ? vec_fma(b, momentum, g) : b;
+    }
+    vec_store(param + i, vec_fma(g, minus_lr, p));
+  }
+  return i;
+}
+
+TARGET void SGD_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
+  const ptn_update_scalars s = update->scalars;
+  size_t body = ptn_span_body(span), done;
+  if (!s.has_momentum)
+    done = sgd_vectors(&s, param, NULL, grad, body, false, false);
+  else if (s.first_step)
+    done = sgd_vectors(&s, param, state[0], grad, body, true, s.nesterov);
+  else
+    done = sgd_vectors(&s, param, state[0], grad, body, false, s.nesterov);
+  ptn_sgd_elements(&s, param, state, grad, done, body, false);
+  ptn_sgd_elements(&s, param, state, grad, body, span.count, true);
+}

@@ -1,0 +1,94 @@
+/* The plan: from sizes and orders to decisions, deterministic, with no torch and no Python.
+ *
+ * The caller describes the model (chunks in execution order, blocks, the order of accesses) and what one step of one batch
+ * shape holds in memory in each of its phases; the planner says which chunks stay in memory, how many slots the others share,
+ * and each block's mode.
+ */
+#ifndef PTN_PLAN_PLAN_H
+#define PTN_PLAN_PLAN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+typedef enum ptn_mode { PTN_KEEP = 0, PTN_SWAP, PTN_CHECKPOINT, PTN_CHECKPOINT_SWAP } ptn_mode;
+
+/* ---- layout: parameters into chunks (plan/layout.c) ---- */
+
+typedef struct ptn_layout_param {
+  uint64_t bytes;   /* of the parameter; 0 is allowed */
+  int32_t block;    /* index of its block, -1 outside of any */
+  /* result */
+  uint32_t chunk;
+  uint64_t offset_bytes; /* in its chunk, a multiple of PTN_TENSOR_ALIGN_BYTES */
+} ptn_layout_param;
+
+/* Packs params, in the order given, into chunks of at most chunk_bytes (a larger parameter has a chunk of its own). A chunk
+ * never mixes blocked and unblocked parameters; a block that fits a chunk is never split; consecutive whole blocks share a
+ * chunk while they fit. Writes chunk and offset_bytes; *n_chunks is set; chunk sizes are the caller's to sum. */
+ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_bytes, uint32_t *n_chunks);
+
+/* ---- the rule (plan/rule.c) ---- */
+
+typedef struct ptn_plan_chunk {
+  uint64_t param_bytes;   /* its parameters with padding, a multiple of PTN_PAGE_BYTES */
+  uint64_t grad_bytes;    /* of its trained parameters; 0: frozen */
+  uint64_t state_bytes;   /* optimizer state of its trained parameters, laid out as the parameters are */
+  uint32_t complete_phase; /* index of the backward phase in which the last of its gradients comes */
+} ptn_plan_chunk;
+
+/* One phase of a step as a dry run saw it, twice: with every block kept, and with every block checkpointed. Phases come in the
+ * order of the step: before the blocks, each block's forward, the head (from the last block's forward to its backward), each
+ * block's backward in reverse, the tail. A block used twice in a step has two phases of each kind. What runs between two blocks
+ * belongs to the phase of the one that ran before. Bytes count activations and temporaries only, and gradients only until their
+ * chunk is complete; never parameters or optimizer state. `entry` is what was live when the phase began, `peak` the highest
+ * during it. */
+typedef struct ptn_phase {
+  int32_t block;    /* -1: none */
+  bool backward;
+  uint64_t keep_entry_bytes, keep_peak_bytes;
+  uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
+} ptn_phase;
+
+typedef struct ptn_plan_request {
+  uint64_t budget_bytes;
+  uint64_t fixed_bytes;   /* live whatever the plan is: buffers, batch */
+  uint32_t n_chunks;
+  const ptn_plan_chunk *chunks; /* in execution order */
+  uint32_t n_blocks;
+  uint32_t n_phases;      /* 0: nothing is known of the activations, they are not counted */
+  const ptn_phase *phases;
+  uint32_t n_accesses;
+  const uint32_t *accesses;     /* chunk of each access in a step, in order, forward and backward */
+  uint32_t n_together;          /* the most chunks that one operation reads at once; 0 is read as 1 */
+  uint32_t n_arrays;            /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
+  const ptn_mode *modes;        /* n_blocks modes to use as they are, or NULL: the planner chooses keep or checkpoint */
+  int64_t n_persist;            /* as given, or -1: the planner chooses */
+  bool grads_outlive_backward;  /* accumulation or clipping: gradients of chunks on disk pass through the disk */
+} ptn_plan_request;
+
+typedef struct ptn_plan {
+  uint32_t n_persist;        /* the first n_persist chunks stay in memory */
+  uint32_t n_buffer;         /* slots that the others share: entries of slot_bytes */
+  uint32_t n_ahead;          /* any so many distinct chunks after the one in use, in recorded order, are in slots of their own */
+  uint64_t slot_bytes_total;
+  uint64_t piece_bytes;      /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
+  uint32_t n_pieces;         /* in the ring */
+  uint64_t ring_bytes;
+  uint64_t peak_bytes;       /* predicted, all that counts */
+  uint64_t smallest_bytes;   /* the smallest budget for which this request has a plan (with modes and n_persist free) */
+  uint64_t disk_bytes;
+  /* The caller's arrays: n_chunks and n_blocks entries, n_slots <= n_chunks. */
+  int32_t *slot_of_chunk;    /* -1: persistent */
+  uint64_t *slot_bytes;
+  ptn_mode *modes;
+} ptn_plan;
+
+/* PTN_BUDGET (needed, budget, smallest) where nothing fits; PTN_PLAN where modes or n_persist are wrong in themselves;
+ * PTN_INVALID where the description of the model or of its phases is. Swap modes are counted as the same modes without swap:
+ * an upper bound. */
+ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out);
+
+#endif

@@ -1,0 +1,42 @@
+/* What the binding's files share: module state, errors, a hyper from a tuple. Stable ABI of CPython 3.11; one type per file. */
+#ifndef PTN_PYTHON_BINDING_H
+#define PTN_PYTHON_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/status.h"
+#include "optim/optim.h"
+#include "runtime/engine.h"
+
+typedef struct ptn_module_state {
+  PyObject *region_type, *engine_type;
+} ptn_module_state;
+
+/* Sets the Python exception that the thread's error record describes and returns NULL; needs the GIL. */
+PyObject *ptn_python_raise(void);
+
+extern PyType_Spec ptn_region_spec, ptn_engine_spec;
+/* A Region over memory that the object then owns a reference to; NULL region gives None. */
+PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
+
+/* (kind, lr, weight_decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov); 0 with an exception set. */
+int ptn_python_hyper(PyObject *tuple, ptn_hyper *out);
+
+/* A list of non-negative integers as a malloc'ed array of uint64; NULL with an exception set. Free with PyMem_Free. */
+uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
+
+/* Functions of the module. */
+PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords);
+PyObject *ptn_python_layout(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments);
+
+#define PTN_WITHOUT_GIL(status, call) \
+  do {                                \
+    Py_BEGIN_ALLOW_THREADS            \
+    (status) = (call);                \
+    Py_END_ALLOW_THREADS              \
+  } while (0)
+
+#endif

@@ -1,0 +1,527 @@
+/* Engine: one wrapped model's engine and account as a Python object.
+ *
+ * The GIL is released on every call that may wait for I/O. A gradient's owner is a Python object: the engine hands it back
+ * through `give_back`, which takes the GIL where it is not held. A process that was forked off must not touch the engine's
+ * threads, so there an Engine only forgets.
+ */
+#include <pthread.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "python/binding.h"
+
+typedef struct engine_object {
+  PyObject_HEAD
+  ptn_engine *engine;
+  ptn_account *account;
+  pid_t process;
+  pthread_t driver; /* the thread that drives the step: the only one that may wait for memory */
+} engine_object;
+
+static void give_back(void *owner) {
+  PyGILState_STATE state = PyGILState_Ensure();
+  Py_DECREF((PyObject *)owner);
+  PyGILState_Release(state);
+}
+
+/* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
+static bool relieve(void *context, uint64_t missing_bytes) {
+  engine_object *self = context;
+  (void)missing_bytes;
+  return self->engine && pthread_equal(self->driver, pthread_self()) && ptn_engine_relieve(self->engine);
+}
+
+static void close_engine(engine_object *self) {
+  ptn_engine *engine = self->engine;
+  self->engine = NULL;
+  if (engine && self->process == getpid()) {
+    Py_BEGIN_ALLOW_THREADS
+    ptn_engine_destroy(engine);
+    Py_END_ALLOW_THREADS
+  }
+  if (self->account) {
+    if (ptn_arena_used() == self->account) ptn_arena_use(NULL);
+    ptn_account_destroy(self->account);
+    self->account = NULL;
+  }
+}
+
+static void engine_dealloc(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  close_engine((engine_object *)object);
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+static ptn_engine *open_engine(PyObject *object) {
+  engine_object *self = (engine_object *)object;
+  if (!self->engine || self->process != getpid()) {
+    PyErr_SetString(PyExc_RuntimeError, self->engine ? "a wrapped model cannot be used in a forked process" : "this model's engine is closed");
+    return NULL;
+  }
+  self->driver = pthread_self();
+  return self->engine;
+}
+
+/* ---- construction ---- */
+
+static int read_chunks(PyObject *list, ptn_engine_chunk *chunks) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+    unsigned long long bytes;
+    int trained;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "Kp", &bytes, &trained)) return 0;
+    chunks[i] = (ptn_engine_chunk){.param_bytes = bytes, .trained = trained != 0};
+  }
+  return 1;
+}
+
+static int read_params(PyObject *list, ptn_engine_param *params) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+    unsigned int chunk, group;
+    unsigned long long offset, count;
+    int trained;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "IKKpI", &chunk, &offset, &count, &trained, &group)) return 0;
+    params[i] = (ptn_engine_param){.chunk = chunk, .offset_bytes = offset, .count = count, .trained = trained != 0, .group = group};
+  }
+  return 1;
+}
+
+static ptn_status make_engine(engine_object *self, unsigned long long limit, const ptn_engine_config *config) {
+  PTN_TRY(ptn_account_create(&self->account, limit, relieve, self));
+  ptn_engine_config ours = *config;
+  ours.account = self->account;
+  ours.release = give_back;
+  return ptn_engine_create(&self->engine, &ours);
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"folder", "limit_bytes", "chunks", "params", "n_groups", "n_states", "disk_engine", NULL};
+  const char *folder;
+  unsigned long long limit;
+  PyObject *chunk_list, *param_list;
+  unsigned int n_groups, n_states;
+  int disk_engine = PTN_DISK_AUTO;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|i", names, &folder, &limit, &PyList_Type, &chunk_list,
+                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine))
+    return NULL;
+  size_t n_chunks = (size_t)PyList_Size(chunk_list), n_params = (size_t)PyList_Size(param_list);
+  ptn_engine_chunk *chunks = PyMem_Malloc((n_chunks + 1) * sizeof *chunks);
+  ptn_engine_param *params = PyMem_Malloc((n_params + 1) * sizeof *params);
+  engine_object *self = NULL;
+  if (!chunks || !params) {
+    PyErr_NoMemory();
+  } else if (read_chunks(chunk_list, chunks) && read_params(param_list, params)) {
+    self = PyObject_New(engine_object, type);
+    if (self) {
+      memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));
+      self->process = getpid();
+      self->driver = pthread_self();
+      ptn_engine_config config = {.folder = folder, .disk_engine = (ptn_disk_engine)disk_engine, .n_chunks = (uint32_t)n_chunks,
+                                  .n_params = (uint32_t)n_params, .n_groups = n_groups, .chunks = chunks, .params = params,
+                                  .n_states = n_states};
+      if (make_engine(self, limit, &config) != PTN_OK) {
+        ptn_python_raise();
+        Py_DECREF(self);
+        self = NULL;
+      }
+    }
+  }
+  PyMem_Free(chunks);
+  PyMem_Free(params);
+  return (PyObject *)self;
+}
+
+static PyObject *engine_close(PyObject *object, PyObject *unused) {
+  (void)unused;
+  close_engine((engine_object *)object);
+  Py_RETURN_NONE;
+}
+
+/* ---- homes and slots ---- */
+
+static PyObject *answer(ptn_status status) {
+  if (status != PTN_OK) return ptn_python_raise();
+  Py_RETURN_NONE;
+}
+
+#define ENGINE_OR_RETURN                    \
+  ptn_engine *engine = open_engine(object); \
+  if (!engine) return NULL
+
+static PyObject *engine_in_memory(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  return PyBool_FromLong(ptn_engine_in_memory(engine, chunk));
+}
+
+static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  int with_state;
+  if (!PyArg_ParseTuple(arguments, "Ip", &chunk, &with_state)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_to_memory(engine, chunk, with_state != 0));
+  return answer(status);
+}
+
+static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_to_disk(engine, chunk));
+  return answer(status);
+}
+
+static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  PyObject *of_chunk, *bytes;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &of_chunk, &PyList_Type, &bytes)) return NULL;
+  Py_ssize_t n_slots, n_chunks = PyList_Size(of_chunk);
+  uint64_t *slot_bytes = ptn_python_integers(bytes, &n_slots);
+  if (!slot_bytes) return NULL;
+  int32_t *slots = PyMem_Malloc((size_t)(n_chunks + 1) * sizeof *slots);
+  if (!slots) {
+    PyMem_Free(slot_bytes);
+    return PyErr_NoMemory();
+  }
+  for (Py_ssize_t i = 0; i < n_chunks; i++) slots[i] = (int32_t)PyLong_AsLong(PyList_GetItem(of_chunk, i));
+  PyObject *result = NULL;
+  if (!PyErr_Occurred()) result = answer(ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
+  PyMem_Free(slots);
+  PyMem_Free(slot_bytes);
+  return result;
+}
+
+static PyObject *engine_drop_slots(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_engine_drop_slots(engine);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  return answer(ptn_engine_own_slot(engine, chunk));
+}
+
+static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned long long piece_bytes;
+  unsigned int n_pieces;
+  int with_grads;
+  if (!PyArg_ParseTuple(arguments, "KIp", &piece_bytes, &n_pieces, &with_grads)) return NULL;
+  return answer(ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+}
+
+static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_engine_drop_ring(engine);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_set_pending(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned long long bytes;
+  if (!PyArg_ParseTuple(arguments, "K", &bytes)) return NULL;
+  ptn_engine_set_pending(engine, bytes);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_region(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
+  return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
+}
+
+static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param, array;
+  unsigned long long address;
+  int write;
+  if (!PyArg_ParseTuple(arguments, "IIKp", &param, &array, &address, &write)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (float *)(uintptr_t)address, write != 0));
+  return answer(status);
+}
+
+static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_begin_fill(engine, chunk));
+  return answer(status);
+}
+
+static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_end_fill(engine, chunk));
+  return answer(status);
+}
+
+static PyObject *engine_steps(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param;
+  if (!PyArg_ParseTuple(arguments, "I", &param)) return NULL;
+  return PyLong_FromUnsignedLongLong(ptn_engine_steps(engine, param));
+}
+
+static PyObject *engine_set_steps(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param;
+  unsigned long long steps;
+  if (!PyArg_ParseTuple(arguments, "IK", &param, &steps)) return NULL;
+  ptn_engine_set_steps(engine, param, steps);
+  Py_RETURN_NONE;
+}
+
+/* ---- residency ---- */
+
+static PyObject *engine_set_order(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  PyObject *list;
+  if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &list)) return NULL;
+  Py_ssize_t count;
+  uint64_t *values = ptn_python_integers(list, &count);
+  if (!values) return NULL;
+  uint32_t *accesses = PyMem_Malloc((size_t)(count + 1) * sizeof *accesses);
+  for (Py_ssize_t i = 0; accesses && i < count; i++) accesses[i] = (uint32_t)values[i];
+  PyObject *result = accesses ? answer(ptn_engine_set_order(engine, accesses, (uint32_t)count)) : PyErr_NoMemory();
+  PyMem_Free(accesses);
+  PyMem_Free(values);
+  return result;
+}
+
+static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int moment;
+  if (!PyArg_ParseTuple(arguments, "I", &moment)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_engine_seek(engine, moment);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_status status;
+  bool conflict;
+  PTN_WITHOUT_GIL(status, ptn_engine_demand(engine, chunk, &conflict));
+  if (status != PTN_OK) return ptn_python_raise();
+  return PyBool_FromLong(!conflict);
+}
+
+static PyObject *engine_use(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_engine_use(engine, chunk);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_unuse(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_engine_unuse(engine, chunk);
+  Py_RETURN_NONE;
+}
+
+/* ---- gradients and updates ---- */
+
+static PyObject *engine_set_hyper(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int group;
+  PyObject *tuple;
+  ptn_hyper hyper;
+  if (!PyArg_ParseTuple(arguments, "IO!", &group, &PyTuple_Type, &tuple) || !ptn_python_hyper(tuple, &hyper)) return NULL;
+  return answer(ptn_engine_set_hyper(engine, group, &hyper));
+}
+
+static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param;
+  unsigned long long address;
+  PyObject *owner;
+  int use;
+  if (!PyArg_ParseTuple(arguments, "IKOi", &param, &address, &owner, &use)) return NULL;
+  Py_INCREF(owner);
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const float *)(uintptr_t)address, owner, (ptn_gradient_use)use));
+  if (status != PTN_OK) Py_DECREF(owner);
+  return answer(status);
+}
+
+static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param;
+  unsigned long long address;
+  if (!PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
+  ptn_status status;
+  bool found;
+  PTN_WITHOUT_GIL(status, ptn_engine_spilled(engine, param, (float *)(uintptr_t)address, &found));
+  if (status != PTN_OK) return ptn_python_raise();
+  return PyBool_FromLong(found);
+}
+
+static PyObject *engine_flush(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_flush(engine));
+  return answer(status);
+}
+
+static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  double grad_scale;
+  if (!PyArg_ParseTuple(arguments, "d", &grad_scale)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_update_spilled(engine, (float)grad_scale));
+  return answer(status);
+}
+
+static PyObject *engine_wait(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_wait(engine));
+  return answer(status);
+}
+
+static PyObject *engine_update_in_memory(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param;
+  unsigned long long address;
+  double grad_scale;
+  if (!PyArg_ParseTuple(arguments, "IKd", &param, &address, &grad_scale)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_update_in_memory(engine, param, (const float *)(uintptr_t)address, (float)grad_scale));
+  return answer(status);
+}
+
+static PyObject *engine_commit(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  ptn_engine_commit(engine);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_drop(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_engine_drop(engine);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_has_gradients(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  return PyBool_FromLong(ptn_engine_has_gradients(engine));
+}
+
+/* ---- memory and figures ---- */
+
+static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  (void)engine;
+  int on;
+  if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
+  ptn_arena_use(on ? ((engine_object *)object)->account : NULL);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_stats(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  ptn_engine_stats stats;
+  ptn_store_stats store;
+  ptn_account_stats account;
+  ptn_engine_get_stats(engine, &stats);
+  ptn_store_get_stats(ptn_engine_store(engine), &store);
+  ptn_account_get_stats(((engine_object *)object)->account, &account);
+  return Py_BuildValue("{s:L,s:L,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "wait_ns", (long long)stats.wait_ns, "update_ns",
+                       (long long)stats.update_ns, "loaded_bytes", stats.loaded_bytes, "loads", stats.loads, "hits", stats.hits,
+                       "disk_bytes", stats.disk_bytes, "disk_read_bytes", store.read_bytes, "disk_write_bytes", store.write_bytes,
+                       "disk_read_ns", store.read_ns, "disk_write_ns", store.write_ns, "live_bytes", account.live_bytes, "peak_bytes",
+                       account.peak_bytes, "limit_bytes", account.limit_bytes, "disk_engine",
+                       ptn_store_engine_name(ptn_engine_store(engine)));
+}
+
+static PyObject *engine_mark(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  (void)engine;
+  return PyLong_FromUnsignedLongLong(ptn_account_mark(((engine_object *)object)->account));
+}
+
+static PyMethodDef engine_methods[] = {
+    {"close", engine_close, METH_NOARGS, NULL},
+    {"in_memory", engine_in_memory, METH_VARARGS, NULL},
+    {"to_memory", engine_to_memory, METH_VARARGS, NULL},
+    {"to_disk", engine_to_disk, METH_VARARGS, NULL},
+    {"set_slots", engine_set_slots, METH_VARARGS, NULL},
+    {"drop_slots", engine_drop_slots, METH_NOARGS, NULL},
+    {"own_slot", engine_own_slot, METH_VARARGS, NULL},
+    {"set_ring", engine_set_ring, METH_VARARGS, NULL},
+    {"drop_ring", engine_drop_ring, METH_NOARGS, NULL},
+    {"set_pending", engine_set_pending, METH_VARARGS, NULL},
+    {"region", engine_region, METH_VARARGS, NULL},
+    {"transfer", engine_transfer, METH_VARARGS, NULL},
+    {"begin_fill", engine_begin_fill, METH_VARARGS, NULL},
+    {"end_fill", engine_end_fill, METH_VARARGS, NULL},
+    {"steps", engine_steps, METH_VARARGS, NULL},
+    {"set_steps", engine_set_steps, METH_VARARGS, NULL},
+    {"set_order", engine_set_order, METH_VARARGS, NULL},
+    {"seek", engine_seek, METH_VARARGS, NULL},
+    {"demand", engine_demand, METH_VARARGS, NULL},
+    {"use", engine_use, METH_VARARGS, NULL},
+    {"unuse", engine_unuse, METH_VARARGS, NULL},
+    {"set_hyper", engine_set_hyper, METH_VARARGS, NULL},
+    {"gradient", engine_gradient, METH_VARARGS, NULL},
+    {"spilled", engine_spilled, METH_VARARGS, NULL},
+    {"flush", engine_flush, METH_NOARGS, NULL},
+    {"update_spilled", engine_update_spilled, METH_VARARGS, NULL},
+    {"wait", engine_wait, METH_NOARGS, NULL},
+    {"update_in_memory", engine_update_in_memory, METH_VARARGS, NULL},
+    {"commit", engine_commit, METH_NOARGS, NULL},
+    {"drop", engine_drop, METH_NOARGS, NULL},
+    {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
+    {"use_account", engine_use_account, METH_VARARGS, NULL},
+    {"stats", engine_stats, METH_NOARGS, NULL},
+    {"mark", engine_mark, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_new, (void *)engine_new},
+    {Py_tp_dealloc, (void *)engine_dealloc},
+    {Py_tp_methods, engine_methods},
+    {Py_tp_doc, "The engine of one wrapped model: csrc/runtime/engine.h; types in _core.pyi."},
+    {0, NULL},
+};
+
+PyType_Spec ptn_engine_spec = {
+    .name = "protrain._core.Engine",
+    .basicsize = sizeof(engine_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = engine_slots,
+};

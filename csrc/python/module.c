@@ -1,0 +1,124 @@
+/* protrain._core: the module. Multi-phase init, state per module, one interpreter. */
+#include <pthread.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "memory/arena.h"
+#include "python/binding.h"
+#include "torch/allocator.h"
+
+/* torch asks for memory with or without the GIL and gets an exception with it. */
+static void raise_from_allocator(ptn_status status) {
+  (void)status; /* the thread's record has it */
+  PyGILState_STATE state = PyGILState_Ensure();
+  ptn_python_raise();
+  PyGILState_Release(state);
+}
+
+static PyObject *install_allocator(PyObject *module, PyObject *unused) {
+  (void)module;
+  (void)unused;
+  ptn_torch_install_allocator();
+  Py_RETURN_NONE;
+}
+
+static PyObject *rounded_bytes(PyObject *module, PyObject *number) {
+  (void)module;
+  unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  return PyLong_FromUnsignedLongLong(bytes ? ptn_arena_rounded_bytes(bytes) : 0);
+}
+
+static PyObject *memory_stats(PyObject *module, PyObject *unused) {
+  (void)module;
+  (void)unused;
+  ptn_arena_stats stats;
+  ptn_arena_get_stats(&stats);
+  return Py_BuildValue("{s:K,s:K,s:K,s:K}", "live_bytes", stats.live_bytes, "cached_bytes", stats.cached_bytes, "resident_bytes",
+                       stats.resident_bytes, "mapped_count", stats.mapped_count);
+}
+
+static PyObject *trim(PyObject *module, PyObject *number) {
+  (void)module;
+  unsigned long long keep = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_arena_trim(keep);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+/* Runs what follows outside of any budget (True), or gives the account back (the capsule that it returned). */
+static PyObject *swap_account(PyObject *module, PyObject *capsule) {
+  (void)module;
+  ptn_account *account = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, "protrain.account");
+  if (PyErr_Occurred()) return NULL;
+  ptn_account *before = ptn_arena_use(account);
+  if (!before) Py_RETURN_NONE;
+  return PyCapsule_New(before, "protrain.account", NULL);
+}
+
+static PyObject *cpu_features(PyObject *module, PyObject *unused) {
+  (void)module;
+  (void)unused;
+  ptn_simd best = ptn_simd_best();
+  return Py_BuildValue("{s:s,s:O,s:O}", "best", ptn_simd_name(best), "avx2", best >= PTN_SIMD_AVX2 ? Py_True : Py_False, "avx512",
+                       best >= PTN_SIMD_AVX512 ? Py_True : Py_False);
+}
+
+static PyMethodDef module_methods[] = {
+    {"install_allocator", install_allocator, METH_NOARGS, NULL},
+    {"rounded_bytes", rounded_bytes, METH_O, NULL},
+    {"memory_stats", memory_stats, METH_NOARGS, NULL},
+    {"trim", trim, METH_O, NULL},
+    {"swap_account", swap_account, METH_O, NULL},
+    {"cpu_features", cpu_features, METH_NOARGS, NULL},
+    {"update", (PyCFunction)(void (*)(void))ptn_python_update, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"layout", ptn_python_layout, METH_VARARGS, NULL},
+    {"make_plan", ptn_python_make_plan, METH_VARARGS, NULL},
+    {"disk_bench", ptn_python_disk_bench, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **out) {
+  *out = PyType_FromModuleAndSpec(module, spec, NULL);
+  if (!*out) return -1;
+  return PyModule_AddObjectRef(module, name, *out);
+}
+
+static int exec_module(PyObject *module) {
+  ptn_module_state *state = PyModule_GetState(module);
+  ptn_torch_raise = raise_from_allocator;
+  if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;
+  return add_type(module, &ptn_engine_spec, "Engine", &state->engine_type);
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg) {
+  ptn_module_state *state = PyModule_GetState(module);
+  Py_VISIT(state->region_type);
+  Py_VISIT(state->engine_type);
+  return 0;
+}
+
+static int clear(PyObject *module) {
+  ptn_module_state *state = PyModule_GetState(module);
+  Py_CLEAR(state->region_type);
+  Py_CLEAR(state->engine_type);
+  return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)exec_module}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "protrain._core",
+    .m_doc = "The C core of protrain.",
+    .m_size = sizeof(ptn_module_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = traverse,
+    .m_clear = clear,
+};
+
+PyMODINIT_FUNC PyInit__core(void);
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

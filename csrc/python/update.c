@@ -1,0 +1,106 @@
+/* The update kernels by themselves: what tests and benchmarks call. */
+#include <string.h>
+
+#include "python/binding.h"
+
+static const char *const KINDS[] = {"adam", "adamw", "sgd"};
+
+int ptn_python_hyper(PyObject *tuple, ptn_hyper *out) {
+  int kind, maximize, amsgrad, nesterov;
+  memset(out, 0, sizeof *out);
+  if (!PyArg_ParseTuple(tuple, "iddpdddpddp", &kind, &out->lr, &out->weight_decay, &maximize, &out->beta1, &out->beta2, &out->eps,
+                        &amsgrad, &out->momentum, &out->dampening, &nesterov))
+    return 0;
+  out->kind = (ptn_optimizer_kind)kind;
+  out->maximize = maximize != 0;
+  out->amsgrad = amsgrad != 0;
+  out->nesterov = nesterov != 0;
+  return 1;
+}
+
+static double number_of(PyObject *dict, const char *name) {
+  PyObject *value = PyDict_GetItemString(dict, name); /* borrowed */
+  return value ? PyFloat_AsDouble(value) : 0.0;
+}
+
+static int read_hyper(const char *kind, PyObject *dict, ptn_hyper *out) {
+  memset(out, 0, sizeof *out);
+  int found = 0;
+  for (int i = 0; i < 3; i++)
+    if (strcmp(kind, KINDS[i]) == 0) {
+      out->kind = (ptn_optimizer_kind)i;
+      found = 1;
+    }
+  if (!found) {
+    PyErr_Format(PyExc_ValueError, "kind is %s; adam, adamw and sgd are known", kind);
+    return 0;
+  }
+  out->lr = number_of(dict, "lr");
+  out->weight_decay = number_of(dict, "weight_decay");
+  out->maximize = number_of(dict, "maximize") != 0;
+  out->beta1 = number_of(dict, "beta1");
+  out->beta2 = number_of(dict, "beta2");
+  out->eps = number_of(dict, "eps");
+  out->amsgrad = number_of(dict, "amsgrad") != 0;
+  out->momentum = number_of(dict, "momentum");
+  out->dampening = number_of(dict, "dampening");
+  out->nesterov = number_of(dict, "nesterov") != 0;
+  return !PyErr_Occurred();
+}
+
+static ptn_update_kernel kernel_named(ptn_optimizer_kind kind, const char *name) {
+  for (ptn_simd simd = PTN_SIMD_PLAIN; simd <= PTN_SIMD_AVX512; simd++)
+    if (strcmp(name, ptn_simd_name(simd)) == 0) return ptn_update_kernel_for(kind, simd);
+  return NULL;
+}
+
+/* Runs over buffers of equal size; checks that they are. */
+static PyObject *run(const ptn_hyper *hyper, unsigned long long step, double grad_scale, const Py_buffer *param, Py_buffer *states,
+                     Py_ssize_t n_states, const Py_buffer *grad, const char *simd) {
+  float *arrays[PTN_STATE_MAX] = {0};
+  if (n_states != ptn_state_count(hyper) || grad->len != param->len || param->len % (Py_ssize_t)sizeof(float) != 0)
+    return PyErr_Format(PyExc_ValueError, "%zd state arrays for an optimizer with %d, or buffers of unequal size", n_states,
+                        ptn_state_count(hyper));
+  for (Py_ssize_t i = 0; i < n_states; i++) {
+    if (states[i].len != param->len) return PyErr_Format(PyExc_ValueError, "state array %zd has %zd bytes, the parameter %zd", i, states[i].len, param->len);
+    arrays[i] = states[i].buf;
+  }
+  ptn_update update;
+  if (ptn_update_prepare(&update, hyper, step, (float)grad_scale) != PTN_OK) return ptn_python_raise();
+  ptn_span span = ptn_span_whole((size_t)param->len / sizeof(float));
+  if (strcmp(simd, "auto") == 0) {
+    Py_BEGIN_ALLOW_THREADS
+    ptn_update_run(NULL, &update, param->buf, arrays, grad->buf, span);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+  }
+  ptn_update_kernel kernel = kernel_named(hyper->kind, simd);
+  if (!kernel) return PyErr_Format(PyExc_ValueError, "simd is %s; this CPU or this build lacks it", simd);
+  Py_BEGIN_ALLOW_THREADS
+  kernel(&update, param->buf, arrays, grad->buf, span);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"kind", "hyper", "step", "grad_scale", "param", "state", "grad", "simd", NULL};
+  (void)module;
+  const char *kind, *simd = "auto";
+  PyObject *dict, *list;
+  unsigned long long step;
+  double grad_scale;
+  Py_buffer param, grad, states[PTN_STATE_MAX];
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO!Kdw*O!y*|s", names, &kind, &PyDict_Type, &dict, &step, &grad_scale, &param,
+                                   &PyList_Type, &list, &grad, &simd))
+    return NULL;
+  PyObject *result = NULL;
+  Py_ssize_t held = 0, n_states = PyList_Size(list);
+  ptn_hyper hyper;
+  if (n_states > PTN_STATE_MAX) PyErr_Format(PyExc_ValueError, "%zd state arrays, at most %d", n_states, PTN_STATE_MAX);
+  while (!PyErr_Occurred() && held < n_states && PyObject_GetBuffer(PyList_GetItem(list, held), &states[held], PyBUF_WRITABLE) == 0) held++;
+  if (!PyErr_Occurred() && read_hyper(kind, dict, &hyper)) result = run(&hyper, step, grad_scale, &param, states, n_states, &grad, simd);
+  for (Py_ssize_t i = 0; i < held; i++) PyBuffer_Release(&states[i]);
+  PyBuffer_Release(&param);
+  PyBuffer_Release(&grad);
+  return result;
+}

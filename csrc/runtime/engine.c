@@ -1,0 +1,137 @@
+/* Create and destroy: see engine.h for what an engine is, internal.h for its parts. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/internal.h"
+
+static ptn_status out_of_memory(void) { return ptn_fail(PTN_MEMORY, "no memory for the engine's own tables"); }
+
+static ptn_status check_config(const ptn_engine_config *config) {
+  if (config->n_states > PTN_STATE_MAX)
+    return ptn_fail(PTN_INVALID, "%u arrays of optimizer state, at most %d are supported", config->n_states, PTN_STATE_MAX);
+  for (uint32_t i = 0; i < config->n_chunks; i++)
+    if (config->chunks[i].param_bytes == 0 || config->chunks[i].param_bytes % PTN_PAGE_BYTES != 0)
+      return ptn_fail(PTN_INVALID, "chunk %u has %llu bytes, a multiple of %zu is wanted", i,
+                      (unsigned long long)config->chunks[i].param_bytes, PTN_PAGE_BYTES);
+  for (uint32_t i = 0; i < config->n_params; i++) {
+    const ptn_engine_param *param = &config->params[i];
+    if (param->chunk >= config->n_chunks || (param->trained && param->group >= config->n_groups) ||
+        param->offset_bytes % PTN_TENSOR_ALIGN_BYTES != 0 ||
+        param->offset_bytes + param->count * sizeof(float) > config->chunks[param->chunk].param_bytes)
+      return ptn_fail(PTN_INVALID, "parameter %u does not lie inside its chunk", i);
+  }
+  return PTN_OK;
+}
+
+/* Counting sort of the parameters by chunk; inside a chunk they keep the caller's order, which is that of their offsets. */
+static void group_params(ptn_engine *engine) {
+  for (uint32_t i = 0; i < engine->n_params; i++) engine->chunks[engine->params[i].chunk].n_params++;
+  uint32_t first = 0;
+  for (uint32_t c = 0; c < engine->n_chunks; c++) {
+    engine->chunks[c].first_param = first;
+    first += engine->chunks[c].n_params;
+    engine->chunks[c].n_params = 0;
+  }
+  for (uint32_t i = 0; i < engine->n_params; i++) {
+    chunk *chunk = &engine->chunks[engine->params[i].chunk];
+    engine->order_params[chunk->first_param + chunk->n_params++] = i;
+    chunk->missing += engine->params[i].expected;
+  }
+}
+
+static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *config) {
+  engine->account = config->account;
+  engine->release = config->release;
+  engine->n_chunks = config->n_chunks;
+  engine->n_params = config->n_params;
+  engine->n_groups = config->n_groups;
+  engine->n_states = config->n_states;
+  engine->max_slots = 2 * config->n_chunks + 1; /* each chunk may need one of its own beside the shared ones */
+  engine->chunks = calloc(config->n_chunks + 1, sizeof *engine->chunks);
+  engine->params = calloc(config->n_params + 1, sizeof *engine->params);
+  engine->order_params = calloc(config->n_params + 1, sizeof *engine->order_params);
+  engine->hypers = calloc(config->n_groups + 1, sizeof *engine->hypers);
+  engine->slots = calloc(engine->max_slots, sizeof *engine->slots);
+  engine->seen = calloc(config->n_chunks + 1, sizeof *engine->seen);
+  engine->max_owners = 2 * config->n_params + 64;
+  engine->owners = calloc(engine->max_owners, sizeof *engine->owners);
+  if (!engine->chunks || !engine->params || !engine->order_params || !engine->hypers || !engine->slots || !engine->seen || !engine->owners)
+    return out_of_memory();
+  for (uint32_t i = 0; i < config->n_chunks; i++) {
+    engine->chunks[i].param_bytes = config->chunks[i].param_bytes;
+    engine->chunks[i].trained = config->chunks[i].trained;
+    engine->chunks[i].zero_state = true;
+    engine->chunks[i].slot = -1;
+  }
+  for (uint32_t i = 0; i < config->n_params; i++) {
+    const ptn_engine_param *from = &config->params[i];
+    engine->params[i] = (param){.chunk = from->chunk, .offset_bytes = from->offset_bytes, .count = from->count,
+                                .group = from->group, .trained = from->trained, .expected = from->trained && from->count > 0};
+  }
+  group_params(engine);
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config) {
+  *out = NULL;
+  PTN_TRY(check_config(config));
+  ptn_engine *engine = calloc(1, sizeof *engine);
+  if (!engine) return out_of_memory();
+  ptn_mutex_create(&engine->mutex);
+  ptn_condition_create(&engine->changed);
+  ptn_condition_create(&engine->lane_work);
+  ptn_status status = copy_config(engine, config);
+  if (status == PTN_OK) status = ptn_store_create(&engine->store, config->folder, config->disk_engine);
+  if (status == PTN_OK) status = ptn_team_create(&engine->team, 0);
+  if (status == PTN_OK) status = ptn_lane_start(engine);
+  if (status != PTN_OK) {
+    ptn_error error;
+    ptn_error_save(&error);
+    ptn_engine_destroy(engine);
+    return ptn_error_restore(&error);
+  }
+  *out = engine;
+  return PTN_OK;
+}
+
+void ptn_engine_destroy(ptn_engine *engine) {
+  if (!engine) return;
+  if (engine->lane_started) {
+    ptn_engine_drop(engine);
+    ptn_engine_drop_slots(engine);
+    ptn_lane_stop(engine);
+    ptn_engine_drop_ring(engine);
+  }
+  if (engine->owners) ptn_engine_collect(engine);
+  for (uint32_t i = 0; engine->chunks && i < engine->n_chunks; i++) {
+    ptn_region_release(engine->chunks[i].params);
+    ptn_arena_free(engine->chunks[i].states);
+  }
+  ptn_store_destroy(engine->store);
+  ptn_team_destroy(engine->team);
+  ptn_condition_destroy(&engine->lane_work);
+  ptn_condition_destroy(&engine->changed);
+  ptn_mutex_destroy(&engine->mutex);
+  free(engine->chunks);
+  free(engine->params);
+  free(engine->order_params);
+  free(engine->hypers);
+  free(engine->slots);
+  free(engine->order);
+  free(engine->seen);
+  free(engine->owners);
+  free(engine);
+}
+
+ptn_store *ptn_engine_store(ptn_engine *engine) { return engine->store; }
+
+void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
+  ptn_lock(&engine->mutex);
+  *out = (ptn_engine_stats){.wait_ns = engine->wait_ns, .update_ns = engine->update_ns, .loaded_bytes = engine->loaded_bytes,
+                            .loads = engine->loads, .hits = engine->hits};
+  for (uint32_t i = 0; i < engine->n_chunks; i++) {
+    const chunk *chunk = &engine->chunks[i];
+    out->disk_bytes += chunk->extents[0].bytes + chunk->extents[1].bytes + chunk->grads.bytes;
+  }
+  ptn_unlock(&engine->mutex);
+}

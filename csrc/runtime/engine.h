@@ -1,0 +1,156 @@
+/* The engine: where a model's states are at each moment of a training step.
+ *
+ * Words (design.md): a chunk is the unit of movement; its home is memory (persistent) or disk; chunks with their home on disk
+ * share slots, fixed buffers at which their parameters are permanent views; the update lane reads state, updates, writes.
+ *
+ * Who calls: one thread at a time drives a step (torch's thread); the store's threads and the update lane work beside it and
+ * never need anything that the driving thread may hold. Python is unknown here: a gradient's owner is an opaque handle that
+ * the engine hands back through `release`, on the driving thread only.
+ *
+ * Nothing is irrevocable before ptn_engine_commit: an update writes the other extent of the chunk (its shadow), commit turns
+ * shadows into homes, ptn_engine_drop forgets them. Eviction from a slot is dropping: home is always current.
+ */
+#ifndef PTN_RUNTIME_ENGINE_H
+#define PTN_RUNTIME_ENGINE_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/threads.h"
+#include "disk/store.h"
+#include "memory/arena.h"
+#include "optim/optim.h"
+
+typedef struct ptn_engine ptn_engine;
+
+/* ---- memory that tensors may outlive the engine with (runtime/region.c) ---- */
+
+typedef struct ptn_region {
+  void *memory; /* page-aligned */
+  uint64_t bytes;
+  atomic_int references;
+} ptn_region;
+ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out); /* one reference */
+ptn_region *ptn_region_acquire(ptn_region *region);
+void ptn_region_release(ptn_region *region); /* NULL is allowed */
+
+/* ---- description ---- */
+
+typedef struct ptn_engine_chunk {
+  uint64_t param_bytes; /* a multiple of PTN_PAGE_BYTES */
+  bool trained;         /* false: no parameter of it is */
+} ptn_engine_chunk;
+
+typedef struct ptn_engine_param {
+  uint32_t chunk;
+  uint64_t offset_bytes; /* in its chunk */
+  uint64_t count;        /* elements of fp32 */
+  uint32_t group;        /* of the optimizer; ignored where not trained */
+  bool trained;
+} ptn_engine_param;
+
+typedef struct ptn_engine_config {
+  const char *folder;
+  ptn_disk_engine disk_engine;
+  ptn_account *account; /* outlives the engine */
+  uint32_t n_chunks, n_params, n_groups;
+  const ptn_engine_chunk *chunks;
+  const ptn_engine_param *params;
+  uint32_t n_states;    /* arrays of optimizer state, 0 to PTN_STATE_MAX */
+  void (*release)(void *owner); /* called on the driving thread for each gradient's owner */
+} ptn_engine_config;
+
+typedef struct ptn_engine_stats {
+  int64_t wait_ns;         /* the driving thread waited, since create */
+  int64_t update_ns;       /* the lane computed updates, since create */
+  uint64_t loaded_bytes;   /* parameters read into slots */
+  uint64_t loads, hits;    /* demands that had to load, that found the chunk there or under way */
+  uint64_t disk_bytes;     /* reserved extents */
+} ptn_engine_stats;
+
+ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config);
+void ptn_engine_destroy(ptn_engine *engine); /* waits for what is under way; nothing is committed */
+void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out);
+ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */
+
+/* ---- homes and slots; between steps only (runtime/homes.c) ---- */
+
+bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk);
+/* Moves a chunk's home, its parameters and state with it. A fresh engine has every chunk nowhere: its first home holds zeros.
+ * with_state: a memory home gets its state arrays now, not at its first update. */
+ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t chunk, bool with_state);
+ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t chunk);
+/* slot_of_chunk: n_chunks entries, -1 where the home is memory. Slots are allocated; there must be none. */
+ptn_status ptn_engine_set_slots(ptn_engine *engine, const int32_t *slot_of_chunk, const uint64_t *slot_bytes, uint32_t n_slots);
+void ptn_engine_drop_slots(ptn_engine *engine);
+/* One more slot, for a chunk whose own is taken by another that is needed at the same moment. */
+ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t chunk);
+/* The ring of pieces through which updates stream; piece_bytes is a multiple of PTN_PAGE_BYTES. */
+ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads);
+void ptn_engine_drop_ring(ptn_engine *engine);
+/* Gradients that may wait for the update lane before the driving thread does: bytes, beside those of the chunk being made. */
+void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes);
+/* The memory at which the chunk's parameters lie when they are there; borrowed, NULL where it has neither home nor slot. */
+ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t chunk);
+
+/* One parameter's values (array 0) or state array i (1 + i), to or from the caller's memory; current committed values. */
+ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t param, uint32_t array, float *memory, bool write);
+/* Makes the slot hold the chunk without reading it; the caller fills it and calls store. */
+ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t chunk);
+ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t chunk);
+uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param); /* updates made of this parameter */
+void ptn_engine_set_steps(ptn_engine *engine, uint32_t param, uint64_t steps);
+
+/* ---- residency (runtime/residency.c) ---- */
+
+/* The recorded moments: chunks in the order they are accessed in one step. */
+ptn_status ptn_engine_set_order(ptn_engine *engine, const uint32_t *accesses, uint32_t n_accesses);
+void ptn_engine_seek(ptn_engine *engine, uint32_t moment); /* a step begins (0): reads ahead from there */
+
+/* Returns when the chunk is in its slot, current; orders the next chunks. *conflict: the slot holds another chunk that is in
+ * use; nothing changed. Chunks in memory are always there. */
+ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t chunk, bool *conflict);
+/* A chunk in use is not evicted; counted. */
+void ptn_engine_use(ptn_engine *engine, uint32_t chunk);
+void ptn_engine_unuse(ptn_engine *engine, uint32_t chunk);
+
+/* ---- gradients and updates (runtime/gradients.c, runtime/lane.c) ---- */
+
+ptn_status ptn_engine_set_hyper(ptn_engine *engine, uint32_t group, const ptn_hyper *hyper);
+/* Parameters expected to have a gradient: a chunk is complete when all of them came. */
+void ptn_engine_expect(ptn_engine *engine, uint32_t param, bool expected);
+
+typedef enum ptn_gradient_use {
+  PTN_GRADIENT_UPDATE, /* the last of this step: update the chunk when it is complete */
+  PTN_GRADIENT_SPILL,  /* add it to the chunk's gradients on disk when it is complete */
+  PTN_GRADIENT_SPILL_TOTAL, /* replaces what the chunk's gradients on disk hold for this parameter */
+} ptn_gradient_use;
+
+/* Takes a gradient over: count floats at data stay valid until release(owner). For parameters of chunks on disk. Waits while
+ * too much is pending. A chunk's gradients of one pass have one use. */
+ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t param, const float *data, void *owner, ptn_gradient_use use);
+/* The gradient that lies on disk for this parameter; zeros where there is none. */
+ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t param, float *memory, bool *found);
+/* Backward is over: chunks that lack a gradient go on with those they have. */
+ptn_status ptn_engine_flush(ptn_engine *engine);
+/* Queues the update of every chunk that has gradients on disk and no update yet; grad_scale multiplies them. */
+ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale);
+/* Waits for every update under way; the lane's error, if any. */
+ptn_status ptn_engine_wait(ptn_engine *engine);
+/* Updates one parameter of a chunk in memory, at once; not undone by drop. */
+ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const float *grad, float grad_scale);
+/* Turns shadows into homes; call after a successful wait. */
+void ptn_engine_commit(ptn_engine *engine);
+/* Forgets gradients and shadows of the step under way. */
+void ptn_engine_drop(ptn_engine *engine);
+/* Gradients taken, not yet committed or dropped. */
+bool ptn_engine_has_gradients(ptn_engine *engine);
+/* Hands owners of gradients back that are no longer needed. */
+void ptn_engine_collect(ptn_engine *engine);
+/* For the account's pressure: waits for an update under way, if any, so that its gradients go. */
+bool ptn_engine_relieve(ptn_engine *engine);
+
+#endif

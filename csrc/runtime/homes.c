@@ -1,0 +1,363 @@
+/* Homes, slots and the ring: what is arranged between steps, and the transfer of single parameters.
+ *
+ * A home on disk is an extent of parameters followed by the state arrays; a trained chunk has two of them, the one in use and
+ * its shadow, reserved together so that no step fails for lack of space. A home in memory is a region for the parameters,
+ * and one block for the state, made when the first update needs it.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/internal.h"
+
+#define BOUNCE_BYTES ((uint64_t)1 << 20)
+
+bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk) { return engine->chunks[chunk].home == HOME_MEMORY; }
+
+static uint64_t state_bytes(const ptn_engine *engine, const chunk *chunk) { return extent_bytes(engine, chunk) - chunk->param_bytes; }
+
+static ptn_status quiet(const ptn_engine *engine, const char *what) {
+  if (engine->n_jobs || engine->any_shadow || engine->gradients)
+    return ptn_fail(PTN_STEP, "%s in the middle of a step: call step() or zero_grad() first", what);
+  return PTN_OK;
+}
+
+static void release_extents(ptn_engine *engine, chunk *chunk) {
+  ptn_store_release(engine->store, &chunk->extents[0]);
+  ptn_store_release(engine->store, &chunk->extents[1]);
+  ptn_store_release(engine->store, &chunk->grads);
+}
+
+static ptn_status reserve_extents(ptn_engine *engine, chunk *chunk) {
+  uint64_t bytes = extent_bytes(engine, chunk);
+  chunk->current = 0;
+  ptn_status status = ptn_store_reserve(engine->store, bytes, &chunk->extents[0]);
+  if (status == PTN_OK && chunk->trained) status = ptn_store_reserve(engine->store, bytes, &chunk->extents[1]);
+  if (status != PTN_OK) release_extents(engine, chunk);
+  return status;
+}
+
+static ptn_status make_states(ptn_engine *engine, chunk *chunk) {
+  uint64_t bytes = state_bytes(engine, chunk);
+  if (chunk->states || bytes == 0) return PTN_OK;
+  void *memory;
+  PTN_TRY(ptn_arena_alloc(engine->account, bytes, &memory));
+  memset(memory, 0, bytes);
+  chunk->states = memory;
+  return PTN_OK;
+}
+
+static ptn_status read_home(ptn_engine *engine, chunk *chunk, ptn_region *region, bool with_state) {
+  uint64_t offset = chunk->extents[chunk->current].offset;
+  PTN_TRY(ptn_store_transfer(engine->store, region->memory, offset, chunk->param_bytes, false));
+  if (chunk->zero_state) return with_state ? make_states(engine, chunk) : PTN_OK;
+  PTN_TRY(make_states(engine, chunk));
+  uint64_t bytes = state_bytes(engine, chunk);
+  return bytes ? ptn_store_transfer(engine->store, chunk->states, offset + chunk->param_bytes, bytes, false) : PTN_OK;
+}
+
+ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_state) {
+  chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_MEMORY) return with_state ? make_states(engine, chunk) : PTN_OK;
+  PTN_TRY(quiet(engine, "a chunk cannot change its home"));
+  if (chunk->slot >= 0) return ptn_fail(PTN_INVALID, "chunk %u has a slot and cannot move to memory", number);
+  ptn_region *region;
+  PTN_TRY(ptn_region_create(engine->account, chunk->param_bytes, &region));
+  ptn_status status;
+  if (chunk->home == HOME_NOWHERE) {
+    memset(region->memory, 0, chunk->param_bytes);
+    status = with_state ? make_states(engine, chunk) : PTN_OK;
+  } else {
+    status = read_home(engine, chunk, region, with_state);
+  }
+  if (status != PTN_OK) {
+    ptn_region_release(region);
+    ptn_arena_free(chunk->states);
+    chunk->states = NULL;
+    return status;
+  }
+  release_extents(engine, chunk);
+  chunk->params = region;
+  chunk->home = HOME_MEMORY;
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
+  PTN_TRY(quiet(engine, "a chunk cannot change its home"));
+  chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_DISK) return PTN_OK;
+  PTN_TRY(reserve_extents(engine, chunk));
+  if (chunk->home == HOME_MEMORY) {
+    uint64_t offset = chunk->extents[0].offset;
+    ptn_status status = ptn_store_transfer(engine->store, chunk->params->memory, offset, chunk->param_bytes, true);
+    if (status == PTN_OK && chunk->states)
+      status = ptn_store_transfer(engine->store, chunk->states, offset + chunk->param_bytes, state_bytes(engine, chunk), true);
+    if (status != PTN_OK) {
+      release_extents(engine, chunk);
+      return status;
+    }
+    chunk->zero_state = !chunk->states;
+    ptn_region_release(chunk->params);
+    ptn_arena_free(chunk->states);
+    chunk->params = NULL;
+    chunk->states = NULL;
+  }
+  chunk->home = HOME_DISK;
+  return PTN_OK;
+}
+
+/* ---- slots ---- */
+
+static ptn_status make_slot(ptn_engine *engine, uint64_t bytes) {
+  slot *slot = &engine->slots[engine->n_slots];
+  memset(slot, 0, sizeof *slot);
+  slot->chunk = NO_CHUNK;
+  slot->engine = engine;
+  PTN_TRY(ptn_region_create(engine->account, bytes, &slot->region));
+  engine->n_slots++;
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_set_slots(ptn_engine *engine, const int32_t *slot_of_chunk, const uint64_t *slot_bytes, uint32_t n_slots) {
+  PTN_TRY(quiet(engine, "slots cannot change"));
+  if (engine->n_slots) return ptn_fail(PTN_INVALID, "slots are there already");
+  if (n_slots > engine->n_chunks) return ptn_fail(PTN_INVALID, "%u slots for %u chunks", n_slots, engine->n_chunks);
+  for (uint32_t i = 0; i < engine->n_chunks; i++) {
+    int32_t number = slot_of_chunk[i];
+    if (number < 0) continue;
+    if ((uint32_t)number >= n_slots || slot_bytes[number] < engine->chunks[i].param_bytes)
+      return ptn_fail(PTN_INVALID, "slot %d is not there or too small for chunk %u", number, i);
+  }
+  for (uint32_t i = 0; i < n_slots; i++) {
+    ptn_status status = make_slot(engine, slot_bytes[i]);
+    if (status != PTN_OK) {
+      ptn_engine_drop_slots(engine);
+      return status;
+    }
+  }
+  for (uint32_t i = 0; i < engine->n_chunks; i++) engine->chunks[i].slot = slot_of_chunk[i];
+  return PTN_OK;
+}
+
+void ptn_engine_drop_slots(ptn_engine *engine) {
+  ptn_lock(&engine->mutex);
+  ptn_residency_settle(engine);
+  ptn_unlock(&engine->mutex);
+  for (uint32_t i = 0; i < engine->n_slots; i++) ptn_region_release(engine->slots[i].region);
+  engine->n_slots = 0;
+  for (uint32_t i = 0; i < engine->n_chunks; i++) engine->chunks[i].slot = -1;
+}
+
+ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t number) {
+  if (engine->n_slots == engine->max_slots) return ptn_fail(PTN_INVALID, "no more than %u slots", engine->max_slots);
+  slot fresh;
+  memset(&fresh, 0, sizeof fresh);
+  fresh.chunk = NO_CHUNK;
+  fresh.engine = engine;
+  PTN_TRY(ptn_region_create(engine->account, engine->chunks[number].param_bytes, &fresh.region));
+  ptn_lock(&engine->mutex);
+  engine->slots[engine->n_slots] = fresh;
+  engine->chunks[number].slot = (int32_t)engine->n_slots++;
+  ptn_unlock(&engine->mutex);
+  return PTN_OK;
+}
+
+/* ---- the ring ---- */
+
+ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
+  PTN_TRY(quiet(engine, "the ring cannot change"));
+  if (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || n_pieces == 0)
+    return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
+                    (unsigned long long)piece_bytes);
+  ptn_engine_drop_ring(engine);
+  uint64_t arrays = 1 + engine->n_states + with_grads;
+  piece *pieces = calloc(n_pieces, sizeof *pieces);
+  if (!pieces) return ptn_fail(PTN_MEMORY, "no memory to describe %u pieces", n_pieces);
+  void *memory;
+  ptn_status status = ptn_arena_alloc(engine->account, arrays * n_pieces * piece_bytes, &memory);
+  if (status != PTN_OK) {
+    free(pieces);
+    return status;
+  }
+  char *next = memory;
+  for (uint32_t i = 0; i < n_pieces; i++) {
+    pieces[i].engine = engine;
+    for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
+      bool used = a == PIECE_PARAM || (a < PIECE_GRAD && a - PIECE_STATE < engine->n_states) || (a == PIECE_GRAD && with_grads);
+      if (!used) continue;
+      pieces[i].arrays[a] = (float *)(void *)next;
+      next += piece_bytes;
+    }
+  }
+  ptn_lock(&engine->mutex);
+  engine->ring_memory = memory;
+  engine->pieces = pieces;
+  engine->n_pieces = n_pieces;
+  engine->piece_bytes = piece_bytes;
+  engine->ring_has_grads = with_grads;
+  ptn_unlock(&engine->mutex);
+  return PTN_OK;
+}
+
+void ptn_engine_drop_ring(ptn_engine *engine) {
+  ptn_lock(&engine->mutex);
+  ptn_lane_settle(engine);
+  void *memory = engine->ring_memory;
+  piece *pieces = engine->pieces;
+  engine->ring_memory = NULL;
+  engine->pieces = NULL;
+  engine->n_pieces = 0;
+  ptn_unlock(&engine->mutex);
+  ptn_arena_free(memory);
+  free(pieces);
+}
+
+void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes) {
+  ptn_lock(&engine->mutex);
+  engine->pending_bytes = pending_bytes;
+  ptn_unlock(&engine->mutex);
+}
+
+ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t number) {
+  const chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_MEMORY) return chunk->params;
+  return chunk->slot >= 0 ? engine->slots[chunk->slot].region : NULL;
+}
+
+/* ---- filling ---- */
+
+ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t number) {
+  PTN_TRY(quiet(engine, "parameters cannot be filled"));
+  chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_MEMORY) return PTN_OK;
+  if (chunk->slot < 0) return ptn_fail(PTN_INVALID, "chunk %u has no slot to fill", number);
+  slot *slot = &engine->slots[chunk->slot];
+  ptn_lock(&engine->mutex);
+  ptn_residency_settle(engine);
+  bool taken = slot->in_use > 0;
+  if (!taken) {
+    slot->chunk = number;
+    slot->state = SLOT_LOADED;
+    slot->shadow = slot->broken = false;
+    slot->in_use = 1;
+  }
+  ptn_unlock(&engine->mutex);
+  if (taken) return ptn_fail(PTN_STEP, "the slot of chunk %u is in use", number);
+  memset(slot->region->memory, 0, chunk->param_bytes);
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
+  chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_MEMORY) return PTN_OK;
+  slot *slot = &engine->slots[chunk->slot];
+  ptn_status status = ptn_store_transfer(engine->store, slot->region->memory, chunk->extents[chunk->current].offset,
+                                         chunk->param_bytes, true);
+  ptn_lock(&engine->mutex);
+  slot->in_use = 0;
+  if (status != PTN_OK) ptn_residency_forget(engine, chunk);
+  ptn_unlock(&engine->mutex);
+  return status;
+}
+
+/* ---- single parameters ---- */
+
+/* Copies between memory and a stretch of the disk that need not lie on pages, through a bounce buffer. */
+static ptn_status transfer_disk(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write) {
+  void *bounce;
+  PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &bounce));
+  ptn_status status = PTN_OK;
+  while (bytes && status == PTN_OK) {
+    uint64_t page = offset / PTN_PAGE_BYTES * PTN_PAGE_BYTES;
+    uint64_t part = ptn_min_u64(bytes, BOUNCE_BYTES - (offset - page));
+    uint64_t whole = ptn_round_up(offset - page + part, PTN_PAGE_BYTES);
+    char *inside = (char *)bounce + (offset - page);
+    bool covered = write && part == whole; /* nothing of the pages survives: no need to read them */
+    if (!covered) status = ptn_store_transfer(engine->store, bounce, page, whole, false);
+    if (status == PTN_OK && write) {
+      memcpy(inside, memory, part);
+      status = ptn_store_transfer(engine->store, bounce, page, whole, true);
+    } else if (status == PTN_OK) {
+      memcpy(memory, inside, part);
+    }
+    offset += part;
+    memory += part;
+    bytes -= part;
+  }
+  ptn_arena_free(bounce);
+  return status;
+}
+
+static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const param *param, uint32_t array, float *memory, bool write) {
+  uint64_t bytes = param->count * sizeof(float);
+  if (array > 0 && !chunk->states) {
+    if (!write) {
+      memset(memory, 0, bytes);
+      return PTN_OK;
+    }
+    PTN_TRY(make_states(engine, chunk));
+  }
+  char *home = array == 0 ? chunk->params->memory : (char *)chunk->states + (array - 1) * chunk->param_bytes;
+  home += param->offset_bytes;
+  if (write)
+    memcpy(home, memory, bytes);
+  else
+    memcpy(memory, home, bytes);
+  return PTN_OK;
+}
+
+/* State that was never written is zeros by a flag; the first parameter that gets some makes the others' zeros real. */
+static ptn_status write_zero_state(ptn_engine *engine, chunk *chunk) {
+  void *zeros;
+  PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &zeros));
+  memset(zeros, 0, BOUNCE_BYTES);
+  uint64_t offset = chunk->extents[chunk->current].offset + chunk->param_bytes, left = state_bytes(engine, chunk);
+  ptn_status status = PTN_OK;
+  while (left && status == PTN_OK) {
+    uint64_t part = ptn_min_u64(left, BOUNCE_BYTES);
+    status = ptn_store_transfer(engine->store, zeros, offset, part, true);
+    offset += part;
+    left -= part;
+  }
+  ptn_arena_free(zeros);
+  if (status == PTN_OK) chunk->zero_state = false;
+  return status;
+}
+
+ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t array, float *memory, bool write) {
+  const param *param = &engine->params[number];
+  chunk *chunk = &engine->chunks[param->chunk];
+  uint64_t bytes = param->count * sizeof(float);
+  if (array > (chunk->trained ? engine->n_states : 0)) return ptn_fail(PTN_INVALID, "parameter %u has no array %u", number, array);
+  if (write) PTN_TRY(quiet(engine, "values cannot be written"));
+  if (bytes == 0) return PTN_OK;
+  if (chunk->home == HOME_MEMORY) return transfer_in_memory(engine, chunk, param, array, memory, write);
+  if (array > 0 && chunk->zero_state) {
+    if (!write) {
+      memset(memory, 0, bytes);
+      return PTN_OK;
+    }
+    PTN_TRY(write_zero_state(engine, chunk));
+  }
+  uint64_t offset = chunk->extents[chunk->current].offset + array * chunk->param_bytes + param->offset_bytes;
+  PTN_TRY(transfer_disk(engine, offset, (char *)memory, bytes, write));
+  if (write && array == 0) {
+    ptn_lock(&engine->mutex);
+    ptn_residency_settle(engine);
+    ptn_residency_forget(engine, chunk);
+    ptn_unlock(&engine->mutex);
+  }
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, float *memory, bool *found) {
+  const param *param = &engine->params[number];
+  const chunk *chunk = &engine->chunks[param->chunk];
+  *found = false;
+  PTN_TRY(ptn_engine_wait(engine));
+  if (!param->spilled) return PTN_OK;
+  *found = true;
+  return transfer_disk(engine, chunk->grads.offset + param->offset_bytes, (char *)memory, param->count * sizeof(float), false);
+}
+
+uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param) { return engine->params[param].steps; }
+void ptn_engine_set_steps(ptn_engine *engine, uint32_t param, uint64_t steps) { engine->params[param].steps = steps; }

@@ -1,0 +1,166 @@
+/* What the runtime's files share. One mutex guards all of it; it is never held across I/O, an allocation or a wait other than
+ * on its own conditions. */
+#ifndef PTN_RUNTIME_INTERNAL_H
+#define PTN_RUNTIME_INTERNAL_H
+
+#include "base/bytes.h"
+#include "runtime/engine.h"
+
+#define NO_CHUNK UINT32_MAX
+
+typedef enum home_kind { HOME_NOWHERE, HOME_MEMORY, HOME_DISK } home_kind;
+
+typedef struct chunk {
+  uint64_t param_bytes;
+  bool trained;
+  home_kind home;
+  /* home in memory */
+  ptn_region *params;
+  float *states; /* n_states arrays of param_bytes, or NULL: zeros */
+  /* home on disk: the extent in use and its shadow hold parameters, then the state arrays */
+  ptn_extent extents[2];
+  int current;
+  bool has_shadow;  /* extents[1 - current] holds this step's update */
+  bool zero_state;  /* the state of the current extent was never written: zeros */
+  ptn_extent grads; /* gradients on disk, laid out as the parameters */
+  int32_t slot;     /* -1: none */
+  uint32_t first_param, n_params; /* in engine->order_params */
+  uint32_t missing;       /* expected gradients that have not come in this pass */
+  uint32_t arrived;       /* gradients held, not yet queued */
+  uint64_t arrived_bytes;
+  uint32_t jobs;          /* queued or running on the lane */
+} chunk;
+
+typedef struct param {
+  uint32_t chunk;
+  uint64_t offset_bytes, count;
+  uint32_t group;
+  bool trained, expected;
+  bool spilled;    /* its gradient on disk counts */
+  bool updated;    /* in this step's shadow */
+  bool counted;    /* came in this pass */
+  uint64_t steps;
+  const float *grad; /* held, not yet queued */
+  void *owner;
+  ptn_gradient_use use;
+} param;
+
+typedef enum slot_state { SLOT_EMPTY, SLOT_LOADING, SLOT_LOADED } slot_state;
+
+typedef struct slot {
+  ptn_region *region;
+  uint32_t chunk; /* NO_CHUNK: none */
+  slot_state state;
+  bool shadow;    /* holds the chunk as this step's update made it, not as its home has it */
+  bool broken;    /* being changed in place by the lane: not readable until the job ends */
+  uint32_t in_use, pins; /* by the driving thread, by the lane */
+  ptn_io io;
+  struct ptn_engine *engine;
+  ptn_status status;
+  ptn_error error;
+} slot;
+
+/* One gradient of a job. */
+typedef struct job_grad {
+  uint32_t param;
+  const float *data; /* NULL: on disk only */
+  void *owner;
+  bool total;        /* data replaces what is on disk */
+  bool add_disk;     /* the sum on disk comes first: total = disk + data */
+  ptn_update update;
+} job_grad;
+
+typedef struct job {
+  struct job *next;
+  uint32_t chunk;
+  bool update;       /* else spill */
+  bool from_shadow;  /* the chunk was updated before in this step: other parameters follow */
+  bool in_slot;      /* parameters are read and changed in the slot */
+  bool zero_state;
+  bool reads_grads;
+  bool failed;
+  uint64_t grad_bytes;
+  uint64_t next_offset; /* of the next piece to start */
+  uint32_t pieces;      /* started, not yet finished */
+  bool all_started;
+  uint32_t n_grads;
+  job_grad grads[];
+} job;
+
+typedef enum piece_state { PIECE_FREE, PIECE_READING, PIECE_READ, PIECE_WRITING } piece_state;
+enum { PIECE_PARAM, PIECE_STATE, PIECE_GRAD = PIECE_STATE + PTN_STATE_MAX, PIECE_ARRAYS };
+
+typedef struct piece {
+  struct ptn_engine *engine;
+  piece_state state;
+  job *job;
+  uint64_t offset_bytes, bytes; /* in the chunk */
+  float *arrays[PIECE_ARRAYS];  /* in the ring */
+  ptn_io io[PIECE_ARRAYS];
+  uint32_t in_flight;
+  ptn_status status;
+  ptn_error error;
+} piece;
+
+struct ptn_engine {
+  ptn_mutex mutex;
+  ptn_condition changed; /* loads finished, jobs finished: the driving thread waits on it */
+  ptn_condition lane_work; /* a job came, a piece's I/O finished: the lane waits on it */
+  ptn_account *account;
+  ptn_store *store;
+  ptn_team *team;
+  void (*release)(void *owner);
+  uint32_t n_chunks, n_params, n_groups, n_states;
+  chunk *chunks;
+  param *params;
+  uint32_t *order_params; /* params by chunk, by offset */
+  ptn_hyper *hypers;
+
+  slot *slots;
+  uint32_t n_slots, max_slots;
+  uint32_t *order;        /* recorded moments */
+  uint32_t n_order, cursor;
+  uint32_t *seen;         /* for each chunk, the scan that met it last */
+  uint32_t scan;
+
+  pthread_t lane;
+  bool lane_started, stop;
+  job *first_job, *last_job; /* FIFO: the first may be running */
+  job *starting;             /* the job whose pieces are started next */
+  uint64_t job_bytes;        /* gradients that jobs hold */
+  uint64_t pending_bytes;
+  uint32_t n_jobs;
+  ptn_status lane_status;    /* first failure since the last drop or commit */
+  ptn_error lane_error;
+  void *ring_memory;
+  piece *pieces;
+  uint32_t n_pieces, piece_head, piece_tail; /* ring: started at head, finished at tail */
+  uint32_t piece_count;
+  uint64_t piece_bytes;
+  bool ring_has_grads;
+
+  void **owners; /* to be released */
+  size_t n_owners, max_owners;
+  uint32_t gradients; /* taken since the last commit or drop */
+  bool any_shadow;
+  int64_t wait_ns, update_ns;
+  uint64_t loaded_bytes, loads, hits;
+};
+
+/* residency.c */
+void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */
+void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */
+void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is under way */
+
+/* lane.c */
+ptn_status ptn_lane_start(ptn_engine *engine);
+void ptn_lane_stop(ptn_engine *engine);
+void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked */
+void ptn_lane_settle(ptn_engine *engine);            /* locked: waits until no job is left */
+void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
+
+static inline uint64_t extent_bytes(const ptn_engine *engine, const chunk *chunk) {
+  return chunk->param_bytes * (1 + (chunk->trained ? engine->n_states : 0));
+}
+
+#endif

@@ -1,0 +1,365 @@
+/* The update lane: one thread that streams chunks through a ring of pieces, behind backward.
+ *
+ * A job is one chunk: its gradients, and what to do with them. It is cut into pieces. Each piece is read (parameters where the
+ * slot does not have them, state, gradients kept on disk), computed, and written to the chunk's other extent; reads of later
+ * pieces and writes of earlier ones go on meanwhile. Pieces start, are computed and finish in one order, so the ring is a queue with
+ * three ends: tail (oldest not written) <= middle (next to compute) <= head (next to start).
+ *
+ * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
+ * the job is queued; the extent in use is never written.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/internal.h"
+
+static piece *piece_at(const ptn_engine *engine, uint32_t position) { return &engine->pieces[position % engine->n_pieces]; }
+
+/* ---- queueing ---- */
+
+void ptn_lane_enqueue(ptn_engine *engine, job *job) {
+  chunk *chunk = &engine->chunks[job->chunk];
+  if (job->update && chunk->slot >= 0) {
+    slot *slot = &engine->slots[chunk->slot];
+    if (slot->chunk == job->chunk && slot->state == SLOT_LOADED && slot->in_use == 0) {
+      job->in_slot = true;
+      slot->pins++;
+    }
+  }
+  chunk->jobs++;
+  engine->n_jobs++;
+  engine->job_bytes += job->grad_bytes;
+  if (engine->last_job)
+    engine->last_job->next = job;
+  else
+    engine->first_job = job;
+  engine->last_job = job;
+  if (!engine->starting) engine->starting = job;
+  ptn_signal(&engine->lane_work);
+}
+
+void ptn_lane_owner(ptn_engine *engine, void *owner) {
+  if (!owner) return;
+  if (engine->n_owners == engine->max_owners) abort(); /* at most two gradients of a parameter are ever held */
+  engine->owners[engine->n_owners++] = owner;
+}
+
+void ptn_lane_settle(ptn_engine *engine) {
+  while (engine->n_jobs) ptn_wait(&engine->changed, &engine->mutex);
+}
+
+/* ---- a piece ---- */
+
+static void on_piece_io(ptn_io *io) {
+  piece *piece = io->context;
+  ptn_engine *engine = piece->engine;
+  ptn_lock(&engine->mutex);
+  if (io->status != PTN_OK && piece->status == PTN_OK) {
+    piece->status = io->status;
+    piece->error = io->error;
+  }
+  if (--piece->in_flight == 0) ptn_signal(&engine->lane_work);
+  ptn_unlock(&engine->mutex);
+}
+
+static void prepare_io(piece *piece, uint32_t array, void *memory, uint64_t offset, bool write) {
+  ptn_io *io = &piece->io[array];
+  memset(io, 0, sizeof *io);
+  io->memory = memory;
+  io->offset = offset;
+  io->bytes = piece->bytes;
+  io->write = write;
+  io->done = on_piece_io;
+  io->context = piece;
+}
+
+/* Unlocked: submits the requests that `mask` names; in_flight was set before, since the first may finish at once. */
+static void submit_piece(ptn_engine *engine, piece *piece, uint32_t mask) {
+  for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
+    if (mask >> a & 1) ptn_store_submit(engine->store, &piece->io[a]);
+}
+
+static uint32_t bits(uint32_t mask) { return (uint32_t)__builtin_popcount(mask); }
+
+static char *slot_memory(const ptn_engine *engine, const piece *piece) {
+  return (char *)engine->slots[engine->chunks[piece->job->chunk].slot].region->memory + piece->offset_bytes;
+}
+
+static uint32_t n_states_of(const ptn_engine *engine, const job *job) { return job->update ? engine->n_states : 0; }
+
+/* Prepares the reads of a piece, zeroes what was never written; returns the mask of requests. */
+static uint32_t prepare_reads(ptn_engine *engine, piece *piece) {
+  const job *job = piece->job;
+  const chunk *chunk = &engine->chunks[job->chunk];
+  uint64_t source = chunk->extents[job->from_shadow ? 1 - chunk->current : chunk->current].offset + piece->offset_bytes;
+  uint32_t mask = 0;
+  if (job->update && !job->in_slot) {
+    prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], source, false);
+    mask |= 1u << PIECE_PARAM;
+  }
+  for (uint32_t i = 0; i < n_states_of(engine, job); i++) {
+    float *array = piece->arrays[PIECE_STATE + i];
+    if (job->zero_state) {
+      memset(array, 0, piece->bytes);
+      continue;
+    }
+    prepare_io(piece, PIECE_STATE + i, array, source + (i + 1) * chunk->param_bytes, false);
+    mask |= 1u << (PIECE_STATE + i);
+  }
+  if (job->reads_grads) {
+    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset + piece->offset_bytes, false);
+    mask |= 1u << PIECE_GRAD;
+  }
+  return mask;
+}
+
+static uint32_t prepare_writes(ptn_engine *engine, piece *piece) {
+  const job *job = piece->job;
+  const chunk *chunk = &engine->chunks[job->chunk];
+  if (!job->update) {
+    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset + piece->offset_bytes, true);
+    return 1u << PIECE_GRAD;
+  }
+  uint64_t target = chunk->extents[1 - chunk->current].offset + piece->offset_bytes;
+  void *values = job->in_slot ? (void *)slot_memory(engine, piece) : piece->arrays[PIECE_PARAM];
+  prepare_io(piece, PIECE_PARAM, values, target, true);
+  uint32_t mask = 1u << PIECE_PARAM;
+  for (uint32_t i = 0; i < engine->n_states; i++) {
+    prepare_io(piece, PIECE_STATE + i, piece->arrays[PIECE_STATE + i], target + (i + 1) * chunk->param_bytes, true);
+    mask |= 1u << (PIECE_STATE + i);
+  }
+  return mask;
+}
+
+/* The part of a parameter that lies in this piece, in elements of the parameter; false when there is none. */
+static bool overlap(const piece *piece, const param *param, uint64_t *begin, uint64_t *end) {
+  uint64_t first = ptn_max_u64(piece->offset_bytes, param->offset_bytes);
+  uint64_t last = ptn_min_u64(piece->offset_bytes + piece->bytes, param->offset_bytes + param->count * sizeof(float));
+  if (first >= last) return false;
+  *begin = (first - param->offset_bytes) / sizeof(float);
+  *end = (last - param->offset_bytes) / sizeof(float);
+  return true;
+}
+
+static void compute_grad(ptn_engine *engine, piece *piece, const job_grad *grad, char *values) {
+  const param *param = &engine->params[grad->param];
+  uint64_t begin, end;
+  if (!overlap(piece, param, &begin, &end)) return;
+  uint64_t inside = (param->offset_bytes + begin * sizeof(float) - piece->offset_bytes) / sizeof(float);
+  const float *data = grad->data ? grad->data + begin : NULL;
+  float *sum = piece->arrays[PIECE_GRAD] ? piece->arrays[PIECE_GRAD] + inside : NULL;
+  size_t count = (size_t)(end - begin);
+  if (grad->add_disk && data) {
+    ptn_accumulate(sum, data, count);
+    data = NULL;
+  } else if (!piece->job->update) {
+    memcpy(sum, data, count * sizeof(float));
+  }
+  if (!piece->job->update) return;
+  float *states[PTN_STATE_MAX] = {0};
+  for (uint32_t i = 0; i < engine->n_states; i++) states[i] = piece->arrays[PIECE_STATE + i] + inside;
+  ptn_update_run(NULL, &grad->update, (float *)(void *)values + inside, states, data ? data : sum,
+                 (ptn_span){(size_t)begin, count, (size_t)param->count});
+}
+
+static void compute_piece(ptn_engine *engine, piece *piece) {
+  char *values = piece->job->in_slot ? slot_memory(engine, piece) : (char *)piece->arrays[PIECE_PARAM];
+  for (uint32_t i = 0; i < piece->job->n_grads; i++) compute_grad(engine, piece, &piece->job->grads[i], values);
+}
+
+/* ---- a job ---- */
+
+/* Locked. Decides what the job works on, at its start: earlier jobs of the chunk have ended. */
+static void open_job(ptn_engine *engine, job *job) {
+  chunk *chunk = &engine->chunks[job->chunk];
+  job->from_shadow = job->update && chunk->has_shadow;
+  job->zero_state = chunk->zero_state && !job->from_shadow;
+  if (job->in_slot) {
+    slot *slot = &engine->slots[chunk->slot];
+    bool good = slot->chunk == job->chunk && slot->state == SLOT_LOADED && !slot->broken && slot->in_use == 0 &&
+                slot->shadow == job->from_shadow;
+    if (good) {
+      slot->broken = true;
+    } else {
+      job->in_slot = false;
+      slot->pins--;
+    }
+  }
+  for (uint32_t i = 0; i < job->n_grads; i++) {
+    job_grad *grad = &job->grads[i];
+    grad->add_disk = engine->params[grad->param].spilled && !grad->total;
+    job->reads_grads |= grad->add_disk;
+  }
+  if (!job->update) { /* what other parameters have on disk must survive the write of whole pieces */
+    for (uint32_t i = 0; i < chunk->n_params; i++)
+      job->reads_grads |= engine->params[engine->order_params[chunk->first_param + i]].spilled;
+  }
+}
+
+static void close_job(ptn_engine *engine, job *job) {
+  chunk *chunk = &engine->chunks[job->chunk];
+  if (job->in_slot) {
+    slot *slot = &engine->slots[chunk->slot];
+    slot->pins--;
+    slot->broken = false;
+    slot->shadow = true;
+    if (job->failed) slot->state = SLOT_EMPTY;
+  }
+  for (uint32_t i = 0; i < job->n_grads; i++) {
+    param *param = &engine->params[job->grads[i].param];
+    if (!job->failed && job->update) param->updated = true;
+    if (!job->failed && !job->update) param->spilled = true;
+    ptn_lane_owner(engine, job->grads[i].owner);
+  }
+  if (!job->failed && job->update) chunk->has_shadow = engine->any_shadow = true;
+  chunk->jobs--;
+  engine->n_jobs--;
+  engine->job_bytes -= job->grad_bytes;
+  engine->first_job = job->next; /* jobs end in order */
+  if (!engine->first_job) engine->last_job = NULL;
+  free(job);
+  ptn_broadcast(&engine->changed);
+  ptn_residency_advance(engine);
+}
+
+static bool first_of_its_chunk(const ptn_engine *engine, const job *job) {
+  for (const struct job *other = engine->first_job; other != job; other = other->next)
+    if (other->chunk == job->chunk) return false;
+  return true;
+}
+
+static bool wanted(const ptn_engine *engine, const job *job, uint64_t offset, uint64_t bytes) {
+  if (!job->from_shadow) return true; /* the whole chunk goes to its other extent */
+  piece probe = {.offset_bytes = offset, .bytes = bytes};
+  uint64_t begin, end;
+  for (uint32_t i = 0; i < job->n_grads; i++)
+    if (overlap(&probe, &engine->params[job->grads[i].param], &begin, &end)) return true;
+  return false;
+}
+
+/* Locked. Starts the next piece, or ends the start of a job; false when there is nothing to start. */
+static bool start_piece(ptn_engine *engine) {
+  job *job = engine->starting;
+  if (!job || engine->piece_head - engine->piece_tail == engine->n_pieces) return false;
+  if (job->next_offset == 0) {
+    if (!first_of_its_chunk(engine, job)) return false;
+    open_job(engine, job);
+    job->failed = engine->lane_status != PTN_OK;
+  }
+  uint64_t end = engine->chunks[job->chunk].param_bytes;
+  uint64_t bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
+  while (!job->failed && job->next_offset < end && !wanted(engine, job, job->next_offset, bytes)) {
+    job->next_offset += bytes;
+    bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
+  }
+  if (job->failed || job->next_offset == end) {
+    job->all_started = true;
+    engine->starting = job->next;
+    if (job->pieces == 0 && engine->first_job == job) close_job(engine, job);
+    return true;
+  }
+  piece *piece = piece_at(engine, engine->piece_head++);
+  piece->job = job;
+  piece->state = PIECE_READING;
+  piece->status = PTN_OK;
+  piece->offset_bytes = job->next_offset;
+  piece->bytes = bytes;
+  job->next_offset += bytes;
+  job->pieces++;
+  if (job->next_offset == end) {
+    job->all_started = true;
+    engine->starting = job->next;
+  }
+  piece->in_flight = 1; /* held until all requests are submitted */
+  ptn_unlock(&engine->mutex);
+  uint32_t mask = prepare_reads(engine, piece);
+  ptn_lock(&engine->mutex);
+  piece->in_flight += bits(mask);
+  ptn_unlock(&engine->mutex);
+  submit_piece(engine, piece, mask);
+  ptn_lock(&engine->mutex);
+  piece->in_flight--;
+  return true;
+}
+
+static void note_failure(ptn_engine *engine, piece *piece) {
+  if (piece->status == PTN_OK) return;
+  piece->job->failed = true;
+  if (engine->lane_status != PTN_OK) return;
+  engine->lane_status = piece->status;
+  engine->lane_error = piece->error;
+}
+
+static bool compute_next(ptn_engine *engine, uint32_t *middle) {
+  if (*middle == engine->piece_head) return false;
+  piece *piece = piece_at(engine, *middle);
+  if (piece->state != PIECE_READING || piece->in_flight) return false;
+  (*middle)++;
+  piece->state = PIECE_WRITING;
+  note_failure(engine, piece);
+  if (piece->job->failed) return true;
+  piece->in_flight = 1;
+  ptn_unlock(&engine->mutex);
+  int64_t begin = ptn_now_ns();
+  compute_piece(engine, piece);
+  int64_t end = ptn_now_ns();
+  uint32_t mask = prepare_writes(engine, piece);
+  ptn_lock(&engine->mutex);
+  engine->update_ns += end - begin;
+  piece->in_flight += bits(mask);
+  ptn_unlock(&engine->mutex);
+  submit_piece(engine, piece, mask);
+  ptn_lock(&engine->mutex);
+  piece->in_flight--;
+  return true;
+}
+
+static bool finish_oldest(ptn_engine *engine, uint32_t middle) {
+  if (engine->piece_tail == middle) return false;
+  piece *piece = piece_at(engine, engine->piece_tail);
+  if (piece->in_flight) return false;
+  note_failure(engine, piece);
+  job *job = piece->job;
+  piece->state = PIECE_FREE;
+  piece->job = NULL;
+  engine->piece_tail++;
+  job->pieces--;
+  if (job->pieces == 0 && job->all_started) close_job(engine, job);
+  return true;
+}
+
+/* A job that failed before its first piece and waited for earlier jobs. */
+static bool close_empty(ptn_engine *engine) {
+  job *job = engine->first_job;
+  if (!job || !job->all_started || job->pieces) return false;
+  close_job(engine, job);
+  return true;
+}
+
+static void *lane_body(void *argument) {
+  ptn_engine *engine = argument;
+  uint32_t middle = 0;
+  ptn_lock(&engine->mutex);
+  for (;;) {
+    if (finish_oldest(engine, middle) || close_empty(engine) || start_piece(engine) || compute_next(engine, &middle)) continue;
+    if (engine->stop) break;
+    ptn_wait(&engine->lane_work, &engine->mutex);
+  }
+  ptn_unlock(&engine->mutex);
+  return NULL;
+}
+
+ptn_status ptn_lane_start(ptn_engine *engine) {
+  PTN_TRY(ptn_thread_start(&engine->lane, "ptn-update", lane_body, engine));
+  engine->lane_started = true;
+  return PTN_OK;
+}
+
+void ptn_lane_stop(ptn_engine *engine) {
+  ptn_lock(&engine->mutex);
+  engine->stop = true;
+  ptn_signal(&engine->lane_work);
+  ptn_unlock(&engine->mutex);
+  ptn_thread_join(engine->lane);
+  engine->lane_started = false;
+}

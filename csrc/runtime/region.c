@@ -1,0 +1,33 @@
+/* Regions: page-aligned memory that engine and tensors own together. A tensor made over a region may outlive the engine (a view
+ * that a user kept), so the last owner frees. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "runtime/engine.h"
+
+ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out) {
+  *out = NULL;
+  ptn_region *region = calloc(1, sizeof *region);
+  if (!region) return ptn_fail(PTN_MEMORY, "no memory to describe a region of %llu bytes", (unsigned long long)bytes);
+  region->bytes = ptn_max_u64(ptn_round_up(bytes, PTN_PAGE_BYTES), PTN_PAGE_BYTES);
+  ptn_status status = ptn_arena_alloc(account, region->bytes, &region->memory);
+  if (status != PTN_OK) {
+    free(region);
+    return status;
+  }
+  atomic_init(&region->references, 1);
+  *out = region;
+  return PTN_OK;
+}
+
+ptn_region *ptn_region_acquire(ptn_region *region) {
+  atomic_fetch_add_explicit(&region->references, 1, memory_order_relaxed);
+  return region;
+}
+
+void ptn_region_release(ptn_region *region) {
+  if (!region || atomic_fetch_sub_explicit(&region->references, 1, memory_order_acq_rel) != 1) return;
+  ptn_arena_free(region->memory);
+  free(region);
+}

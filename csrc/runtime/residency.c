@@ -1,0 +1,195 @@
+/* Residency: which chunk each slot holds, and what is read next.
+ *
+ * A slot is empty, loading or loaded. A demand waits for its chunk and starts the read itself where nobody did. After each
+ * demand the recorded order is followed from that moment on: a chunk needed soon is read into its slot as soon as the chunk
+ * there is not needed before it, not in use, and not under an update. Reading ahead stops at the end of a step: what follows are parameters
+ * that the step is about to change.
+ *
+ * Invariant: a slot that is loaded, not broken and not a shadow holds exactly what the home of its chunk holds.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/internal.h"
+
+#define READ_AHEAD_MAX 16
+
+static slot *slot_of(ptn_engine *engine, uint32_t number) {
+  int32_t slot = engine->chunks[number].slot;
+  return slot < 0 ? NULL : &engine->slots[slot];
+}
+
+static void on_loaded(ptn_io *io) {
+  slot *slot = io->context;
+  ptn_engine *engine = slot->engine;
+  ptn_lock(&engine->mutex);
+  slot->status = io->status;
+  if (io->status != PTN_OK) slot->error = io->error;
+  slot->state = io->status == PTN_OK ? SLOT_LOADED : SLOT_EMPTY;
+  ptn_broadcast(&engine->changed);
+  ptn_unlock(&engine->mutex);
+}
+
+/* Locked. The slot changes hands; the caller submits slot->io after unlocking. */
+static void prepare_load(ptn_engine *engine, slot *slot, uint32_t number) {
+  const chunk *chunk = &engine->chunks[number];
+  slot->chunk = number;
+  slot->state = SLOT_LOADING;
+  slot->shadow = slot->broken = false;
+  slot->status = PTN_OK;
+  memset(&slot->io, 0, sizeof slot->io);
+  slot->io.memory = slot->region->memory;
+  slot->io.offset = chunk->extents[chunk->current].offset;
+  slot->io.bytes = chunk->param_bytes;
+  slot->io.urgent = true;
+  slot->io.done = on_loaded;
+  slot->io.context = slot;
+  engine->loads++;
+  engine->loaded_bytes += chunk->param_bytes;
+}
+
+static void submit_all(ptn_engine *engine, slot *const *slots, uint32_t count) {
+  if (count == 0) return;
+  ptn_unlock(&engine->mutex);
+  for (uint32_t i = 0; i < count; i++) ptn_store_submit(engine->store, &slots[i]->io);
+  ptn_lock(&engine->mutex);
+}
+
+static bool holds(const slot *slot, uint32_t number) {
+  return slot->chunk == number && !slot->shadow && !slot->broken && slot->state != SLOT_EMPTY;
+}
+
+/* May the chunk in this slot go for a read ahead? Not when the scan met it: it is needed before. */
+static bool replaceable(const ptn_engine *engine, const slot *slot) {
+  if (slot->state == SLOT_EMPTY) return slot->in_use == 0 && slot->pins == 0;
+  const chunk *there = &engine->chunks[slot->chunk];
+  return slot->state == SLOT_LOADED && slot->in_use == 0 && slot->pins == 0 && there->arrived == 0 &&
+         engine->seen[slot->chunk] != engine->scan;
+}
+
+void ptn_residency_advance(ptn_engine *engine) {
+  slot *starting[READ_AHEAD_MAX];
+  uint32_t n_starting = 0, distinct = 0;
+  engine->scan++;
+  for (uint32_t i = engine->cursor; i < engine->n_order && distinct <= engine->n_slots && n_starting < READ_AHEAD_MAX; i++) {
+    uint32_t number = engine->order[i];
+    if (engine->seen[number] == engine->scan) continue;
+    const chunk *chunk = &engine->chunks[number];
+    slot *slot = chunk->home == HOME_DISK && !chunk->has_shadow && chunk->jobs == 0 ? slot_of(engine, number) : NULL;
+    if (slot && !holds(slot, number) && replaceable(engine, slot)) {
+      prepare_load(engine, slot, number);
+      starting[n_starting++] = slot;
+    }
+    engine->seen[number] = engine->scan;
+    distinct++;
+  }
+  submit_all(engine, starting, n_starting);
+}
+
+ptn_status ptn_engine_set_order(ptn_engine *engine, const uint32_t *accesses, uint32_t n_accesses) {
+  for (uint32_t i = 0; i < n_accesses; i++)
+    if (accesses[i] >= engine->n_chunks) return ptn_fail(PTN_INVALID, "access %u is to chunk %u of %u", i, accesses[i], engine->n_chunks);
+  uint32_t *order = malloc((n_accesses + 1) * sizeof *order);
+  if (!order) return ptn_fail(PTN_MEMORY, "no memory for %u moments", n_accesses);
+  if (n_accesses) memcpy(order, accesses, n_accesses * sizeof *order);
+  ptn_lock(&engine->mutex);
+  uint32_t *old = engine->order;
+  engine->order = order;
+  engine->n_order = n_accesses;
+  engine->cursor = 0;
+  ptn_unlock(&engine->mutex);
+  free(old);
+  return PTN_OK;
+}
+
+void ptn_engine_seek(ptn_engine *engine, uint32_t moment) {
+  ptn_lock(&engine->mutex);
+  engine->cursor = moment;
+  ptn_residency_advance(engine);
+  ptn_unlock(&engine->mutex);
+}
+
+/* Moves to the next moment at which this chunk is accessed; stays where it is when there is none. */
+static void follow(ptn_engine *engine, uint32_t number) {
+  for (uint32_t i = 0; i < engine->n_order; i++) {
+    uint32_t moment = (engine->cursor + i) % engine->n_order;
+    if (engine->order[moment] == number) {
+      engine->cursor = moment;
+      return;
+    }
+  }
+}
+
+ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict) {
+  *conflict = false;
+  chunk *chunk = &engine->chunks[number];
+  if (chunk->home == HOME_MEMORY) return PTN_OK;
+  ptn_lock(&engine->mutex);
+  slot *slot = slot_of(engine, number);
+  if (chunk->home != HOME_DISK || !slot) {
+    ptn_unlock(&engine->mutex);
+    return ptn_fail(PTN_STEP, "chunk %u was asked for and has no slot", number);
+  }
+  int64_t begin = 0;
+  bool loaded = false;
+  ptn_status status = PTN_OK;
+  for (;;) {
+    if (holds(slot, number) && slot->state == SLOT_LOADED) break;
+    if (begin == 0) begin = ptn_now_ns();
+    bool ours = holds(slot, number);
+    if (loaded && !ours && slot->chunk == number && slot->status != PTN_OK) {
+      status = ptn_error_restore(&slot->error);
+      break;
+    }
+    if (slot->state == SLOT_LOADING || slot->pins > 0) {
+      loaded |= ours;
+      ptn_wait(&engine->changed, &engine->mutex);
+      continue;
+    }
+    if (slot->in_use > 0) {
+      *conflict = true;
+      break;
+    }
+    prepare_load(engine, slot, number);
+    loaded = true;
+    submit_all(engine, &slot, 1);
+  }
+  if (begin)
+    engine->wait_ns += ptn_now_ns() - begin;
+  else
+    engine->hits++;
+  if (status == PTN_OK && !*conflict && engine->n_order) {
+    follow(engine, number);
+    ptn_residency_advance(engine);
+  }
+  ptn_unlock(&engine->mutex);
+  return status;
+}
+
+void ptn_engine_use(ptn_engine *engine, uint32_t number) {
+  ptn_lock(&engine->mutex);
+  slot *slot = slot_of(engine, number);
+  if (slot) slot->in_use++;
+  ptn_unlock(&engine->mutex);
+}
+
+void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {
+  ptn_lock(&engine->mutex);
+  slot *slot = slot_of(engine, number);
+  if (slot && slot->in_use > 0) slot->in_use--;
+  ptn_unlock(&engine->mutex);
+}
+
+void ptn_residency_forget(ptn_engine *engine, chunk *chunk) {
+  uint32_t number = (uint32_t)(chunk - engine->chunks);
+  slot *slot = slot_of(engine, number);
+  if (slot && slot->chunk == number && slot->state == SLOT_LOADED) {
+    slot->state = SLOT_EMPTY;
+    slot->shadow = slot->broken = false;
+  }
+}
+
+void ptn_residency_settle(ptn_engine *engine) {
+  for (uint32_t i = 0; i < engine->n_slots; i++)
+    while (engine->slots[i].state == SLOT_LOADING) ptn_wait(&engine->changed, &engine->mutex);
+}

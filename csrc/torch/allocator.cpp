@@ -1,0 +1,67 @@
+/* torch's CPU allocator on the arena: the only C++ of the core.
+ *
+ * torch asks for memory on any thread, with the GIL or without, also inside parallel regions whose main thread holds the GIL
+ * and waits. So nothing here takes the GIL: a refusal is thrown as one of torch's own exceptions, which carries the error
+ * record through autograd and parallel regions, and becomes a Python exception where torch hands it to Python and holds the
+ * GIL anyway. See docs/decisions/0002-allocator-errors.md.
+ *
+ * Invariant: data of 0 bytes is a null pointer, all other data is a block of the arena, whose deleter needs nothing but its
+ * address; a tensor may outlive every account.
+ */
+#include <c10/core/CPUAllocator.h>
+
+#include <exception>
+#include <string>
+#include <utility>
+
+extern "C" {
+#include "memory/arena.h"
+}
+#include "torch/allocator.h"
+
+struct _object; // PyObject, without Python.h
+
+namespace torch {
+
+/* As torch/csrc/Exceptions.h declares it, in torch 2.11 to 2.13: its base, then its virtual functions, then its data. That
+ * header would bring pybind11 and with it symbols outside of Python's stable ABI. torch catches this class by its name, and
+ * raises python_type() with what(). */
+struct PyTorchError : public std::exception {
+  explicit PyTorchError(std::string message) : msg(std::move(message)) {}
+  virtual _object *python_type() = 0;
+  const char *what() const noexcept override { return msg.c_str(); }
+  std::string msg;
+};
+
+} // namespace torch
+
+namespace {
+
+struct refusal final : torch::PyTorchError {
+  explicit refusal(const ptn_error &error) : torch::PyTorchError(error.message), record(error) {}
+  _object *python_type() override { return static_cast<_object *>(ptn_torch_exception_class(&record)); }
+  ptn_error record;
+};
+
+struct arena_allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) return {nullptr, nullptr, &ptn_arena_free, cpu};
+    void *block = nullptr;
+    if (ptn_arena_alloc(ptn_arena_used(), bytes, &block) != PTN_OK) throw refusal(*ptn_last_error());
+    return {block, block, &ptn_arena_free, cpu};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &ptn_arena_free; }
+  void copy_data(void *to, const void *from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+} // namespace
+
+extern "C" void ptn_torch_install_allocator(void) {
+  static arena_allocator *const allocator = [] {
+    auto *made = new arena_allocator; // never deleted: tensors may be freed while the process ends
+    c10::SetCPUAllocator(made, 255);
+    return made;
+  }();
+  (void)allocator;
+}

@@ -1,0 +1,344 @@
+"""The public calls: wrap, plan, status, unwrap. Arguments are checked here; everything else is done elsewhere."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import _core, materialise
+from .blocks import find_blocks
+from .dryrun import DryRunError, dry_run
+from .errors import BudgetError, Error, PlanError
+from .layout import make_layout
+from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
+from .planning import Plan, arrange, check_modes, check_plan, refuse
+from .session import Session, Settings
+from .sizes import default_disk_folder, default_memory_bytes, parse_bytes
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_KEY = "_protrain_session"
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Status:
+    """What really happened. Bytes are bytes, times are seconds.
+
+    plan is the one in use; steps were completed; step_seconds and wait_seconds (of waiting for chunks, updates and memory)
+    are of the last step; memory_bytes counts now, peak_memory_bytes since wrap, all that counts against the budget;
+    disk_read_bytes and disk_write_bytes since wrap, as the kernel counts them. predicted_peak_bytes stands beside
+    peak_memory_bytes, predicted_step_seconds (0.0: no prediction) beside step_seconds.
+    """
+
+    plan: Plan
+    steps: int
+    step_seconds: float
+    wait_seconds: float
+    budget_bytes: int
+    memory_bytes: int
+    peak_memory_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    disk_engine: str
+    predicted_peak_bytes: int
+    predicted_step_seconds: float
+
+
+def session_of(model: Any) -> Session:
+    """The session of a wrapped model.
+
+    Raises:
+        PlanError: the model is not wrapped.
+    """
+    session = model.__dict__.get(_KEY) if isinstance(model, nn.Module) else None
+    if session is None:
+        raise PlanError(f"this {type(model).__name__} is not wrapped; call protrain.wrap(model, optimizer) first")
+    found: Session = session
+    return found
+
+
+def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}; give a torch.nn.Module")
+    if _KEY in model.__dict__ or any(_KEY in module.__dict__ for module in model.modules()):
+        raise PlanError("model is wrapped already; unwrap it first")
+    named = list(model.named_parameters())
+    if not named:
+        raise PlanError(f"model: this {type(model).__name__} has no parameter to train")
+    for name, p in named:
+        if p.device.type not in ("cpu", "meta"):
+            raise PlanError(f"model: parameter {name} is on {p.device}; cpu and meta are supported, CUDA is not yet")
+    return named
+
+
+def _check_optimizer(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> dict[int, int]:
+    """Group of each of the optimizer's parameters, by id."""
+    kind_of(optimizer)
+    owned = {id(p) for _, p in named}
+    groups: dict[int, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in owned:
+                raise ValueError("optimizer: it holds a parameter that the model does not have; make it over model.parameters()")
+            groups[id(p)] = number
+    return groups
+
+
+def _check_count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; give a whole number, at least 1")
+    return value
+
+
+def _check_norm(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"max_grad_norm is {value!r}; give a number above 0, or None")
+    return float(value)
+
+
+def _check_disk(disk: Any) -> str:
+    if disk is None:
+        disk = default_disk_folder()
+    if not isinstance(disk, str | os.PathLike):
+        raise TypeError(f"disk is {disk!r}; give the path of a folder")
+    folder = os.fspath(disk)
+    if not isinstance(folder, str):
+        raise TypeError(f"disk is {disk!r}; give the path of a folder as str")
+    if not os.path.isdir(folder):
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"disk is {folder!r}, which is no folder and cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _check_precision(precision: Any) -> None:
+    if precision == "bf16":
+        raise PlanError("precision is 'bf16', which is not available yet; use 'fp32'")
+    if precision != "fp32":
+        raise ValueError(f"precision is {precision!r}; allowed are 'fp32' and 'bf16'")
+
+
+def wrap(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    precision: str = "fp32",
+    plan: Plan | None = None,
+    block_modes: list[str] | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+) -> tuple[Model, Optimizer]:
+    """Wrap a model and its optimizer: the same model object, and a torch optimizer over the same parameter groups.
+
+    Training then is the ordinary loop, bit for bit that of plain torch with `fused=True`, inside `memory`.
+
+    Args:
+        memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
+            what is free now less a reserve, or the control group's limit.
+        host_memory: CUDA only; host and device are one on a CPU-only machine.
+        disk: folder for what does not fit. None: $PROTRAIN_DISK, else the temporary directory. A tmpfs is refused.
+        accumulate: backward passes in each optimizer step.
+        max_grad_norm: clip the global 2-norm as torch.nn.utils.clip_grad_norm_ does; optimizer.grad_norm is the norm before.
+        precision: "fp32".
+        plan: a Plan to use as it is. None: made from the first batch.
+        block_modes: the mode of each block, for experiments.
+        param_init_fn: for parameters on meta: called once for each module that owns parameters, in the order of
+            model.modules(), its own tensors materialised before, to initialise them in place.
+        weights: for parameters on meta: a folder of safetensors, read slice by slice.
+
+    Raises:
+        BudgetError: the states cannot be trained within `memory`; smallest_bytes can, as far as that is known before a batch.
+        PlanError, TypeError, ValueError: an argument is wrong or not supported; it is named, and nothing was changed.
+        DiskError: the folder cannot be used.
+    """
+    named = _check_model(model)
+    groups = _check_optimizer(optimizer, named)
+    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
+    if host_memory is not None:
+        parse_bytes(host_memory, "host_memory")
+    _check_count(accumulate, "accumulate")
+    norm = _check_norm(max_grad_norm)
+    _check_precision(precision)
+    blocks = find_blocks(model)
+    modes = check_modes(block_modes, len(blocks))
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
+    layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None)
+    if plan is not None:
+        check_plan(plan, layout, len(blocks))
+    if param_init_fn is not None and weights is not None:
+        raise ValueError("param_init_fn and weights are both given; give one of them")
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn is {param_init_fn!r}; give a function of a module")
+    on_meta = next((name for name, p in named if p.device.type == "meta"), None)
+    if on_meta and param_init_fn is None and weights is None:
+        raise PlanError(f"model: parameter {on_meta} is on meta; give param_init_fn or weights")
+    if weights is not None:
+        materialise.weight_files(os.fspath(weights))
+    folder = _check_disk(disk)
+
+    session = Session(
+        model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
+        Settings(budget, folder, accumulate, norm, plan, modes),
+    )  # fmt: skip
+    try:
+        _fill(session, optimizer, param_init_fn, weights)
+        session.hook()
+        ours = Optimizer(session, optimizer)
+    except BaseException:
+        session.close()
+        raise
+    model.__dict__[_KEY] = session
+    _open.add(session)
+    session.engine.use_account(True)
+    session.engine.seek(0)
+    return model, ours
+
+
+def _fill(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    weights: str | os.PathLike[str] | None,
+) -> None:
+    materialise.fill_meta_buffers(session.model, param_init_fn is not None)
+    session.engine.use_account(True)
+    session.filling = True
+    session.begin_fill()
+    if weights is not None:
+        materialise.from_weights(session, os.fspath(weights))
+    elif param_init_fn is not None:
+        materialise.from_function(session, param_init_fn)
+    else:
+        materialise.from_memory(session)
+    session.filling = False
+    if optimizer.state:
+        session.import_state({id(p): state for p, state in optimizer.state.items()})
+        optimizer.state.clear()
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, dict):
+        return (), batch
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise TypeError(f"batch is {type(batch).__name__}; give what the model takes: a dict, a tuple or a tensor")
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    memory: int | str | None,
+    device: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    block_modes: list[str] | None = None,
+) -> Plan:
+    """Plan without training: nothing of the model changes, and nothing of its size is allocated.
+
+    Args:
+        batch: what the model takes: a dict (keywords), a tuple (positions) or a tensor.
+        memory: the budget, as in `wrap`.
+        device: None or "cpu".
+        optimizer: whose state counts; None: Adam's two moments for each parameter that requires a gradient.
+
+    Raises:
+        BudgetError: nothing fits, with the smallest budget that does.
+        PlanError: the model cannot be planned for; the reason is named.
+    """
+    named = _check_model(model)
+    if device is not None and torch.device(device).type != "cpu":
+        raise PlanError(f"device is {device!r}; only the CPU is supported yet")
+    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
+    args, kwargs = _arguments(batch)
+    n_states = 2
+    groups = {id(p): 0 for _, p in named if p.requires_grad}
+    if optimizer is not None:
+        groups = _check_optimizer(optimizer, named)
+        n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
+    _check_count(accumulate, "accumulate")
+    blocks = find_blocks(model)
+    modes = check_modes(block_modes, len(blocks))
+    layout = make_layout(named, groups, [block for _, block in blocks], budget, None)
+    chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
+    try:
+        run = dry_run(model, args, kwargs, [block for _, block in blocks], chunk_of, round_bytes=_core.rounded_bytes)
+    except DryRunError as error:
+        raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
+    try:
+        outlive = accumulate > 1 or max_grad_norm is not None
+        return arrange(layout, len(blocks), n_states, budget, run, modes=modes, grads_outlive_backward=outlive).plan
+    except BudgetError as error:
+        raise refuse(error, "a step of this batch") from None
+
+
+def status(model: nn.Module) -> Status:
+    """What really happened so far.
+
+    Raises:
+        PlanError: the model is not wrapped.
+    """
+    session = session_of(model)
+    stats = session.engine.stats()
+    now = session.arrangement.plan
+    return Status(
+        plan=now,
+        steps=session.steps,
+        step_seconds=session.step_seconds,
+        wait_seconds=session.wait_seconds,
+        budget_bytes=session.settings.memory_bytes,
+        memory_bytes=stats["live_bytes"],
+        peak_memory_bytes=stats["peak_bytes"],
+        host_bytes=0,
+        disk_bytes=stats["disk_bytes"],
+        disk_read_bytes=stats["disk_read_bytes"],
+        disk_write_bytes=stats["disk_write_bytes"],
+        disk_engine=stats["disk_engine"],
+        predicted_peak_bytes=now.peak_bytes,
+        predicted_step_seconds=now.step_seconds,
+    )
+
+
+def unwrap(model: Model) -> Model:
+    """Make a wrapped model an ordinary torch model again: its parameters in memory, hooks, threads and files gone.
+
+    Raises:
+        PlanError: the model is not wrapped.
+    """
+    session = session_of(model)
+    session.close()
+    del model.__dict__[_KEY]
+    _open.discard(session)
+    return model
+
+
+def close_all() -> None:
+    """At the end of the interpreter: threads end and files go while Python still can."""
+    for session in list(_open):
+        try:
+            session.engine.close()
+        except Error:
+            continue

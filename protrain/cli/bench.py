@@ -1,0 +1,147 @@
+"""`protrain bench step`: a training step of plain PyTorch beside one of protrain, on this machine, now.
+
+Two child processes hold the same model with the same weights, one plain, one wrapped. They take turns, one step each, so
+that what else the machine does meets both; the figure is the ratio of the medians. Both must find the same losses, or the
+comparison is void and that is the error.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from protrain.cli.words import CommandError, duration_text, size_text
+
+WARM_STEPS = 2  # of protrain: the profile, and the first step under the plan
+
+
+@dataclass(frozen=True)
+class Words:
+    """The options of `bench step`. Sizes in bytes, sequences in tokens."""
+
+    model_name: str
+    memory: int | None
+    seq: int
+    batch: int
+    rounds: int
+    seed: int
+    disk: str | None
+    as_json: bool
+
+
+class _Child:
+    """A worker process that answers each line it is given with one line of JSON."""
+
+    def __init__(self, kind: str, words: dict[str, Any]) -> None:
+        self._kind = kind
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "protrain.cli.bench_worker", kind, json.dumps(words)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def ask(self, word: str) -> dict[str, Any]:
+        """Raises CommandError with what the child says where it fails."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise CommandError(f"the {self._kind} process has no pipes")
+        try:
+            self._process.stdin.write(word + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it ended; its last line says why
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = (
+            json.loads(line) if line else {"error": f"the process ended with exit code {self._process.wait()}"}
+        )
+        if "error" in answer:
+            raise CommandError(f"{self._kind}: {answer['error']}")
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run(words: Words) -> None:
+    """Measure and print. Raises CommandError."""
+    from protrain.cli.model import longest_sequence, read_config
+
+    config, _ = read_config(words.model_name)
+    longest = longest_sequence(config)
+    if longest is not None and words.seq > longest:
+        raise CommandError(
+            f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
+        )
+    children: dict[str, _Child] = {}
+    try:
+        for kind in ("plain", "protrain"):
+            children[kind] = _Child(kind, asdict(words))
+        result = _take_turns(words, children)
+    finally:
+        for child in children.values():
+            child.end()
+    if words.as_json:
+        print(json.dumps(result))
+    else:
+        _print(words, result)
+
+
+def _take_turns(words: Words, children: dict[str, _Child]) -> dict[str, Any]:
+    for child in children.values():
+        child.ask("ready")
+    seconds: dict[str, list[float]] = {kind: [] for kind in children}
+    for number in range(WARM_STEPS + words.rounds):
+        losses = {}
+        for kind, child in children.items():
+            answer = child.ask("step")
+            losses[kind] = answer["loss"]
+            if number >= WARM_STEPS:
+                seconds[kind].append(answer["seconds"])
+        if losses["plain"] != losses["protrain"]:
+            raise CommandError(
+                f"step {number + 1}: the loss is {losses['plain']} in plain torch, "
+                f"{losses['protrain']} in protrain; they must be equal"
+            )
+    ends = {kind: child.ask("end") for kind, child in children.items()}
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return {
+        "ratio": medians["protrain"] / medians["plain"],
+        "rounds": words.rounds,
+        **{kind: {"median_seconds": medians[kind], "seconds": seconds[kind], **ends[kind]} for kind in children},
+    }
+
+
+def _print(words: Words, result: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    for heading in ("median step", "fastest", "slowest", "peak resident", "grew by"):
+        table.add_column(heading, justify="right")
+    for kind in ("plain", "protrain"):
+        row = result[kind]
+        table.add_row(
+            kind,
+            duration_text(row["median_seconds"]),
+            duration_text(min(row["seconds"])),
+            duration_text(max(row["seconds"])),
+            size_text(row["peak_resident_bytes"]),
+            size_text(row["peak_resident_bytes"] - row["base_resident_bytes"]),
+        )
+    print(
+        f"{words.model_name}, batch {words.batch} x {words.seq} tokens, {words.rounds} rounds, "
+        f"budget {size_text(result['protrain']['budget_bytes'])}, equal losses"
+    )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+    print(
+        f"protrain takes {result['ratio']:.2f} times as long a step; "
+        "'grew by' is the peak less what python and torch hold before the model"
+    )

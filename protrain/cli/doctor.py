@@ -1,0 +1,217 @@
+"""`protrain doctor`: what was found on this machine, and what it means for training.
+
+A row is what, what was found and a sentence. A thing that cannot be found out is a row that says why; the doctor itself
+does not fail.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from protrain.cli import machine
+from protrain.cli.words import size_text
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `values` holds the bare numbers (bytes, bytes per second, counts) for programs."""
+
+    what: str
+    found: str
+    meaning: str
+    values: dict[str, Any]
+
+
+def run(disk: str | None, as_json: bool) -> None:
+    """Find out and print."""
+    rows = [*_versions(), *_processor(), *_memory(), *_disk(disk)]
+    if as_json:
+        print(json.dumps({row.what: {"found": row.found, "meaning": row.meaning, **row.values} for row in rows}))
+        return
+    _print(rows)
+
+
+def _print(rows: list[Row]) -> None:
+    """A table on a terminal and in a file alike, as wide as the terminal, else 120 columns."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("what", "found", "what it means"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(Text(row.what, style="bold"), Text(row.found), Text(row.meaning))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _versions() -> list[Row]:
+    rows = []
+    needed = {"protrain": "this package", "torch": "runs the model", "transformers": "models by name, and their tokenizers"}
+    for name, meaning in needed.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            # A source tree that was not installed has no metadata; the package itself may still be there.
+            version = "not installed" if name != "protrain" else "run from its sources, not installed"
+        rows.append(Row(name, version, meaning, {"version": version}))
+    rows.insert(
+        1, Row("python", platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}", {})
+    )
+    return rows
+
+
+def _processor() -> list[Row]:
+    cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    core = _core()
+    features = core.cpu_features() if core is not None and hasattr(core, "cpu_features") else None
+    name = machine.cpu_name() if features is None else f"{machine.cpu_name().partition(' (')[0]} ({_features_text(features)})"
+    rows = [
+        Row("processor", name, "the optimizer's kernels use the widest vectors of these", {}),
+        Row("cores", f"{cores} of {all_cores}", "compute and updates share them; the disk needs next to none", {"cores": cores}),
+    ]
+    try:
+        import torch
+
+        count = torch.cuda.device_count()
+        gpu = torch.cuda.get_device_name(0) if count else "none"
+    except Exception as error:  # a broken driver or torch must not end the doctor
+        count, gpu = 0, f"cannot ask torch: {' '.join(str(error).split())[:80]}"
+    meaning = (
+        "models train on it; host memory holds what does not fit"
+        if count
+        else "models train on the CPU; memory is the device, the disk takes the rest"
+    )
+    rows.append(Row("GPU", gpu, meaning, {"count": count}))
+    return rows
+
+
+def _features_text(features: Any) -> str:
+    if isinstance(features, dict):
+        features = [name for name, there in features.items() if there]
+    return features if isinstance(features, str) else ", ".join(map(str, features))
+
+
+def _core() -> Any:
+    """The C core, or None in a tree where it was not built."""
+    try:
+        from protrain import _core  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return _core
+
+
+def _memory() -> list[Row]:
+    total, available = machine.memory()
+    limit, locked, pages = machine.cgroup_limit(), machine.locked_limit(), machine.huge_pages()
+    usable = available if limit is None else min(available, limit)
+    return [
+        Row(
+            "memory",
+            f"{size_text(total)}, {size_text(available)} available",
+            f"without --memory a budget comes out of {size_text(usable)}",
+            {"total_bytes": total, "available_bytes": available},
+        ),
+        Row(
+            "cgroup limit",
+            "none" if limit is None else size_text(limit),
+            "memory ends where the machine's does"
+            if limit is None
+            else "the kernel kills a process past it; --memory must stay below",
+            {"limit_bytes": limit},
+        ),
+        Row(
+            "locked memory",
+            "no limit" if locked is None else size_text(locked),
+            "how much io_uring and pinned memory may register"
+            if locked is None or locked >= 64 << 20
+            else "little; buffers are used unregistered, which costs some CPU time (ulimit -l raises it)",
+            {"limit_bytes": locked},
+        ),
+        Row(
+            "huge pages",
+            pages,
+            {
+                "always": "large buffers get them",
+                "madvise": "large buffers get them where asked for",
+                "never": "large buffers use small pages; compute may be a little slower",
+            }.get(pages, "the kernel does not say"),
+            {},
+        ),
+    ]
+
+
+def _disk(disk: str | None) -> list[Row]:
+    folder = disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
+    if not os.path.isdir(folder):
+        return [Row("disk folder", folder, "does not exist; make it, or give another with --disk or $PROTRAIN_DISK", {})]
+    kind, free = machine.file_system(folder)
+    memory_kind = kind in ("tmpfs", "ramfs", "devtmpfs")
+    rows = [
+        Row(
+            "disk folder",
+            f"{os.path.abspath(folder)} ({kind})",
+            "lies in memory and will be refused; give a folder on a disk with --disk or $PROTRAIN_DISK"
+            if memory_kind
+            else "where chunks and activations go that do not fit memory",
+            {"file_system": kind},
+        ),
+        Row(
+            "disk space",
+            f"{size_text(free)} free",
+            f"holds the states of {free / 32 / 1e9:.1f} billion parameters, with room for updates in flight",
+            {"free_bytes": free},
+        ),
+    ]
+    rows.append(_engine())
+    if memory_kind:
+        return rows
+    if free < 2 * machine.FILE_BYTES:
+        return [*rows, Row("disk speed", "not measured", f"too little space for a file of {size_text(machine.FILE_BYTES)}", {})]
+    try:
+        speed = machine.disk_speed(folder)
+    except OSError as error:
+        return [
+            *rows,
+            Row(
+                "disk speed",
+                "not measured",
+                f"direct I/O fails here: {error.strerror}; give a folder on another file system",
+                {"errno": error.errno},
+            ),
+        ]
+    slower = min(speed.write_bytes_per_second, speed.read_bytes_per_second)
+    rows.append(
+        Row(
+            "disk speed",
+            f"write {speed.write_bytes_per_second / 1e9:.2f} GB/s, read {speed.read_bytes_per_second / 1e9:.2f} GB/s",
+            f"direct, {machine.THREADS} threads; a billion parameters' states (16 GB) pass in about {16e9 / slower:.0f} s",
+            {
+                "write_bytes_per_second": speed.write_bytes_per_second,
+                "read_bytes_per_second": speed.read_bytes_per_second,
+                "written_bytes": speed.written_bytes,
+                "read_bytes": speed.read_bytes,
+            },
+        )
+    )
+    return rows
+
+
+def _engine() -> Row:
+    core = _core()
+    if core is not None and hasattr(core, "io_engine"):
+        return Row("disk engine", str(core.io_engine()), "what moves bytes to the disk and back", {})
+    return Row(
+        "disk engine",
+        f"io_uring {machine.uring_allowed()}",
+        "used where the kernel lets it, else threads; both give the same results",
+        {},
+    )

@@ -1,0 +1,57 @@
+"""Ctrl-C: the process ends with 130 within seconds, whatever it is doing, and leaves nothing behind.
+
+A first SIGINT raises KeyboardInterrupt in the main thread, which unwinds as any exception does. Two things can keep that
+from ending the process: a long call outside Python (a tokenizer's training, a backward pass) delays the handler, and a
+library's callback may swallow the exception. So the fact is remembered (`pressed`), and a watching thread, woken by the
+signal itself and not by its handler, ends the process after a grace of a few seconds, having removed the paths that `litter`
+names. Later signals are ignored: an impatient second Ctrl-C must not break the cleaning up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from types import FrameType
+
+GRACE_SECONDS = 5.0
+
+litter: set[str] = set()
+_received: list[int] = []
+_pipe: list[int] = []
+
+
+def pressed() -> int | None:
+    """The exit code that a received signal asks for (130 for SIGINT, 143 for SIGTERM), else None."""
+    return 128 + _received[0] if _received else None
+
+
+def install() -> None:
+    """Take over SIGINT and SIGTERM. Call once, in the main thread, before any long work."""
+    if _pipe:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    _pipe.extend((reader, writer))
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_watch, args=(reader,), name="protrain-interrupt", daemon=True).start()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not _received:
+        _received.append(number)
+        raise KeyboardInterrupt
+
+
+def _watch(reader: int) -> None:
+    numbers: list[int] = []
+    while not numbers:
+        numbers = [number for number in os.read(reader, 64) if number in (signal.SIGINT, signal.SIGTERM)]
+    time.sleep(GRACE_SECONDS)
+    for path in tuple(litter):
+        shutil.rmtree(path, ignore_errors=True)
+    os._exit(128 + numbers[0])

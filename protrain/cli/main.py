@@ -1,0 +1,214 @@
+"""The entry of the command line and its exit codes.
+
+0; 2 with the usage for wrong words; 130 after Ctrl-C; 1 with exactly one line on stderr for anything else. A traceback is
+shown only where PROTRAIN_TRACEBACK=1 asks for it. Warnings of other packages do not reach stderr; those of protrain itself
+are kept in `warnings_seen` and shown by the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from typing import Any, TextIO
+
+import click
+
+from protrain.cli import interrupt
+from protrain.cli.words import Size, model_options
+
+warnings_seen: list[str] = []
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(package_name="protrain", prog_name="protrain")
+def commands() -> None:
+    """Train models whose training state does not fit memory, bit for bit as plain PyTorch does.
+
+    Exit codes: 0 all is well, 1 an error told in one line, 2 wrong words, 130 after Ctrl-C.
+    """
+
+
+@commands.command(context_settings=_CONTEXT)
+@model_options
+@click.option(
+    "--out",
+    type=click.Path(),
+    metavar="FOLDER",
+    help="Where the trained model and its tokenizer are saved, for from_pretrained. [default: nowhere]",
+)
+@click.option(
+    "--save-every", type=click.IntRange(min=1), metavar="N", help="Save a checkpoint into --out every N steps. [default: never]"
+)
+@click.option(
+    "--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder. [default: start anew]"
+)
+def train(**words: Any) -> None:
+    """Train a language model on text."""
+    from protrain.cli.train import Words, run
+
+    run(Words(**words))
+
+
+@commands.command(context_settings=_CONTEXT)
+@model_options
+def plan(**words: Any) -> None:
+    """Show how a training would be laid out, without training. Takes train's words."""
+    from protrain.cli.plan import run
+    from protrain.cli.train import Words
+
+    run(Words(**words))
+
+
+@commands.command(context_settings=_CONTEXT, short_help="Say what this machine offers and what it means.")
+@click.option(
+    "--disk",
+    type=click.Path(),
+    metavar="FOLDER",
+    help="The folder to measure. [default: $PROTRAIN_DISK, else the temporary directory]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
+def doctor(disk: str | None, as_json: bool) -> None:
+    """Say what this machine offers, measured where it can be, and what that means."""
+    from protrain.cli.doctor import run
+
+    run(disk, as_json)
+
+
+@commands.group(context_settings=_CONTEXT)
+def bench() -> None:
+    """Measure protrain on this machine, beside plain PyTorch."""
+
+
+@bench.command(context_settings=_CONTEXT, short_help="A training step beside plain PyTorch's.")
+@click.option(
+    "--model",
+    "model_name",
+    default="gpt2",
+    show_default=True,
+    metavar="NAME|FOLDER",
+    help="A shipped config or a folder with config.json; random weights.",
+)
+@click.option(
+    "--memory",
+    type=Size(),
+    metavar="SIZE",
+    help="protrain's budget, in bytes or as 512MiB. [default: half of 16 bytes a parameter]",
+)
+@click.option("--seq", type=click.IntRange(min=2), default=128, show_default=True, metavar="TOKENS", help="Length of a sequence.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Sequences in a step.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Steps measured of each, taking turns, after two that are not.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**32 - 1),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of weights, batches and dropout.",
+)
+@click.option(
+    "--disk",
+    type=click.Path(),
+    metavar="FOLDER",
+    help="Folder for what does not fit memory. [default: $PROTRAIN_DISK, else below the temporary directory]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
+def step(**words: Any) -> None:
+    """Time a training step of plain PyTorch and of protrain, taking turns in one run."""
+    from protrain.cli.bench import Words, run
+
+    run(Words(**words))
+
+
+def main() -> None:
+    """Run the command line on sys.argv and exit; never returns."""
+    interrupt.install()
+    _quiet()
+    code = _run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains when it flushes at its end
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        try:
+            # Not commands.main: it would write to stderr when interrupted.
+            with commands.make_context("protrain", sys.argv[1:]) as context:
+                commands.invoke(context)
+            return 0
+        except click.UsageError as error:
+            error.show()
+            return 2
+        except click.exceptions.Exit as exit_:
+            return exit_.exit_code
+        except (KeyboardInterrupt, click.Abort):
+            return interrupt.pressed() or 130
+        except BaseException as error:
+            return interrupt.pressed() or _fail(error)
+    except KeyboardInterrupt:  # in one of the lines above
+        return interrupt.pressed() or 130
+
+
+def _fail(error: BaseException) -> int:
+    """One line on stderr; 1."""
+    from protrain.cli.words import CommandError
+
+    if os.environ.get("PROTRAIN_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, BrokenPipeError):
+        message = "nobody reads stdout any more; the training was ended"
+    else:
+        message = " ".join(str(error).split())
+    ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.split(".")[0] == "protrain"
+    kind = "" if ours and message else f"{type(error).__name__}: "
+    budget = "--memory: " if type(error).__name__ == "BudgetError" and "memory" not in message else ""
+    print(f"protrain: {budget}{kind}{message or 'no message; PROTRAIN_TRACEBACK=1 shows where'}"[:2000], file=sys.stderr)
+    return 1
+
+
+def _quiet() -> None:
+    """Keep stderr for our own lines."""
+    defaults = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("PROTRAIN_TRACEBACK") == "1":
+        return
+    warnings.simplefilter("default")
+    warnings.simplefilter("ignore", ResourceWarning)  # shown when the interpreter ends and our own way of showing is gone
+    warnings.showwarning = _keep_warning
+    sys.unraisablehook = lambda unraisable: None  # an interrupt inside a callback; interrupt.pressed still knows of it
+
+
+def _keep_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    text = " ".join(str(message).split())
+    ours = os.path.abspath(filename).startswith(package) and not issubclass(category, (DeprecationWarning, ImportWarning))
+    if (ours or category.__module__.split(".")[0] == "protrain") and text not in warnings_seen:
+        warnings_seen.append(text)

@@ -1,0 +1,244 @@
+"""`protrain train`: text, a model and a budget in; losses and a saved model out.
+
+What a user may have mistyped is checked before anything slow begins. Then: tokens, the model on meta, one call of
+protrain.wrap, which makes the weights, and an ordinary training loop. The seed decides the weights, the batches and the
+dropout; nothing else does, so that a training under another budget gives the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protrain.cli.display import Display, Step, Summary, make_display
+from protrain.cli.words import CommandError, size_text
+from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Words:
+    """The options of train and plan, as given. Sizes in bytes, sequences in tokens."""
+
+    model_name: str
+    data: tuple[str, ...]
+    memory: int | None
+    seq: int | None
+    batch: int
+    steps: int
+    lr: float
+    seed: int
+    disk: str | None
+    accumulate: int
+    max_grad_norm: float | None
+    precision: str
+    as_json: bool
+    out: str | None = None
+    save_every: int | None = None
+    resume: str | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The words, checked: files with text, the model's config, its folder where it has one, tokens in a sequence."""
+
+    files: list[Path]
+    config: Any
+    folder: Path | None
+    start_from_weights: bool
+    seq: int
+
+
+def prepare(words: Words) -> Setup:
+    """Check everything that can be checked at once. Raises CommandError or DataError."""
+    if words.resume is not None and not os.path.isdir(words.resume):
+        raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
+    for option, value in (("--resume", words.resume), ("--save-every", words.save_every)):
+        if value is not None:
+            raise CommandError(
+                f"{option}: checkpoints are not there yet in this version; train without it, --out saves the finished model"
+            )
+    files = text_files(words.data)
+    if words.out is not None:
+        from protrain.cli.export import check_target
+
+        check_target(words.out)
+    _check_disk(words.disk)
+    from protrain.cli.model import has_weights, longest_sequence, read_config
+
+    config, folder = read_config(words.model_name)
+    longest = longest_sequence(config)
+    seq = words.seq or min(512, longest or 512)
+    if longest is not None and seq > longest:
+        raise CommandError(
+            f"--seq {seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
+        )
+    return Setup(files, config, folder, has_weights(folder), seq)
+
+
+def _check_disk(folder: str | None) -> None:
+    if folder is not None and os.path.lexists(folder) and not os.path.isdir(folder):
+        raise CommandError(f"--disk {folder!r} is no folder; give a folder on a disk")
+
+
+@contextmanager
+def disk_folder(name: str | None) -> Iterator[None]:
+    """Inside, the folder of --disk exists; one that was made for this and stays empty is removed."""
+    missing: list[Path] = []
+    if name is not None:
+        path = Path(name).absolute()
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for path in reversed(missing):
+            path.mkdir()
+    try:
+        yield
+    finally:
+        for path in missing:
+            try:
+                path.rmdir()
+            except OSError:
+                break  # somebody uses it, or it is gone
+
+
+def run(words: Words) -> None:
+    """Train. Raises CommandError, DataError and protrain's errors."""
+    setup = prepare(words)
+    title = f"protrain train {words.model_name}  batch {words.batch} x {setup.seq} tokens" + (
+        f" x {words.accumulate}" if words.accumulate > 1 else ""
+    )
+    with make_display(title, words.steps, words.memory, words.as_json) as display, disk_folder(words.disk):
+        _train(words, setup, display)
+
+
+def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
+    """The tokenizer and the tokens of the data, shape (tokens,)."""
+    from protrain.cli.model import longest_sequence
+
+    config = setup.config
+    if setup.folder is not None and has_tokenizer(setup.folder):
+        from transformers import AutoTokenizer
+
+        display.stage(f"reading the tokenizer in {setup.folder}")
+        tokenizer = AutoTokenizer.from_pretrained(str(setup.folder), local_files_only=True)
+    else:
+        display.stage(
+            f"training a tokenizer of {config.vocab_size:,} tokens on {len(setup.files):,} file"
+            + ("s" if len(setup.files) != 1 else "")
+        )
+        tokenizer = train_tokenizer(setup.files, config, longest_sequence(config))
+    display.stage("turning the text into tokens")
+    tokens = encode(tokenizer, setup.files, config.vocab_size)
+    check_length(tokens, setup.seq)
+    return tokenizer, tokens
+
+
+def _train(words: Words, setup: Setup, display: Display) -> None:
+    tokenizer, tokens = _tokens(words, setup, display)
+    import torch
+
+    import protrain
+    from protrain.cli import main
+    from protrain.cli.model import Initializer, build
+
+    display.stage("making the model")
+    model = build(copy.deepcopy(setup.config))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr, fused=True)
+    source: dict[str, Any] = (
+        {"weights": str(setup.folder)} if setup.start_from_weights else {"param_init_fn": Initializer(model, words.seed)}
+    )
+    display.stage(f"placing {size_text(16 * parameters)} of parameters, gradients and moments of {parameters:,} parameters")
+    # One session for the whole process: what is left at an error or at the end is closed with the interpreter.
+    model, optimizer = protrain.wrap(
+        model,
+        optimizer,
+        memory=words.memory,
+        disk=words.disk,
+        accumulate=words.accumulate,
+        max_grad_norm=words.max_grad_norm,
+        precision=words.precision,
+        **source,
+    )
+    torch.manual_seed(words.seed)  # of the dropout; the weights have random numbers of their own
+    display.stage("the first step, which is also the profile")
+    begin = time.monotonic()
+    losses = _steps(words, setup.seq, tokens, model, optimizer, display)
+    seconds = time.monotonic() - begin
+    status = fields_of(protrain.status(model))
+    saved_bytes = 0
+    if words.out is not None:
+        display.stage("saving")
+        saved_bytes = _save(words.out, model, setup.config, tokenizer)
+    display.finish(
+        Summary(
+            losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status
+        )
+    )
+
+
+def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display) -> list[float]:
+    """The loop; returns the loss of the first and of the last step."""
+    import torch
+
+    import protrain
+    from protrain.cli import interrupt
+
+    first = last = 0.0
+    before = protrain.status(model)
+    for number in range(1, words.steps + 1):
+        begin = time.monotonic()
+        last = 0.0
+        for part in range(words.accumulate):
+            ids = torch.from_numpy(batch(tokens, seq, words.batch, words.seed, (number - 1) * words.accumulate + part))
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / words.accumulate
+            loss.backward()
+            last += loss.item()
+            del loss  # the graph would keep this pass's activations into the next one
+        optimizer.step()
+        optimizer.zero_grad()
+        if interrupt.pressed():  # a callback may have swallowed the exception
+            raise KeyboardInterrupt
+        seconds = time.monotonic() - begin
+        first = last if number == 1 else first
+        now = protrain.status(model)
+        display.step(
+            Step(
+                number,
+                last,
+                seconds,
+                words.batch * seq * words.accumulate / seconds,
+                now.memory_bytes,
+                now.peak_memory_bytes,
+                now.wait_seconds,
+                now.disk_read_bytes - before.disk_read_bytes,
+                now.disk_write_bytes - before.disk_write_bytes,
+            )
+        )
+        before = now
+    return [first, last]
+
+
+def _save(folder: str, model: Any, config: Any, tokenizer: Any) -> int:
+    """Save the wrapped model one tensor after another; returns the bytes of its weights."""
+    import protrain
+    from protrain.cli.export import save
+
+    return save(folder, model, config, protrain.session_of(model).tensors, tokenizer)
+
+
+def fields_of(value: Any) -> Any:
+    """A dataclass of the library, such as Status or Plan, as JSON takes it."""
+    if hasattr(type(value), "__dataclass_fields__"):
+        return {name: fields_of(getattr(value, name)) for name in type(value).__dataclass_fields__}
+    if isinstance(value, dict):
+        return {str(key): fields_of(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [fields_of(entry) for entry in value]
+    return value

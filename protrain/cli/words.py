@@ -1,0 +1,173 @@
+"""The words that commands share: sizes, the options of train and plan, and how numbers are shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+MIB = 1 << 20
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class CommandError(Exception):
+    """What a user can put right: one line on stderr and exit code 1."""
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, as 1073741824, 1GiB, 512MiB or 1.5GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            self.fail(f"{value!r} is not a size; give bytes or a size such as 512MiB or 4GiB.", param, ctx)
+        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        if size <= 0:
+            self.fail(f"{value!r} is no memory at all; give a size above zero such as 512MiB.", param, ctx)
+        return size
+
+
+class Finite(click.FloatRange):
+    """A float inside a range; "nan" and "inf" are refused, which compare as no range expects."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if number != number or number in (float("inf"), float("-inf")):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+def model_options(command: _Command) -> _Command:
+    """The options by which train and plan describe the same training: they take them word for word."""
+    options = [
+        click.option(
+            "--model",
+            "model_name",
+            default="gpt2",
+            show_default=True,
+            metavar="NAME|FOLDER",
+            help="A shipped config (gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with config.json; "
+            "safetensors in the folder are where training starts from, else random weights.",
+        ),
+        click.option(
+            "--data",
+            "data",
+            multiple=True,
+            metavar="PATH",
+            help="Text file, or folder of text files; may be given several times. "
+            "[default: the sources of Python's standard library]",
+        ),
+        click.option(
+            "--memory",
+            type=Size(),
+            metavar="SIZE",
+            help="Hard budget for parameters, gradients, activations and workspace together, in bytes or as 512MiB, 4GiB. "
+            "[default: what is free now, less a reserve]",
+        ),
+        click.option(
+            "--seq",
+            type=click.IntRange(min=2),
+            metavar="TOKENS",
+            help="Length of a sequence in tokens. [default: 512, or the model's longest if shorter]",
+        ),
+        click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Sequences in one forward and backward pass.",
+        ),
+        click.option(
+            "--steps",
+            type=click.IntRange(min=1),
+            default=20,
+            show_default=True,
+            metavar="N",
+            help="Optimizer steps in all, counted from 1.",
+        ),
+        click.option(
+            "--lr",
+            type=Finite(min=0, min_open=True),
+            default=3e-4,
+            show_default=True,
+            metavar="X",
+            help="Learning rate of AdamW, per step, constant.",
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0, max=2**32 - 1),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Seed of weights, batches and dropout: the same seed gives the same bits under any budget.",
+        ),
+        click.option(
+            "--disk",
+            type=click.Path(),
+            metavar="FOLDER",
+            help="Folder for what does not fit memory; not a tmpfs. "
+            "[default: $PROTRAIN_DISK, else below the temporary directory]",
+        ),
+        click.option(
+            "--accumulate",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Backward passes in one optimizer step.",
+        ),
+        click.option(
+            "--max-grad-norm",
+            type=Finite(min=0, min_open=True),
+            metavar="X",
+            help="Clip the global 2-norm of the gradients to this. [default: no clipping]",
+        ),
+        click.option(
+            "--precision",
+            type=click.Choice(["fp32", "bf16"]),
+            default="fp32",
+            show_default=True,
+            help="Number format of parameters and gradients; bf16 keeps fp32 master weights.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="JSON lines alone on stdout. [default: text]"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def size_text(size: float) -> str:
+    """Bytes as a person reads them: three digits or so and a binary unit."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= scale:
+            value = size / scale
+            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,483 @@
+"""The dry run: what one training step of one batch shape holds in memory, before any real step.
+
+A twin of the model, of fake tensors that have shapes and no data, runs forward and backward twice: with every block's activations
+kept, and with every block recomputed in backward. Each new storage is counted when an operation returns it and discounted when it
+dies, so the live bytes are those of the real step: activations, temporaries, gradients until their chunk is complete. What CPU
+kernels allocate inside themselves is not seen by fake tensors and comes from one table, `_workspace_bytes`.
+
+The real model is only read: its values, gradients, flags, hooks and torch's random state stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from .errors import Error
+
+Rounding = Callable[[int], int]
+
+
+class DryRunError(Error):
+    """The model cannot run on fake tensors; `reason` says why, in one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the model cannot be measured without running it: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
+    recomputes. `block` is the number of the block, -1 outside of blocks."""
+
+    block: int
+    backward: bool
+    keep_entry_bytes: int
+    keep_peak_bytes: int
+    checkpoint_entry_bytes: int
+    checkpoint_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a step of one batch shape holds in memory and which chunks it reads.
+
+    phases: before the blocks, forward of each block, head, backward of each block, tail.
+    accesses: chunks in the order operations read them, with recomputation; one after another differs.
+    complete_phase: chunk -> number of the phase in which the last of its gradients comes; chunks that get none are left out.
+    fixed_bytes: batch, buffers, and parameters outside of all chunks.
+    n_together: the most chunks that one operation reads.
+    output_count: outputs that backward starts from.
+    keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
+    """
+
+    phases: tuple[Phase, ...]
+    accesses: tuple[int, ...]
+    complete_phase: dict[int, int]
+    fixed_bytes: int
+    n_together: int
+    output_count: int
+    keep_peak_bytes: int
+    checkpoint_peak_bytes: int
+
+
+# ---- counting ----
+
+
+@dataclass
+class _Segment:
+    """Live bytes from one mark to the next. `pending`: it is the end of a block so far, the head or the tail if nothing follows."""
+
+    block: int
+    backward: bool
+    entry: int
+    peak: int
+    pending: bool = False
+
+
+def _workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+    """What the CPU kernel of an operation allocates beside its outputs while it runs."""
+    return 0
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, lists of tensors included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts live storages and reads of chunks, in segments."""
+
+    def __init__(self, round_bytes: Rounding, not_counted: set[int], chunk_of_storage: dict[int, int]) -> None:
+        super().__init__()
+        self.round_bytes = round_bytes
+        self.known: dict[int, Any] = dict.fromkeys(not_counted)
+        self.chunk_of_storage = chunk_of_storage
+        self.live_bytes = 0
+        self.accesses: list[int] = []
+        self.n_together = 1
+        self.segments = [_Segment(-1, False, 0, 0)]
+
+    def mark(self, block: int, backward: bool) -> None:
+        """A phase begins; an open end of a block was part of that block's phase."""
+        if self.segments[-1].pending:
+            end = self.segments.pop()
+            self.segments[-1].peak = max(self.segments[-1].peak, end.peak)
+        self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes))
+
+    def mark_end(self, block: int, backward: bool) -> None:
+        """A block is through; what follows is the head or the tail if no other block begins."""
+        last = self.segments[-1]
+        if last.block == block and last.backward == backward:
+            self.segments.append(_Segment(-1, backward, self.live_bytes, self.live_bytes, pending=True))
+
+    def _drop(self, key: int, size: int) -> None:
+        if self.known.pop(key, None) is not None:
+            self.live_bytes -= size
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        size = self.round_bytes(storage.nbytes()) if storage.nbytes() else 0
+
+        def drop(_: Any, key: int = key, size: int = size) -> None:
+            self._drop(key, size)
+
+        self.known[key] = weakref.ref(storage, drop)
+        self.live_bytes += size
+
+    def _read(self, inputs: Sequence[Any]) -> None:
+        chunks: list[int] = []
+        for tensor in _tensors(inputs):
+            chunk = self.chunk_of_storage.get(tensor.untyped_storage()._cdata)
+            if chunk is not None and chunk not in chunks:
+                chunks.append(chunk)
+        self.n_together = max(self.n_together, len(chunks))
+        for chunk in chunks:
+            if not self.accesses or self.accesses[-1] != chunk:
+                self.accesses.append(chunk)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [*args, *(kwargs or {}).values()]
+        if not func.is_view:
+            self._read(inputs)
+        outputs = list(_tensors([result]))
+        for tensor in outputs:
+            self._count(tensor)
+        high = self.live_bytes + _workspace_bytes(func._schema.name, inputs, outputs)
+        if high > self.segments[-1].peak:
+            self.segments[-1].peak = high
+        return result
+
+
+# ---- the twin ----
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+          "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs",
+          "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+
+
+def _is_torchs_own(hook: Any) -> bool:
+    """Weight norm and its like compute parameters in hooks: without them the forward is another one."""
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils")
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape, strides, type and flag, without data, on the CPU; called inside the fake mode."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+@dataclass
+class _Twin:
+    model: nn.Module
+    memo: dict[int, Any]
+    not_counted: set[int] = field(default_factory=set)  # storages
+    fixed_bytes: int = 0
+    alive: list[Any] = field(default_factory=list)  # keeps the storages' addresses from being used again
+
+
+def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Rounding) -> _Twin:
+    memo: dict[int, Any] = {}
+    twin = _Twin(model, memo)
+
+    def note(tensor: Any, fixed: bool) -> None:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
+            return
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            raise DryRunError(f"a tensor of the model is a {type(tensor).__name__} of layout {tensor.layout}, not a plain one")
+        memo[id(tensor)] = made = _fake(tensor)
+        storage = made.untyped_storage()
+        twin.alive.append(storage)
+        twin.not_counted.add(storage._cdata)
+        if fixed and storage.nbytes():
+            twin.fixed_bytes += round_bytes(storage.nbytes())
+
+    for parameter in model.parameters():
+        note(parameter, id(parameter) not in chunk_of_param)
+        memo[id(parameter.grad)] = None
+    for module in model.modules():
+        for value in tree_leaves([module._buffers, {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_modules")}],
+                                 is_leaf=lambda v: isinstance(v, nn.Module)):
+            note(value, True)
+        for name in _HOOKS:
+            hooks = module.__dict__.get(name)
+            if hooks is not None:
+                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_torchs_own(v))
+    memo.pop(id(None), None)
+    try:
+        twin.model = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise DryRunError(f"the model cannot be copied: {_one_line(error)}") from error
+    for module in model.modules():
+        _put_forward_back(module, memo[id(module)])
+    return twin
+
+
+def _put_forward_back(module: nn.Module, copied: nn.Module) -> None:
+    """A forward that protrain replaced in the real module is its own again in the twin."""
+    forward = module.__dict__.get("forward")
+    if not (isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith("protrain.")):
+        return
+    while isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith("protrain."):
+        forward = getattr(forward, "__wrapped__", None)
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        copied.__dict__["forward"] = types.MethodType(forward.__func__, copied)
+    elif forward is not None:
+        copied.__dict__["forward"] = forward
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# ---- a step ----
+
+
+def _starts(output: Any) -> list[torch.Tensor]:
+    """What backward starts from: the loss where there is one, else every float output that requires a gradient."""
+    def is_loss(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+
+    loss = getattr(output, "loss", None)
+    if is_loss(loss):
+        return [loss]
+    first = output
+    if isinstance(output, dict) and output:
+        first = next(iter(output.values()))
+    elif isinstance(output, (tuple, list)) and output:
+        first = output[0]
+    if is_loss(first):
+        return [first]
+    leaves = _output_tensors(output)
+    return [leaf for leaf in leaves if leaf.requires_grad and leaf.is_floating_point()]
+
+
+def _output_tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class _Gradients:
+    """Holds each chunk's gradients until all of its trained parameters have theirs, as the engine does."""
+
+    def __init__(self, meter: _Meter, parameters: list[tuple[nn.Parameter, int]]) -> None:
+        self.meter = meter
+        self.members: dict[int, list[nn.Parameter]] = {}
+        self.missing: dict[int, int] = {}
+        self.complete_segment: dict[int, _Segment] = {}
+        self.handles = []
+        for parameter, chunk in parameters:
+            self.members.setdefault(chunk, []).append(parameter)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived(chunk)))
+        self.missing = {chunk: len(members) for chunk, members in self.members.items()}
+
+    def _arrived(self, chunk: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self.missing[chunk] -= 1
+            self.complete_segment[chunk] = self.meter.segments[-1]
+            if self.missing[chunk] == 0:
+                for parameter in self.members[chunk]:
+                    parameter.grad = None
+
+        return hook
+
+    def clear(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for members in self.members.values():
+            for parameter in members:
+                parameter.grad = None
+
+
+def _mark_block(meter: _Meter, block: nn.Module, number: int, recompute: bool) -> Callable[[], None]:
+    """Replaces the twin's forward by one that marks phases, and recomputes in backward where asked. Returns what undoes it."""
+    forward = block.forward
+    replaced = block.__dict__.get("forward")
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        meter.mark(number, False)
+        if recompute:
+            output = checkpoint(forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
+        began = False
+
+        def backward_begins(_: torch.Tensor) -> None:
+            nonlocal began
+            if not began:
+                began = True
+                meter.mark(number, True)
+
+        for tensor in _output_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+        given = next((t for t in _output_tensors((args, kwargs)) if t.requires_grad), None)
+        if given is not None:
+            given.register_hook(lambda _: meter.mark_end(number, True))
+        meter.mark_end(number, False)
+        return output
+
+    block.__dict__["forward"] = marked
+
+    def undo() -> None:
+        if replaced is None:
+            del block.__dict__["forward"]
+        else:
+            block.__dict__["forward"] = replaced
+
+    return undo
+
+
+@dataclass
+class _Run:
+    segments: list[_Segment]
+    accesses: list[int]
+    complete: dict[int, int]
+    n_together: int
+    output_count: int
+
+
+def _finish_segments(meter: _Meter) -> list[_Segment]:
+    """Segments in order with exactly one head and one tail."""
+    segments = meter.segments
+    if not segments[-1].backward or segments[-1].block >= 0:
+        segments.append(_Segment(-1, True, meter.live_bytes, meter.live_bytes))
+    return segments
+
+
+def _run_step(twin: _Twin, args: Any, kwargs: Any, blocks: list[nn.Module], chunks: list[tuple[nn.Parameter, int]],
+              round_bytes: Rounding, recompute: bool, hold_output: bool) -> _Run:
+    chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
+    meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage)
+    gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad])
+    undo = [_mark_block(meter, block, number, recompute) for number, block in enumerate(blocks)]
+    try:
+        with meter, torch.enable_grad():
+            output = twin.model(*args, **kwargs)
+            starts = _starts(output)
+            if not starts:
+                raise DryRunError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
+            if not hold_output:
+                output = None
+            seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
+            last = meter.segments[-1]
+            if last.block >= 0:  # a model that ends in its last block has an empty head
+                meter.segments.append(_Segment(-1, False, meter.live_bytes, meter.live_bytes))
+            last.pending = False
+            torch.autograd.backward(starts, seeds)
+            segments, output_count = _finish_segments(meter), len(starts)
+            del output, starts, seeds
+    finally:
+        gradients.clear()
+        for put_back in undo:
+            put_back()
+    number_of = {id(segment): number for number, segment in enumerate(segments)}
+    complete = {chunk: number_of.get(id(segment), len(segments) - 1) for chunk, segment in gradients.complete_segment.items()}
+    return _Run(segments, meter.accesses, complete, meter.n_together, output_count)
+
+
+def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
+    """The batch without data; each of its storages is counted once, in fixed_bytes."""
+    storages: dict[int, Any] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in twin.memo:
+            return twin.memo[id(tensor)]  # type: ignore[no-any-return]
+        twin.memo[id(tensor)] = made = _fake(tensor)
+        twin.alive += [made.untyped_storage(), tensor]
+        twin.not_counted.add(made.untyped_storage()._cdata)
+        real = tensor.untyped_storage()
+        if real._cdata not in storages and real.nbytes():
+            storages[real._cdata] = real
+            twin.fixed_bytes += round_bytes(real.nbytes())
+        return made
+
+    return tree_map_only(torch.Tensor, convert, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
+    """The two runs side by side.
+
+    Raises:
+        DryRunError: their phases differ, so that one cannot stand for the other.
+    """
+    order = [(segment.block, segment.backward) for segment in keep.segments]
+    if order != [(segment.block, segment.backward) for segment in recompute.segments]:
+        raise DryRunError("its blocks run in another order when they are recomputed")
+    phases = tuple(
+        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak)
+        for a, b in zip(keep.segments, recompute.segments, strict=True)
+    )
+    complete = {chunk: max(number, recompute.complete[chunk]) for chunk, number in keep.complete.items()}
+    return DryRun(
+        phases,
+        tuple(recompute.accesses),
+        complete,
+        fixed_bytes,
+        max(keep.n_together, recompute.n_together),
+        keep.output_count,
+        max(phase.keep_peak_bytes for phase in phases),
+        max(phase.checkpoint_peak_bytes for phase in phases),
+    )
+
+
+def dry_run(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Sequence[nn.Module],
+            chunk_of_param: dict[int, int], *, round_bytes: Rounding, hold_output: bool = True) -> DryRun:
+    """Predict what one training step of this batch holds in memory.
+
+    Args:
+        model: on CPU or meta; only read.
+        args, kwargs: what the model is called with; tensors of any device, only their shapes count.
+        blocks: modules of the model, as `find_blocks` finds them.
+        chunk_of_param: id of each parameter -> number of its chunk.
+        round_bytes: what the allocator counts for a request of so many bytes.
+        hold_output: the caller of the model still holds its whole output, not only the loss, while backward runs.
+
+    Raises:
+        DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), or nothing to train.
+    """
+    random_state = torch.get_rng_state()
+    python_state = random.getstate()
+    mode = FakeTensorMode()
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), mode:
+            twin = _make_twin(model, chunk_of_param, round_bytes)
+            fake_args, fake_kwargs = _fake_batch(twin, tuple(args), kwargs, round_bytes)
+            fake_blocks = [twin.memo[id(block)] for block in blocks]
+            chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
+            keep, recompute = (
+                _run_step(twin, fake_args, fake_kwargs, fake_blocks, chunks, round_bytes, again, hold_output)
+                for again in (False, True)
+            )
+    except DryRunError:
+        raise
+    except Exception as error:
+        raise DryRunError(_one_line(error)) from error
+    finally:
+        torch.set_rng_state(random_state)
+        random.setstate(python_state)
+    return _join(keep, recompute, twin.fixed_bytes)

@@ -1,0 +1,66 @@
+"""What protrain raises. Each message names what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base class of all of protrain's errors. After any of them the model's last complete step is intact."""
+
+
+class BudgetError(Error):
+    """The memory budget cannot hold what is asked for; nothing was allocated.
+
+    Attributes:
+        needed_bytes: memory that would have been in use, at least.
+        budget_bytes: the budget that was given.
+        smallest_bytes: the smallest budget that works, as far as it is known when the error is raised.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, budget_bytes: int, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class DiskError(Error, OSError):
+    """An operation on the disk failed: `errno` and `filename` as in any OSError, `asked_bytes` of the operation."""
+
+    def __init__(self, message: str, *, errno: int = 0, filename: str = "", asked_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.filename = filename
+        self.asked_bytes = asked_bytes
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+
+class StepError(Error):
+    """Calls came in an order that no training step has; the step can go on as if the call had not been made."""
+
+
+class PlanError(Error, ValueError):
+    """A plan, or an argument that shapes one, cannot be used as given."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """The operating system gives no memory although the budget would allow it."""
+
+
+def from_record(
+    code: int, message: str, errno: int, path: str, asked: int, needed: int, budget: int, smallest: int
+) -> Exception:
+    """The exception for an error record of the C core (csrc/base/status.h, `ptn_status` is the code)."""
+    if code == 1:
+        return BudgetError(message, needed_bytes=needed, budget_bytes=budget, smallest_bytes=max(smallest, needed))
+    if code == 2:
+        return OutOfMemoryError(message)
+    if code == 3:
+        return DiskError(message, errno=errno, filename=path, asked_bytes=asked)
+    if code == 4:
+        return StepError(message)
+    if code == 5:
+        return PlanError(message)
+    return ValueError(message)

@@ -1,0 +1,228 @@
+"""First values: parameters from ordinary memory, from an initialisation function, or from a folder of safetensors.
+
+The full model is never in memory at once: chunk after chunk is filled where it will lie and written to its home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+from .parameters import DisableTorchFunction
+from .session import Session, uncounted
+from .sizes import MIB
+
+SLICE_BYTES = 16 * MIB
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their parameters on meta and their buffers real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and param.device.type != "meta":
+            module._parameters[name] = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+# ---- buffers ----
+
+
+def fill_meta_buffers(model: nn.Module, initialised: bool) -> None:
+    """Buffers that were left on meta: transformers models recompute theirs, modules that own parameters get theirs from
+    param_init_fn.
+
+    Raises:
+        PlanError: a buffer is on meta and nothing can fill it.
+    """
+    names = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    if not names:
+        return
+    known = _transformers_buffers(model)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in known:
+            module._buffers[leaf] = known[name]
+        elif not (initialised and any(True for _ in module.parameters(recurse=False))):
+            raise PlanError(f"model: buffer {name} is on meta and it is not known how to compute it; give it its values before wrap")
+
+
+def _transformers_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a transformers model as its constructor makes them; empty for other models."""
+    if not hasattr(model, "config") or not hasattr(type(model), "_from_config"):
+        return {}
+    before = torch.get_rng_state()
+    with uncounted(), parameters_on_meta():
+        fresh = type(model)(model.config)
+    torch.set_rng_state(before)
+    return {name: buffer for name, buffer in fresh.named_buffers() if buffer.device.type != "meta"}
+
+
+# ---- parameters ----
+
+
+class Filler:
+    """Opens chunks for filling and writes them to their homes when their last parameter has its values."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.left = [set(members) for members in session.layout.members]
+        self.open: set[int] = set()
+        self.written: set[int] = set()
+
+    def enter(self, number: int) -> None:
+        """Parameter `number` is a view of real memory that can be filled when this returns."""
+        session, chunk = self.session, self.session.layout.entries[number].chunk
+        if chunk in self.open:
+            return
+        if chunk in self.written:  # a tied parameter comes again
+            session.engine.demand(chunk)
+            session.engine.use(chunk)
+        else:
+            originals = {i: session.params[i].data for i in session.layout.members[chunk]}
+            session.engine.begin_fill(chunk)
+            make_real(session, chunk)
+            session.bind(chunk)
+            with torch.no_grad(), DisableTorchFunction():
+                for i, original in originals.items():
+                    if original.device.type != "meta":
+                        session.params[i].data.copy_(original)
+        self.open.add(chunk)
+
+    def leave(self, number: int) -> None:
+        """Parameter `number` has its values."""
+        chunk = self.session.layout.entries[number].chunk
+        self.left[chunk].discard(number)
+        if chunk in self.open and not self.left[chunk]:
+            self.session.engine.end_fill(chunk)
+            self.open.discard(chunk)
+            self.written.add(chunk)
+
+
+def make_real(session: Session, chunk: int) -> None:
+    """Meta parameters of a chunk become CPU parameters, the same Python objects, with no memory of their own yet."""
+    for number in session.layout.members[chunk]:
+        p = session.params[number]
+        if p.device.type != "meta":
+            continue
+        attributes = dict(p.__dict__)
+        real = nn.Parameter(torch.zeros(1).expand(p.shape), requires_grad=p.requires_grad)
+        torch.utils.swap_tensors(p, real)
+        p.__dict__.update(attributes)
+
+
+def from_memory(session: Session) -> None:
+    """Copy parameters that are there already."""
+    filler = Filler(session)
+    for entry in session.layout.entries:
+        filler.enter(entry.index)
+        filler.leave(entry.index)
+
+
+def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -> None:
+    """Call param_init_fn for each module that owns parameters, in the order of model.modules()."""
+    filler = Filler(session)
+    index = {id(p): number for number, p in enumerate(session.params)}
+    for module in session.model.modules():
+        own = [index[id(p)] for p in module._parameters.values() if p is not None]
+        if not own:
+            continue
+        for number in own:
+            filler.enter(number)
+        empty = _empty_buffers(module)
+        param_init_fn(module)
+        for leaf in empty:
+            buffer = module._buffers[leaf]
+            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
+                raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
+        for number in own:
+            filler.leave(number)
+
+
+def _empty_buffers(module: nn.Module) -> list[str]:
+    """Give the module's own meta buffers memory, NaN where they can be; returns their names."""
+    found = [leaf for leaf, buffer in module._buffers.items() if buffer is not None and buffer.device.type == "meta"]
+    for leaf in found:
+        buffer = module._buffers[leaf]
+        assert buffer is not None
+        module._buffers[leaf] = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype)
+    return found
+
+
+def from_weights(session: Session, folder: str) -> None:
+    """Read parameters from the safetensors files of a folder, slice by slice.
+
+    Raises:
+        ValueError: the folder has no such files, lacks a parameter, or has it in another shape.
+    """
+    from safetensors import safe_open
+
+    files = weight_files(folder)
+    where: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+    names = _names_of(session)
+    filler = Filler(session)
+    for entry in session.layout.entries:
+        found = next((name for name in names[entry.index] if name in where), None)
+        if found is None:
+            raise ValueError(f"weights: {folder} has no tensor {entry.name}")
+        filler.enter(entry.index)
+        with safe_open(where[found], framework="pt") as file:
+            part = file.get_slice(found)
+            shape = tuple(part.get_shape())
+            if shape != tuple(entry.shape):
+                raise ValueError(f"weights: {found} in {where[found]} has shape {shape}, the model's has {tuple(entry.shape)}")
+            with torch.no_grad(), DisableTorchFunction():
+                target = session.params[entry.index].data
+                if not shape:
+                    target.copy_(file.get_tensor(found))
+                rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
+                for first in range(0, shape[0] if shape else 0, rows):
+                    target[first : first + rows].copy_(part[first : first + rows])
+        filler.leave(entry.index)
+
+
+def weight_files(folder: str) -> list[str]:
+    """The safetensors files of a folder, those of its index where it has one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.exists(index):
+        with open(index) as file:
+            return [os.path.join(folder, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
+    if not names:
+        raise ValueError(f"weights: {folder} is no folder with safetensors files")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _names_of(session: Session) -> list[list[str]]:
+    """For each parameter the names it may have in a file: its own, tied ones, and those without or with the base model's prefix."""
+    names: list[list[str]] = [[] for _ in session.params]
+    index = {id(p): number for number, p in enumerate(session.params)}
+    for name, p in session.model.named_parameters(remove_duplicate=False):
+        names[index[id(p)]].append(name)
+    prefix = getattr(session.model, "base_model_prefix", "")
+    for own in names:
+        if prefix:
+            own += [name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}" for name in list(own)]
+    return names

@@ -1,0 +1,116 @@
+"""Parameters of chunks on disk: every use of one, anywhere, is the demand for its chunk.
+
+A parameter is a permanent view of its slot; only the bytes behind it change. What reads it must find its own bytes there, so
+such a parameter is of a subclass of `nn.Parameter` whose `__torch_function__` sees each torch call that takes it (or a view
+of it), brings its chunk, and keeps it in place during the call. Nothing else is changed: results are what the call gives for
+plain tensors. Parameters of persistent chunks stay plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .session import Session
+
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+#: Calls that look at a tensor but not at its values.
+_METADATA: set[Any] = _getters(
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "itemsize", "nbytes", "_version",
+    "is_sparse", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_nested", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "output_nr", "retains_grad", "name", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps", "grad_dtype", "_base",
+) | {
+    torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__, torch.Tensor._post_accumulate_grad_hooks.__set__,
+    torch.Tensor.data.__set__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
+    torch.Tensor.storage_offset, torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.is_floating_point,
+    torch.Tensor.is_complex, torch.is_complex, torch.Tensor.is_contiguous, torch.Tensor.requires_grad_, torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad, torch.Tensor.__len__, torch.Tensor.get_device,
+    torch.Tensor.is_shared, torch.Tensor.is_inference, torch.Tensor.is_same_size, torch.numel,
+}  # fmt: skip
+
+#: Views that are made without looking at values; they carry their parameter's chunk along.
+_LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
+
+_GRAD_GET, _GRAD_SET = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+
+
+class ChunkTensor:
+    """Mixed into the two classes below: which parameter of which session this is, or is a view of."""
+
+    _protrain: tuple[Session, int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        found = list(_chunk_tensors(args)) + list(_chunk_tensors(kwargs.values()))
+        session, number = found[0]._protrain
+        if func is _GRAD_GET or func is _GRAD_SET:
+            session.check_grad_access(number)
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        if func in _LAZY_VIEWS:
+            with DisableTorchFunction():
+                return mark_views(func(*args, **kwargs), session, [number])
+        return session.call(func, found, args, kwargs)
+
+
+class ChunkParameter(ChunkTensor, nn.Parameter):
+    """A parameter whose chunk has its home on disk."""
+
+
+class ChunkView(ChunkTensor, torch.Tensor):
+    """A tensor over the memory of such a parameter."""
+
+
+def _chunk_tensors(values: Any, depth: int = 3) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, ChunkTensor):
+            yield value
+        elif depth and isinstance(value, list | tuple):
+            yield from _chunk_tensors(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            yield from _chunk_tensors(value.values(), depth - 1)
+
+
+def mark_views(result: Any, session: Session, numbers: list[int]) -> Any:
+    """`result` with every tensor in it that lies in a slot made a ChunkView of the parameter whose bytes it shows."""
+    if isinstance(result, torch.Tensor):
+        if isinstance(result, ChunkTensor) or result.layout != torch.strided:
+            return result
+        number = session.owner_of_memory(result, numbers)
+        if number is None:
+            return result
+        view = result.as_subclass(ChunkView)
+        view._protrain = (session, number)
+        return view
+    if type(result) in (list, tuple):
+        return type(result)(mark_views(item, session, numbers) for item in result)
+    return result
+
+
+def enchain(p: nn.Parameter, session: Session, number: int) -> None:
+    """Make `p` a parameter of a chunk on disk; the object stays the same."""
+    p.__class__ = ChunkParameter
+    p._protrain = (session, number)  # type: ignore[attr-defined]
+
+
+def release(p: nn.Parameter) -> None:
+    """Make `p` a plain parameter again."""
+    if isinstance(p, ChunkParameter):
+        p.__class__ = nn.Parameter
+        del p._protrain

@@ -1,0 +1,720 @@
+"""A session: one wrapped model, its optimizer's state, and the engine that moves them.
+
+Wrapping hooks the model in four places, all taken back by `close`: the forward of the model (a step begins, the plan is
+made), the forward of each block (its mode), two hooks on each trained parameter (its gradient is about to come, has come),
+and the state dict of each module that owns parameters.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _core
+from .activations import SavedParameter, check_version, operation_hooks, run_checkpointed, run_operation
+from .dryrun import DryRun, DryRunError, dry_run
+from .errors import BudgetError, PlanError, StepError
+from .layout import Layout
+from .optimizers import Hyper, hyper_of, n_states_of, state_names
+from .parameters import DisableTorchFunction, enchain, mark_views, release
+from .planning import Arrangement, Plan, arrange, linear_accesses, refuse
+
+UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors made inside belong to no budget: copies that a user asked for, beside the training."""
+    before = _core.swap_account(None)
+    try:
+        yield
+    finally:
+        _core.swap_account(before)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `wrap` was asked for, checked."""
+
+    memory_bytes: int
+    disk: str
+    accumulate: int
+    max_grad_norm: float | None
+    plan: Plan | None
+    block_modes: list[str] | None
+
+
+class Session:
+    """See the module's head. All methods are called on the thread that drives the step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        params: list[nn.Parameter],
+        blocks: list[tuple[str, nn.Module]],
+        kind: type[torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        settings: Settings,
+    ) -> None:
+        self.model, self.layout, self.params, self.blocks = model, layout, params, blocks
+        self.kind, self.groups, self.settings = kind, groups, settings
+        hypers = [hyper_of(kind, group) for group in groups]
+        self.n_states = max((n_states_of(hyper) for hyper in hypers), default=0)
+        self.arrangement = self._first_arrangement()
+        self.engine = _core.Engine(
+            settings.disk,
+            settings.memory_bytes,
+            [(size, trained) for size, trained in zip(layout.sizes, layout.trained, strict=True)],
+            [(e.chunk, e.offset_bytes, e.count, e.group >= 0, max(e.group, 0)) for e in layout.entries],
+            len(groups),
+            self.n_states,
+        )
+        self.closed = False
+        self.frame: Any = None
+        self.hooks = operation_hooks(self)
+        self.filling = False
+        self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
+        self._offsets = [[layout.entries[i].offset_bytes for i in members] for members in layout.members]
+        self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self._node: Any = None
+        self._node_chunks: set[int] = set()
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, str]] = []
+        self._dry_runs: list[tuple[tuple[tuple[int, ...], ...], DryRun | None]] = []
+        self._measured_bytes = 0
+        self.modes: tuple[str, ...] = self.arrangement.plan.block_modes
+        self.planned = False
+        # the step under way
+        self._task = -1
+        self.passes = 0
+        self._taken: set[int] = set()
+        self._norms: dict[int, torch.Tensor] = {}
+        self._hypers: list[Hyper] = hypers
+        self.late: bool | None = None
+        self._began: float | None = None
+        self._wait_ns = 0
+        # figures
+        self.steps = 0
+        self.step_seconds = 0.0
+        self.wait_seconds = 0.0
+
+    # ---- arrangement ----
+
+    def _first_arrangement(self) -> Arrangement:
+        """Before any batch is known: parameters in memory where they take a quarter of the budget at most, else away.
+
+        Raises:
+            BudgetError: even the safest plan for the states alone does not fit.
+        """
+        layout, budget = self.layout, self.settings.memory_bytes
+        try:
+            safest = arrange(layout, len(self.blocks), self.n_states, budget, None, n_persist=0)
+        except BudgetError as error:
+            raise refuse(error, "the model with its largest chunks in turn") from None
+        if 4 * sum(layout.sizes) > budget:
+            return safest
+        everything = Plan(
+            layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(self.blocks), 0.0,
+            sum(layout.sizes), 0, 0, budget,
+        )  # fmt: skip
+        return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], sum(layout.sizes), safest.smallest_bytes)
+
+    def begin_fill(self) -> None:
+        """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
+        for number, slot in enumerate(self.arrangement.slot_of_chunk):
+            if slot < 0:
+                self.engine.to_memory(number, False)
+            else:
+                self.engine.to_disk(number)
+        self._set_slots()
+
+    def _set_slots(self) -> None:
+        found = self.arrangement
+        self.engine.set_slots(found.slot_of_chunk, found.slot_bytes)
+        if found.piece_bytes:
+            self.engine.set_ring(found.piece_bytes, found.n_pieces, True)
+        budget, plan = self.settings.memory_bytes, found.plan
+        self.engine.set_pending(max(budget - plan.peak_bytes, max(self.layout.grad_bytes, default=0)))
+        self.engine.set_order([c for c in found.accesses if not self.engine.in_memory(c)])
+
+    def bind(self, chunk: int) -> None:
+        """Make the chunk's parameters views of where the chunk lies now."""
+        region = self.engine.region(chunk)
+        base = torch.frombuffer(region, dtype=torch.float32)
+        self._bases[chunk] = base
+        in_memory = self.engine.in_memory(chunk)
+        for index in self.layout.members[chunk]:
+            entry, p = self.layout.entries[index], self.params[index]
+            first = entry.offset_bytes // 4
+            view = base[first : first + entry.count].view(entry.shape)
+            with DisableTorchFunction():
+                p.data = view
+            if in_memory:
+                release(p)
+            else:
+                enchain(p, self, index)
+
+    def bind_all(self) -> None:
+        for chunk in range(self.layout.n_chunks):
+            self.bind(chunk)
+
+    def _unbind_all(self) -> None:
+        """Parameters keep their shapes over one shared element, so that slots can go."""
+        nothing = torch.zeros(1)
+        with DisableTorchFunction():
+            for p in self.params:
+                p.data = nothing.expand(p.shape)
+        self._bases.clear()
+        self._address_chunk.clear()
+
+    def rearrange(self, arrangement: Arrangement) -> None:
+        """Carry out another plan, between steps. Homes move one chunk at a time, those that leave memory first."""
+        if arrangement.slot_of_chunk == self.arrangement.slot_of_chunk and arrangement.slot_bytes == self.arrangement.slot_bytes and (
+            arrangement.piece_bytes, arrangement.n_pieces) == (self.arrangement.piece_bytes, self.arrangement.n_pieces):  # fmt: skip
+            self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
+            self.engine.set_order([c for c in arrangement.accesses if not self.engine.in_memory(c)])
+            return
+        self.release_node()
+        self.engine.drop()
+        self._unbind_all()
+        self.engine.drop_slots()
+        self.engine.drop_ring()
+        _core.trim(0)
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot >= 0:
+                self.engine.to_disk(number)
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot < 0:
+                self.engine.to_memory(number, self.layout.trained[number])
+        self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
+        self._set_slots()
+        self.bind_all()
+
+    # ---- planning ----
+
+    def _decide(self, run: DryRun | None, unknown_bytes: int = 0) -> Arrangement:
+        settings = self.settings
+        modes = settings.block_modes
+        n_persist = None
+        if settings.plan is not None:
+            modes, n_persist = modes or list(settings.plan.block_modes), settings.plan.n_persist
+        elif run is None:
+            n_persist = None if unknown_bytes else 0
+        try:
+            return arrange(
+                self.layout, len(self.blocks), self.n_states, settings.memory_bytes, run, modes=modes, n_persist=n_persist,
+                grads_outlive_backward=self.grads_outlive_backward, unknown_bytes=unknown_bytes,
+            )  # fmt: skip
+        except BudgetError as error:
+            raise refuse(error, "a step of this batch") from None
+
+    @property
+    def grads_outlive_backward(self) -> bool:
+        return self.settings.accumulate > 1 or self.settings.max_grad_norm is not None
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make or change the plan where this batch is larger than those planned for.
+
+        Raises:
+            BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
+        """
+        shapes = shapes_of(args, kwargs)
+        if any(covers(known, shapes) for known, _ in self._dry_runs):
+            return
+        if self.passes and self.planned:
+            self.modes = tuple("checkpoint" for _ in self.blocks)  # gradients are under way: nothing else can move now
+            return
+        try:
+            run: DryRun | None = dry_run(
+                self.model, args, kwargs, [block for _, block in self.blocks],
+                {id(p): entry.chunk for p, entry in zip(self.params, self.layout.entries, strict=True)}, round_bytes=_core.rounded_bytes,
+            )  # fmt: skip
+        except DryRunError as error:
+            run = None
+            warnings.warn(
+                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan", stacklevel=4
+            )
+        found = self._decide(run)
+        best = found
+        for _, other in self._dry_runs:
+            again = self._decide(other)
+            if again.smallest_bytes > best.smallest_bytes:
+                best = again
+        self.rearrange(best)
+        self._dry_runs.append((shapes, run))
+        self.planned = True
+
+    def _replan_measured(self) -> None:
+        """After a step that no dry run foresaw: what it took beside states and slots is known now."""
+        peak = self.engine.stats()["peak_bytes"]
+        unknown = max(peak - self.arrangement.static_bytes, 0)
+        if not self.planned or any(run is not None for _, run in self._dry_runs) or unknown <= self._measured_bytes:
+            return
+        self._measured_bytes = unknown
+        try:
+            self.rearrange(self._decide(None, unknown_bytes=unknown * 9 // 8))
+        except BudgetError:
+            return  # the safest plan stays
+
+    # ---- what the forward pass calls ----
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.engine.use_account(True)
+        self.release_node()
+        if self._began is None:
+            self._began = time.perf_counter()
+            self._wait_ns = self.engine.stats()["wait_ns"]
+        if torch.is_grad_enabled() and self.model.training:
+            self.plan_for(args, kwargs)
+        self.engine.seek(0)
+
+    def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.modes[number] == "keep" or not torch.is_grad_enabled() or self.frame is not None:
+            return forward(*args, **kwargs)
+        return run_checkpointed(self, forward, args, kwargs)
+
+    def _bring(self, number: int) -> None:
+        """The chunk of parameter `number` is in its slot and in use when this returns."""
+        chunk = self.layout.entries[number].chunk
+        if not self.engine.demand(chunk):
+            self.engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+            self.bind(chunk)
+            self.engine.demand(chunk)
+        self.engine.use(chunk)
+        self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+
+    def call(self, func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch call that reads parameters of chunks on disk, or views of them."""
+        numbers: list[int] = []
+        chunks: list[int] = []
+        versions = [tensor._version for tensor in found] if not self.filling else []
+        try:
+            for tensor in found:
+                number = tensor._protrain[1]
+                numbers.append(number)
+                chunk = self.layout.entries[number].chunk
+                if chunk not in chunks and not self.filling:
+                    self._bring(number)
+                    chunks.append(chunk)
+            with DisableTorchFunction():
+                if self.frame is None and torch.is_grad_enabled():
+                    result = run_operation(self, func, args, kwargs)
+                else:
+                    result = func(*args, **kwargs)
+            for tensor, version in zip(found, versions, strict=False):
+                if tensor._version != version:
+                    self._write_back(tensor._protrain[1])
+        finally:
+            for chunk in chunks:
+                self.engine.unuse(chunk)
+        return mark_views(result, self, numbers)
+
+    def _write_back(self, number: int) -> None:
+        """A parameter was changed in place outside of an update: its home follows at once."""
+        p, entry = self.params[number], self.layout.entries[number]
+        with DisableTorchFunction():
+            self.engine.transfer(number, 0, p.data_ptr(), True)
+        assert entry.count == p.numel()
+
+    def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
+        """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
+        address = tensor.untyped_storage().data_ptr()
+        if address == 0:
+            return None
+        for number in numbers:
+            if self._bases[self.layout.entries[number].chunk].data_ptr() == address:
+                return number
+        return None
+
+    # ---- what saved tensors call ----
+
+    def saved_parameter(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """The record of a tensor that lies in the memory of a parameter on disk; None for any other tensor."""
+        with DisableTorchFunction():
+            if tensor.layout != torch.strided or not self._address_chunk:
+                return None
+            chunk = self._address_chunk.get(tensor.untyped_storage().data_ptr())
+            if chunk is None:
+                return None
+            offset = tensor.storage_offset()
+            place = bisect.bisect_right(self._offsets[chunk], offset * 4) - 1
+            number = self.layout.members[chunk][place]
+            first = self.layout.entries[number].offset_bytes // 4
+            return SavedParameter(number, tensor, offset - first, self.params[number])
+
+    def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done."""
+        entry = self.layout.entries[saved.number]
+        chunk = entry.chunk
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self.release_node()
+            self._node = node
+        with DisableTorchFunction():
+            owner = saved.owner()
+            if owner is not None:
+                check_version(owner._version, saved.version, saved.size)
+            if chunk not in self._node_chunks and not self.engine.in_memory(chunk):
+                if not self.engine.demand(chunk):
+                    copy = torch.empty(entry.count)  # the slot is taken by what this same node reads
+                    self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
+                    return copy.as_strided(saved.size, saved.stride, saved.offset)
+                self.engine.use(chunk)
+                self._node_chunks.add(chunk)
+            base = self._bases[chunk]
+            self._address_chunk[base.data_ptr()] = chunk
+            return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // 4)
+
+    def release_node(self) -> None:
+        """The node of the graph whose parameters are held in place is done."""
+        for chunk in self._node_chunks:
+            self.engine.unuse(chunk)
+        self._node_chunks.clear()
+        self._node = None
+
+    # ---- gradients ----
+
+    def before_gradient(self, _grad: torch.Tensor) -> None:
+        """A gradient is about to be accumulated: is this backward pass one that the step has room for?
+
+        Raises:
+            StepError: it is one too many, or the last step's gradients were not dropped.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        allowed = self.settings.accumulate
+        if self.passes >= allowed:
+            raise StepError(
+                f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={allowed}: call optimizer.step() first, "
+                f"or wrap with a larger accumulate"
+            )
+        if self.passes == 0 and any(p.grad is not None for p in self._persistent_params()):
+            raise StepError("the gradients of the last step are still there: call optimizer.zero_grad() after optimizer.step()")
+
+    def _persistent_params(self) -> Iterator[nn.Parameter]:
+        for p, entry in zip(self.params, self.layout.entries, strict=True):
+            if entry.group >= 0 and self.engine.in_memory(entry.chunk):
+                yield p
+
+    def _begin_pass(self, task: int) -> None:
+        self._task = task
+        if self.passes:
+            self.engine.flush()
+        self.passes += 1
+        if self.passes == self.settings.accumulate:
+            self._hypers = [hyper_of(self.kind, group) for group in self.groups]
+            self._set_hypers()
+
+    def _set_hypers(self) -> None:
+        for number, hyper in enumerate(self._hypers):
+            self.engine.set_hyper(number, hyper)
+
+    @property
+    def _updates_behind_backward(self) -> bool:
+        return self.late is False and self.settings.max_grad_norm is None
+
+    def after_gradient(self, number: int, p: torch.Tensor) -> None:
+        """A gradient was accumulated: take it out of `.grad`."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin_pass(task)
+        entry = self.layout.entries[number]
+        self.release_node()
+        if self.engine.in_memory(entry.chunk) or entry.count == 0:
+            return
+        with DisableTorchFunction():
+            grad = p.grad
+            p.grad = None
+            if grad is None:
+                return
+            if grad.layout != torch.strided or grad.dtype != torch.float32:
+                raise PlanError(f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported")
+            grad = grad.contiguous()
+            last = self.passes == self.settings.accumulate
+            use = UPDATE if last and self._updates_behind_backward else SPILL
+            if last and self.settings.max_grad_norm is not None:
+                grad, use = self._total(number, grad), SPILL_TOTAL
+                self._norms[number] = torch._foreach_norm([grad], 2.0)[0]
+            self.engine.gradient(number, grad.data_ptr(), grad, use)
+            self._taken.add(number)
+
+    def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+        """The sum of this step's gradients of one parameter: those on disk came first."""
+        if self.settings.accumulate == 1 or number not in self._taken:
+            return grad
+        before = torch.empty_like(grad)
+        return before.add_(grad) if self.engine.spilled(number, before.data_ptr()) else grad
+
+    def check_grad_access(self, number: int) -> None:
+        """`.grad` of a parameter on disk is looked at.
+
+        Raises:
+            StepError: its gradient left memory; None would be a wrong answer.
+        """
+        if number in self._taken:
+            raise StepError(
+                f"the gradient of {self.layout.entries[number].name} has left memory; to clip pass max_grad_norm to wrap and read "
+                f"optimizer.grad_norm, to drop gradients call optimizer.zero_grad()"
+            )
+
+    # ---- the end of a step ----
+
+    def step(self) -> torch.Tensor | None:
+        self.release_node()
+        norm: torch.Tensor | None = None
+        if self.passes:
+            try:
+                norm = self._make_step()
+            except BaseException:
+                self.forget()
+                raise
+        self.passes = 0
+        self._taken.clear()
+        self._norms.clear()
+        self.steps += 1
+        now = time.perf_counter()
+        wait_ns = self.engine.stats()["wait_ns"]
+        if self._began is not None:
+            self.step_seconds = now - self._began
+            self.wait_seconds = (wait_ns - self._wait_ns) / 1e9
+        self._began = None
+        self._replan_measured()
+        self.engine.seek(0)
+        return norm
+
+    def _make_step(self) -> torch.Tensor | None:
+        self.engine.flush()
+        norm, scale = self._clip() if self.settings.max_grad_norm is not None else (None, 1.0)
+        hypers = [hyper_of(self.kind, group) for group in self.groups]
+        same = hypers == self._hypers
+        if self._updates_behind_backward and not same and self._taken:
+            self.late = True
+            raise StepError(
+                "a parameter group was changed between backward() and step(), after updates had begun with the old values; this step "
+                "was not made, the model is as it was before it; from now on updates wait for step()"
+            )
+        self._hypers = hypers
+        self._set_hypers()
+        if not self._updates_behind_backward or self.settings.accumulate > 1:
+            self.engine.update_spilled(scale)
+        self.engine.wait()
+        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
+            if entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None and entry.count:
+                grad = p.grad.contiguous()
+                if grad.dtype != torch.float32 or grad.layout != torch.strided:
+                    raise PlanError(f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 is supported")
+                self.engine.update_in_memory(number, grad.data_ptr(), scale)
+        self.engine.commit()
+        if self.late is None:
+            self.late = not same  # the first step waited, to see whether this loop sets rates before or after backward
+        return norm
+
+    def _clip(self) -> tuple[torch.Tensor, float]:
+        """The global norm and the factor of the gradients, as torch.nn.utils.clip_grad_norm_ computes them."""
+        norms = []
+        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
+            if number in self._norms:
+                norms.append(self._norms[number])
+            elif entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None:
+                norms.append(torch._foreach_norm([p.grad], 2.0)[0])
+        if not norms:
+            return torch.tensor(0.0), 1.0
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        factor = torch.clamp(self.settings.max_grad_norm / (total + 1e-6), max=1.0)
+        return total, float(factor)
+
+    def forget(self) -> None:
+        """Drop the gradients and updates of a step that is not made."""
+        self.release_node()
+        self.engine.drop()
+        self.passes = 0
+        self._task = -1
+        self._taken.clear()
+        self._norms.clear()
+        self._began = None
+
+    def zero_grad(self) -> None:
+        if self.passes or self.engine.has_gradients():
+            self.forget()
+        for p, entry in zip(self.params, self.layout.entries, strict=True):
+            if entry.group < 0 or self.engine.in_memory(entry.chunk):
+                with DisableTorchFunction():
+                    p.grad = None
+
+    # ---- values and state ----
+
+    def value(self, number: int, array: int = 0) -> torch.Tensor:
+        """An owned copy of a parameter (array 0) or of one of its state arrays, in no budget."""
+        entry = self.layout.entries[number]
+        with uncounted(), DisableTorchFunction():
+            tensor = torch.empty(entry.shape)
+            if entry.count:
+                self.engine.transfer(number, array, tensor.data_ptr(), False)
+        return tensor
+
+    def set_value(self, number: int, value: torch.Tensor, array: int = 0) -> None:
+        with uncounted(), DisableTorchFunction():
+            tensor = value.detach().to(dtype=torch.float32, device="cpu").contiguous()
+            if tensor.numel():
+                self.engine.transfer(number, array, tensor.data_ptr(), True)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, owned copy) for each entry of the model's state dict, one at a time; tied names after the first are left out."""
+        index = {id(p): number for number, p in enumerate(self.params)}
+        seen: set[int] = set()
+        for prefix, module in self.model.named_modules():
+            for leaf, p in module._parameters.items():
+                if p is not None and id(p) not in seen:
+                    seen.add(id(p))
+                    yield f"{prefix}.{leaf}" if prefix else leaf, self.value(index[id(p)])
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and leaf not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        packed: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        index = {id(p): number for number, p in enumerate(self.params)}
+        place = 0
+        for group in self.groups:
+            names = state_names(hyper_of(self.kind, group))
+            for offset, p in enumerate(group["params"]):
+                number = index[id(p)]
+                steps = self.engine.steps(number)
+                if steps == 0 or (self.kind is torch.optim.SGD and not names):
+                    continue
+                entry = {name: self.value(number, 1 + array) for array, name in enumerate(names)}
+                if self.kind is not torch.optim.SGD:
+                    entry = {"step": torch.tensor(float(steps))} | entry
+                state[place + offset] = entry
+            packed.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(place, place + len(group["params"])))})
+            place += len(group["params"])
+        return {"state": state, "param_groups": packed}
+
+    def load_optimizer_state(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.groups]:
+            raise ValueError("optimizer.load_state_dict: the parameter groups are of other sizes than this optimizer's")
+        for group, given in zip(self.groups, saved, strict=True):
+            group.update({k: v for k, v in given.items() if k != "params"})
+        order = [number for g in saved for number in g["params"]]
+        owners = [p for g in self.groups for p in g["params"]]
+        self.import_state({id(p): state_dict["state"][n] for n, p in zip(order, owners, strict=True) if n in state_dict["state"]})
+
+    def import_state(self, states: dict[int, dict[str, Any]]) -> None:
+        """Optimizer state of torch's form, by id of the parameter."""
+        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
+            if entry.group < 0:
+                continue
+            names = state_names(hyper_of(self.kind, self.groups[entry.group]))
+            state = states.get(id(p), {})
+            for array, name in enumerate(names):
+                value = state.get(name)
+                if value is not None:
+                    self.set_value(number, value, 1 + array)
+                elif self.engine.steps(number):
+                    self.set_value(number, torch.zeros(entry.shape), 1 + array)
+            step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
+            self.engine.set_steps(number, int(step))
+
+    # ---- hooking the model ----
+
+    def hook(self) -> None:
+        """Install everything that the class's head names."""
+        self._wrap_forward(self.model, self._model_forward)
+        for number, (_, block) in enumerate(self.blocks):
+            if block is not self.model:
+                self._wrap_forward(block, functools.partial(self.run_block, number))
+        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
+            if entry.group >= 0:
+                with DisableTorchFunction():
+                    self._handles.append(p.register_hook(self.before_gradient))
+                    self._handles.append(p.register_post_accumulate_grad_hook(functools.partial(self.after_gradient, number)))
+        index = {id(p): number for number, p in enumerate(self.params)}
+        for module in self.model.modules():
+            own = {leaf: index[id(p)] for leaf, p in module._parameters.items() if p is not None}
+            if own:
+                self._handles.append(module.register_state_dict_post_hook(functools.partial(self._fill_state_dict, own)))
+        self.model.__dict__["zero_grad"] = self._model_zero_grad
+        self._wrapped.append((self.model, "zero_grad"))
+
+    def _wrap_forward(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(forward, args, kwargs)
+
+        module.__dict__["forward"] = wrapped
+        self._wrapped.append((module, "forward"))
+
+    def _model_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.begin_forward(args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _model_zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module.zero_grad; gradients that left memory are dropped too."""
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        self.zero_grad()
+
+    def _fill_state_dict(self, own: dict[str, int], _module: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> None:
+        """Each entry becomes a full, separately owned tensor; tied parameters share one."""
+        copies = state_dict.__dict__.setdefault("_protrain_copies", {}) if hasattr(state_dict, "__dict__") else {}
+        for leaf, number in own.items():
+            if prefix + leaf in state_dict:
+                if number not in copies:
+                    copies[number] = self.value(number)
+                state_dict[prefix + leaf] = copies[number]
+
+    def close(self, restore: bool = True) -> None:
+        """Take everything back; with `restore` the parameters are ordinary tensors of their own again."""
+        if self.closed:
+            return
+        self.forget()
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._wrapped:
+            module.__dict__.pop(name, None)
+        self._handles.clear()
+        self._wrapped.clear()
+        if restore:
+            for chunk in list(self._bases):  # those that were bound
+                for number in self.layout.members[chunk]:
+                    value, p = self.value(number), self.params[number]
+                    with DisableTorchFunction():
+                        p.data = value
+                    release(p)
+        self._bases.clear()
+        self._address_chunk.clear()
+        self.closed = True
+        self.engine.close()
+        _core.trim(0)
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all tensors of a batch, in order."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def covers(known: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether a batch of these shapes needs no more than one of the known shapes."""
+    if len(known) != len(shapes):
+        return False
+    return all(len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True))
+
+
+__all__ = ["Session", "Settings", "linear_accesses", "uncounted"]

@@ -1,0 +1,76 @@
+"""Sizes in bytes: read from what users write, shown as people read them, found on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: object, name: str = "memory") -> int:
+    """Bytes of `value`: a positive integer, or words as "4GiB", "512 MiB", "1.5GB".
+
+    Raises:
+        TypeError: value is neither an int nor a str.
+        ValueError: it is not positive or not a size.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} is {value!r}; give bytes as an int, or words as '4GiB' or '512MiB'")
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if not match:
+            raise ValueError(f"{name} is {value!r}; give bytes as an int, or words as '4GiB' or '512MiB'")
+        value = int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    if value <= 0:
+        raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")
+    return value
+
+
+def format_bytes(value: float) -> str:
+    """Bytes as people read them, in binary units: 3221225472 is "3.00 GiB"."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(value) >= unit:
+            return f"{value / unit:.{2 if value < 100 * unit else 0}f} {name}"
+    return f"{int(value)} bytes"
+
+
+def _cgroup_free_bytes() -> int | None:
+    """What the memory control group of this process still allows; None where there is no limit."""
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as of_limit, open(usage) as of_usage:
+                words = of_limit.read().strip()
+                if words != "max" and int(words) < 1 << 60:
+                    return max(0, int(words) - int(of_usage.read()))
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had now: what the kernel calls available, or the control group's limit where that is less."""
+    available = 0
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * KIB
+    group = _cgroup_free_bytes()
+    return available if group is None else min(available, group)
+
+
+def default_memory_bytes() -> int:
+    """The budget where none is given: what is free less a reserve of an eighth, at least 256 MiB, for everything else."""
+    free = free_memory_bytes()
+    return max(free - max(free // 8, 256 * MIB), 64 * MIB)
+
+
+def default_disk_folder() -> str:
+    """`$PROTRAIN_DISK`, else the temporary directory. The store's file has no name there, so nothing else is needed."""
+    return os.environ.get("PROTRAIN_DISK") or os.environ.get("TMPDIR") or "/tmp"

@@ -1,0 +1,204 @@
+/* The engine against a model in plain memory: random chunks, homes, orders, gradients, accumulation, drops; equal to the bit. */
+/* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
+/* threads */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "check.h"
+#include "runtime/engine.h"
+
+enum { CHUNKS = 7, PER_CHUNK = 3, PARAMS = CHUNKS * PER_CHUNK, STATES = 2, SLOTS = 3 };
+
+typedef struct twin {
+  size_t count;
+  uint64_t steps;
+  float *values, *states[STATES], *grad, *sum;
+  bool has_sum;
+} twin;
+
+static uint64_t seed = 7;
+static size_t owners_out;
+static float random_float(void) { return (float)(check_random(&seed) % 20001) / 10000.0f - 1.0f; }
+
+static void release(void *owner) {
+  free(owner);
+  owners_out--;
+}
+
+typedef struct world {
+  ptn_engine *engine;
+  ptn_account *account;
+  ptn_engine_param params[PARAMS];
+  ptn_engine_chunk chunks[CHUNKS];
+  twin twins[PARAMS];
+  ptn_hyper hyper;
+} world;
+
+static void describe(world *w) {
+  for (uint32_t c = 0; c < CHUNKS; c++) {
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < PER_CHUNK; i++) {
+      uint32_t number = c * PER_CHUNK + i;
+      uint64_t count = 1 + check_random(&seed) % 9000;
+      w->params[number] = (ptn_engine_param){.chunk = c, .offset_bytes = offset, .count = count, .trained = c != 5};
+      offset = ptn_round_up(offset + count * sizeof(float), PTN_TENSOR_ALIGN_BYTES);
+      twin *t = &w->twins[number];
+      t->count = (size_t)count;
+      t->values = malloc(count * sizeof(float));
+      t->grad = malloc(count * sizeof(float));
+      t->sum = malloc(count * sizeof(float));
+      for (int s = 0; s < STATES; s++) t->states[s] = calloc(count, sizeof(float));
+      for (size_t k = 0; k < count; k++) t->values[k] = random_float();
+    }
+    w->chunks[c] = (ptn_engine_chunk){.param_bytes = ptn_round_up(offset, PTN_PAGE_BYTES), .trained = c != 5};
+  }
+}
+
+static void set_slots(world *w) {
+  int32_t slot_of[CHUNKS];
+  uint64_t bytes[SLOTS] = {0};
+  for (uint32_t c = 0; c < CHUNKS; c++) {
+    slot_of[c] = ptn_engine_in_memory(w->engine, c) ? -1 : (int32_t)(c % SLOTS);
+    if (slot_of[c] >= 0) bytes[slot_of[c]] = ptn_max_u64(bytes[slot_of[c]], w->chunks[c].param_bytes);
+  }
+  for (int i = 0; i < SLOTS; i++) bytes[i] = ptn_max_u64(bytes[i], PTN_PAGE_BYTES);
+  CHECK_OK(ptn_engine_set_slots(w->engine, slot_of, bytes, SLOTS));
+  CHECK_OK(ptn_engine_set_ring(w->engine, 2 * PTN_PAGE_BYTES, 3, true));
+  uint32_t order[2 * CHUNKS];
+  for (uint32_t c = 0; c < CHUNKS; c++) order[c] = order[2 * CHUNKS - 1 - c] = c;
+  CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));
+  ptn_engine_set_pending(w->engine, 40000);
+}
+
+/* What is in the chunk's memory must be the committed values. */
+static void look_at(world *w, uint32_t c) {
+  bool conflict;
+  CHECK_OK(ptn_engine_demand(w->engine, c, &conflict));
+  CHECK(!conflict);
+  ptn_engine_use(w->engine, c);
+  const char *memory = ptn_engine_region(w->engine, c)->memory;
+  for (uint32_t i = 0; i < PER_CHUNK; i++) {
+    const twin *t = &w->twins[c * PER_CHUNK + i];
+    CHECK(memcmp(memory + w->params[c * PER_CHUNK + i].offset_bytes, t->values, t->count * sizeof(float)) == 0);
+  }
+  ptn_engine_unuse(w->engine, c);
+}
+
+static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
+  twin *t = &w->twins[number];
+  for (size_t k = 0; k < t->count; k++) t->grad[k] = random_float();
+  if (t->has_sum)
+    for (size_t k = 0; k < t->count; k++) t->sum[k] += t->grad[k];
+  else
+    memcpy(t->sum, t->grad, t->count * sizeof(float));
+  t->has_sum = true;
+  if (ptn_engine_in_memory(w->engine, w->params[number].chunk)) return;
+  float *copy = malloc(t->count * sizeof(float));
+  memcpy(copy, t->grad, t->count * sizeof(float));
+  owners_out++;
+  CHECK_OK(ptn_engine_gradient(w->engine, number, copy, copy, use));
+}
+
+static void update_twins(world *w, float scale) {
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    twin *t = &w->twins[i];
+    if (!t->has_sum) continue;
+    ptn_update update;
+    CHECK_OK(ptn_update_prepare(&update, &w->hyper, ++t->steps, scale));
+    ptn_update_run(NULL, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
+    t->has_sum = false;
+  }
+}
+
+static void one_step(world *w, int passes, bool late, float scale, bool skip) {
+  for (int pass = 0; pass < passes; pass++) {
+    ptn_engine_seek(w->engine, 0);
+    for (uint32_t c = 0; c < CHUNKS; c++) look_at(w, c);
+    if (pass) CHECK_OK(ptn_engine_flush(w->engine));
+    if (pass + 1 == passes) CHECK_OK(ptn_engine_set_hyper(w->engine, 0, &w->hyper));
+    ptn_gradient_use use = pass + 1 == passes && !late ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL;
+    for (uint32_t c = CHUNKS; c-- > 0;) {
+      look_at(w, c);
+      for (uint32_t i = PER_CHUNK; i-- > 0;) {
+        uint32_t number = c * PER_CHUNK + i;
+        bool unused = check_random(&seed) % 8 == 0;
+        if (w->params[number].trained && !unused) give_gradient(w, number, use);
+      }
+    }
+  }
+  if (skip) {
+    ptn_engine_drop(w->engine);
+    for (uint32_t i = 0; i < PARAMS; i++) w->twins[i].has_sum = false;
+    return;
+  }
+  CHECK_OK(ptn_engine_flush(w->engine));
+  CHECK_OK(ptn_engine_update_spilled(w->engine, scale));
+  CHECK_OK(ptn_engine_wait(w->engine));
+  for (uint32_t i = 0; i < PARAMS; i++)
+    if (w->twins[i].has_sum && ptn_engine_in_memory(w->engine, w->params[i].chunk))
+      CHECK_OK(ptn_engine_update_in_memory(w->engine, i, w->twins[i].sum, scale));
+  ptn_engine_commit(w->engine);
+  update_twins(w, scale);
+}
+
+static void check_all(world *w) {
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    const twin *t = &w->twins[i];
+    float *copy = malloc(t->count * sizeof(float));
+    CHECK_OK(ptn_engine_transfer(w->engine, i, 0, copy, false));
+    CHECK(memcmp(copy, t->values, t->count * sizeof(float)) == 0);
+    for (uint32_t s = 0; w->params[i].trained && s < STATES; s++) {
+      CHECK_OK(ptn_engine_transfer(w->engine, i, 1 + s, copy, false));
+      CHECK(memcmp(copy, t->states[s], t->count * sizeof(float)) == 0);
+    }
+    CHECK(ptn_engine_steps(w->engine, i) == t->steps);
+    free(copy);
+  }
+}
+
+static void move_homes(world *w) {
+  ptn_engine_drop_slots(w->engine);
+  ptn_engine_drop_ring(w->engine);
+  for (uint32_t c = 0; c < CHUNKS; c++) {
+    if (check_random(&seed) % 3 == 0)
+      CHECK_OK(ptn_engine_to_memory(w->engine, c, check_random(&seed) % 2));
+    else
+      CHECK_OK(ptn_engine_to_disk(w->engine, c));
+  }
+  set_slots(w);
+}
+
+int main(void) {
+  world w = {.hyper = {.kind = PTN_ADAMW, .lr = 1e-2, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}};
+  describe(&w);
+  CHECK_OK(ptn_account_create(&w.account, 8 * PTN_MIB, NULL, NULL));
+  ptn_engine_config config = {.folder = ".", .account = w.account, .n_chunks = CHUNKS, .n_params = PARAMS, .n_groups = 1,
+                              .chunks = w.chunks, .params = w.params, .n_states = STATES, .release = release};
+  CHECK_OK(ptn_engine_create(&w.engine, &config));
+  for (uint32_t c = 0; c < CHUNKS; c++) CHECK_OK(ptn_engine_to_disk(w.engine, c));
+  set_slots(&w);
+  for (uint32_t i = 0; i < PARAMS; i++) CHECK_OK(ptn_engine_transfer(w.engine, i, 0, w.twins[i].values, true));
+  for (int round = 0; round < 40; round++) {
+    one_step(&w, 1 + (int)(check_random(&seed) % 3), check_random(&seed) % 3 == 0, 1.0f, check_random(&seed) % 5 == 0);
+    one_step(&w, 1 + (int)(check_random(&seed) % 2), true, 0.25f, false);
+    check_all(&w);
+    CHECK(owners_out == 0);
+    if (round % 4 == 3) move_homes(&w);
+  }
+  one_step(&w, 1, false, 1.0f, true);
+  ptn_engine_destroy(w.engine);
+  CHECK(owners_out == 0);
+  ptn_account_stats stats;
+  ptn_account_get_stats(w.account, &stats);
+  CHECK(stats.live_bytes == 0);
+  ptn_account_destroy(w.account);
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    free(w.twins[i].values);
+    free(w.twins[i].grad);
+    free(w.twins[i].sum);
+    for (int s = 0; s < STATES; s++) free(w.twins[i].states[s]);
+  }
+  puts("engine: 80 steps equal");
+  return 0;
+}

@@ -1,0 +1,326 @@
+/* The planner on random requests: never over budget, monotonic, deterministic, the smallest budget works and one byte less does
+ * not; and the peak it states against a second, plainer computation. */
+/* sources: csrc/plan/peak.c csrc/plan/rule.c csrc/plan/slots.c */
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/threads.h"
+#include "check.h"
+#include "plan/parts.h"
+
+#define MOST_CHUNKS 100
+#define MOST_BLOCKS 100
+#define MOST_PHASES (2 * MOST_BLOCKS + 3)
+#define MOST_ACCESSES 512
+
+typedef struct model {
+  ptn_plan_request request;
+  ptn_plan_chunk chunks[MOST_CHUNKS];
+  ptn_phase phases[MOST_PHASES];
+  uint32_t accesses[MOST_ACCESSES];
+} model;
+
+typedef struct answer {
+  ptn_plan plan;
+  int32_t slot_of_chunk[MOST_CHUNKS];
+  uint64_t slot_bytes[MOST_CHUNKS];
+  ptn_mode modes[MOST_BLOCKS];
+  ptn_status status;
+  uint32_t n_keep;
+} answer;
+
+static void ask(const model *of, uint64_t budget_bytes, answer *out) {
+  ptn_plan_request request = of->request;
+  request.budget_bytes = budget_bytes;
+  memset(out, 0, sizeof *out);
+  out->plan.slot_of_chunk = out->slot_of_chunk;
+  out->plan.slot_bytes = out->slot_bytes;
+  out->plan.modes = out->modes;
+  out->status = ptn_plan_make(&request, &out->plan);
+  for (uint32_t i = 0; out->status == PTN_OK && i < request.n_blocks; i++) out->n_keep += !ptn_mode_recomputes(out->modes[i]);
+}
+
+static uint64_t upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
+
+/* A model whose retained bytes and temporaries are drawn; both runs are played from them. */
+static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint32_t most_chunks, bool alike) {
+  memset(out, 0, sizeof *out);
+  ptn_plan_request *request = &out->request;
+  uint32_t n_blocks = (uint32_t)upto(random, most_blocks), n_phases = 0;
+  int64_t base = (int64_t)upto(random, 1 << 16), keep[MOST_BLOCKS], drop[MOST_BLOCKS], kept = base, dropped = base;
+  ptn_phase *phases = out->phases;
+  phases[n_phases++] = (ptn_phase){-1, false, 0, (uint64_t)base + 99, 0, (uint64_t)base + 99};
+  for (uint32_t i = 0; i < n_blocks; i++) {
+    drop[i] = alike && i > 0 ? drop[0] : (int64_t)upto(random, 1 << 16);
+    keep[i] = alike && i > 0 ? keep[0] : drop[i] + (int64_t)upto(random, 1 << 20);
+    uint64_t work = upto(random, 1 << 18);
+    phases[n_phases++] = (ptn_phase){(int32_t)i, false, (uint64_t)kept, (uint64_t)(kept + keep[i]) + work,
+                                     (uint64_t)dropped, (uint64_t)(dropped + keep[i]) + work};
+    kept += keep[i];
+    dropped += drop[i];
+  }
+  uint64_t head = upto(random, 1 << 21);
+  phases[n_phases++] = (ptn_phase){-1, false, (uint64_t)kept, (uint64_t)kept + head, (uint64_t)dropped, (uint64_t)dropped + head};
+  for (uint32_t i = n_blocks; i-- > 0;) {
+    uint64_t work = upto(random, 1 << 18);
+    phases[n_phases++] = (ptn_phase){(int32_t)i, true, (uint64_t)kept, (uint64_t)kept + work,
+                                     (uint64_t)dropped, (uint64_t)(dropped + keep[i] - drop[i]) + work};
+    kept -= keep[i];
+    dropped -= drop[i];
+  }
+  uint64_t tail = upto(random, 1 << 20);
+  phases[n_phases++] = (ptn_phase){-1, true, (uint64_t)kept, (uint64_t)kept + tail, (uint64_t)dropped, (uint64_t)dropped + tail};
+  request->n_chunks = (uint32_t)upto(random, most_chunks);
+  for (uint32_t i = 0; i < request->n_chunks; i++) {
+    uint64_t bytes = PTN_PAGE_BYTES * (1 + upto(random, upto(random, 5) == 0 ? 2000 : 100));
+    bool frozen = upto(random, 9) == 0;
+    out->chunks[i] = (ptn_plan_chunk){bytes, frozen ? 0 : bytes - upto(random, 4000), frozen ? 0 : 2 * bytes,
+                                      n_blocks + 1 + (uint32_t)upto(random, n_phases - n_blocks - 2)};
+    for (uint32_t j = 0; j < 2; j++) out->accesses[j ? 2 * request->n_chunks - 1 - i : i] = i;
+  }
+  request->n_accesses = 2 * request->n_chunks;
+  for (uint32_t i = 0; request->n_chunks > 0 && i < upto(random, 8); i++) {
+    out->accesses[request->n_accesses++] = (uint32_t)upto(random, request->n_chunks - 1);
+  }
+  request->fixed_bytes = upto(random, 1 << 16);
+  request->chunks = out->chunks;
+  request->n_blocks = n_blocks;
+  request->n_phases = n_phases;
+  request->phases = out->phases;
+  request->accesses = out->accesses;
+  request->n_together = (uint32_t)upto(random, 4);
+  request->n_arrays = 1 + (uint32_t)upto(random, 3);
+  request->n_persist = -1;
+  request->grads_outlive_backward = upto(random, 3) == 0;
+}
+
+/* The live bytes of a phase said plainly: its own run, and every other block that is between its forward and its backward. */
+static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) {
+  const ptn_phase *phases = of->phases, *phase = &phases[at];
+  uint32_t n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
+  bool any_keep = n_blocks == 0;
+  for (uint32_t i = 0; i < n_blocks; i++) any_keep |= !ptn_mode_recomputes(modes[i]);
+  bool recompute = phase->block < 0 ? !any_keep : ptn_mode_recomputes(modes[phase->block]);
+  int64_t now = (int64_t)(recompute ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+  for (uint32_t b = 0; b < n_blocks; b++) {
+    uint32_t forward = 1 + b, backward = n_phases - 2 - b;
+    if (forward >= at || backward <= at) continue;
+    int64_t kept = (int64_t)(phases[forward + 1].keep_entry_bytes - phases[forward].keep_entry_bytes);
+    int64_t dropped = (int64_t)(phases[forward + 1].checkpoint_entry_bytes - phases[forward].checkpoint_entry_bytes);
+    now += (ptn_mode_recomputes(modes[b]) ? dropped : kept) - (recompute ? dropped : kept);
+  }
+  return now;
+}
+
+static uint64_t plain_peak(const model *of, const answer *given) {
+  const ptn_plan_request *request = &of->request;
+  uint64_t highest = 0, always = request->fixed_bytes + given->plan.ring_bytes;
+  for (uint32_t i = 0; i < given->plan.n_buffer; i++) always += given->slot_bytes[i];
+  for (uint32_t at = 0; at < request->n_phases; at++) {
+    uint64_t now = (uint64_t)plain_phase(of, given->modes, at), pending = 0;
+    for (uint32_t c = 0; c < request->n_chunks; c++) {
+      const ptn_plan_chunk *chunk = &of->chunks[c];
+      bool complete = chunk->complete_phase <= at;
+      if (c < given->plan.n_persist) {
+        now += chunk->param_bytes + chunk->state_bytes;
+        if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
+      } else if (complete) {
+        pending = ptn_max_u64(pending, chunk->grad_bytes);
+      }
+    }
+    highest = ptn_max_u64(highest, now + pending);
+  }
+  return always + highest;
+}
+
+static void check_answer(const model *of, const answer *given, uint64_t budget_bytes) {
+  const ptn_plan *plan = &given->plan;
+  uint64_t slots = 0, disk = 0;
+  bool trained = false;
+  CHECK(plan->peak_bytes <= budget_bytes && plan->smallest_bytes <= budget_bytes);
+  CHECK(plan->peak_bytes == plain_peak(of, given));
+  CHECK(plan->n_persist <= of->request.n_chunks);
+  for (uint32_t i = 0; i < of->request.n_chunks; i++) {
+    CHECK((given->slot_of_chunk[i] == -1) == (i < plan->n_persist));
+    if (i < plan->n_persist) continue;
+    CHECK(slots == 0 || given->slot_of_chunk[i] < (int32_t)plan->n_buffer);
+    trained |= of->chunks[i].grad_bytes > 0;
+    disk += (of->chunks[i].param_bytes + of->chunks[i].state_bytes) * (of->chunks[i].grad_bytes > 0 ? 2 : 1);
+    if (of->request.grads_outlive_backward) disk += ptn_round_up(of->chunks[i].grad_bytes, PTN_PAGE_BYTES);
+  }
+  for (uint32_t i = 0; i < plan->n_buffer; i++) slots += given->slot_bytes[i];
+  CHECK(slots == plan->slot_bytes_total && disk == plan->disk_bytes);
+  CHECK(trained == (plan->ring_bytes > 0));
+  CHECK(plan->ring_bytes == plan->n_pieces * of->request.n_arrays * plan->piece_bytes);
+  if (trained) {
+    CHECK(plan->n_pieces >= 4 && plan->n_pieces <= 6);
+    CHECK(plan->piece_bytes >= 65536 && plan->piece_bytes <= 2 * PTN_MIB && (plan->piece_bytes & (plan->piece_bytes - 1)) == 0);
+  }
+}
+
+/* All budgets of a ladder from below the smallest to above what everything in memory needs. */
+static void check_ladder(const model *of, uint64_t *random) {
+  answer given, before = {.status = PTN_BUDGET}, again;
+  ask(of, 0, &given);
+  CHECK(given.status == PTN_BUDGET);
+  uint64_t smallest = ptn_last_error()->smallest_bytes;
+  CHECK(ptn_last_error()->needed_bytes == smallest && ptn_last_error()->budget_bytes == 0);
+  if (smallest > 0) {
+    ask(of, smallest - 1, &given);
+    CHECK(given.status == PTN_BUDGET);
+  }
+  for (uint64_t budget = smallest; budget < smallest + ((uint64_t)1 << 33);) {
+    ask(of, budget, &given);
+    CHECK(given.status == PTN_OK && given.plan.smallest_bytes == smallest);
+    check_answer(of, &given, budget);
+    ask(of, budget, &again);
+    CHECK(memcmp(&again.modes, &given.modes, sizeof given.modes) == 0 && again.plan.peak_bytes == given.plan.peak_bytes);
+    CHECK(memcmp(&again.slot_of_chunk, &given.slot_of_chunk, sizeof given.slot_of_chunk) == 0);
+    CHECK(given.n_keep >= before.n_keep);
+    if (before.status == PTN_OK && memcmp(before.modes, given.modes, sizeof given.modes) == 0) {
+      CHECK(given.plan.n_persist >= before.plan.n_persist);
+    }
+    before = given;
+    if (given.n_keep == of->request.n_blocks && given.plan.n_persist == of->request.n_chunks) break;
+    budget += 1 + upto(random, upto(random, 3) == 0 ? 1 << 22 : 1 << 18) + budget / 32;
+  }
+  CHECK(before.n_keep == of->request.n_blocks && before.plan.n_persist == of->request.n_chunks);
+  CHECK(before.plan.n_buffer == 0 && before.plan.ring_bytes == 0 && before.plan.disk_bytes == 0);
+}
+
+/* Where the choice is small: among all modes of the planner's patterns, none with more kept blocks fits. */
+static void check_given(const model *of, uint64_t *random) {
+  model fixed = *of;
+  ptn_mode modes[MOST_BLOCKS];
+  for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)upto(random, 3);
+  fixed.request.modes = upto(random, 1) ? modes : NULL;
+  fixed.request.n_persist = upto(random, 1) ? -1 : (int64_t)upto(random, of->request.n_chunks);
+  answer given;
+  ask(&fixed, 0, &given);
+  CHECK(given.status == PTN_BUDGET);
+  uint64_t needed = ptn_last_error()->needed_bytes;
+  CHECK(ptn_last_error()->smallest_bytes <= needed);
+  for (int i = 0; i < 3; i++) {
+    uint64_t budget = needed + (i == 0 ? 0 : upto(random, (uint64_t)1 << 28));
+    ask(&fixed, budget, &given);
+    CHECK(given.status == PTN_OK);
+    check_answer(&fixed, &given, budget);
+    if (fixed.request.modes) CHECK(memcmp(modes, given.modes, of->request.n_blocks * sizeof *modes) == 0);
+    if (fixed.request.n_persist >= 0) CHECK(given.plan.n_persist == fixed.request.n_persist);
+  }
+  if (needed > 0) {
+    ask(&fixed, needed - 1, &given);
+    CHECK(given.status == PTN_BUDGET);
+  }
+}
+
+/* With n blocks that are alike there are 2^n mode vectors: none that keeps as many blocks as the plan has a lower peak, and none
+ * that keeps more fits what the plan had to spend. */
+static void check_brute_force(const model *of) {
+  uint32_t n_blocks = of->request.n_blocks;
+  answer lowest;
+  ask(of, 0, &lowest);
+  uint64_t smallest = ptn_last_error()->smallest_bytes;
+  uint32_t consumers[MOST_PHASES];
+  int64_t phase_bytes[MOST_PHASES], scratch[2 * MOST_PHASES];
+  ptn_peak_match(&of->request, consumers);
+  for (uint64_t budget = smallest; budget < smallest + (uint64_t)12 * PTN_MIB; budget += PTN_MIB / 2 + 12345) {
+    answer given;
+    ask(of, budget, &given);
+    CHECK(given.status == PTN_OK);
+    uint64_t ours = UINT64_MAX;
+    for (uint32_t bits = 0; bits < (uint32_t)1 << n_blocks; bits++) {
+      ptn_mode modes[MOST_BLOCKS];
+      uint32_t n_keep = 0;
+      bool same = true;
+      for (uint32_t i = 0; i < n_blocks; i++) {
+        modes[i] = bits >> i & 1 ? PTN_KEEP : PTN_CHECKPOINT;
+        n_keep += bits >> i & 1;
+        same &= modes[i] == given.modes[i];
+      }
+      ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
+      for (uint32_t at = 0; at < of->request.n_phases; at++) CHECK(phase_bytes[at] == plain_phase(of, modes, at));
+      uint64_t peak = ptn_peak_without_slots(&of->request, phase_bytes, 0, scratch);
+      if (n_keep == given.n_keep) ours = ptn_min_u64(ours, peak);
+      if (same) lowest.plan.peak_bytes = peak;
+    }
+    CHECK(lowest.plan.peak_bytes == ours);
+  }
+}
+
+/* With one mode for all the composition is the run itself. */
+static void check_uniform(const model *of) {
+  uint32_t consumers[MOST_PHASES];
+  int64_t phase_bytes[MOST_PHASES];
+  ptn_mode modes[MOST_BLOCKS];
+  ptn_peak_match(&of->request, consumers);
+  for (int mode = PTN_KEEP; mode <= PTN_CHECKPOINT_SWAP; mode++) {
+    for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
+    ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
+    bool recompute = ptn_mode_recomputes((ptn_mode)mode) && of->request.n_blocks > 0;
+    for (uint32_t i = 0; i < of->request.n_phases; i++) {
+      CHECK(phase_bytes[i] == (int64_t)(recompute ? of->phases[i].checkpoint_peak_bytes : of->phases[i].keep_peak_bytes));
+    }
+  }
+}
+
+static void check_refusals(uint64_t *random) {
+  model of;
+  answer given;
+  do draw_model(&of, random, 4, 4, false);
+  while (of.request.n_blocks == 0 || of.request.n_chunks == 0);
+  ptn_mode modes[MOST_BLOCKS] = {(ptn_mode)7};
+  model bad = of;
+  bad.request.modes = modes;
+  ask(&bad, UINT64_MAX, &given);
+  CHECK(given.status == PTN_PLAN);
+  bad = of;
+  bad.request.n_persist = bad.request.n_chunks + 1;
+  ask(&bad, UINT64_MAX, &given);
+  CHECK(given.status == PTN_PLAN);
+  bad = of;
+  bad.request.n_arrays = 0;
+  ask(&bad, UINT64_MAX, &given);
+  CHECK(given.status == PTN_INVALID);
+  bad = of;
+  bad.accesses[0] = bad.request.n_chunks;
+  bad.request.accesses = bad.accesses;
+  ask(&bad, UINT64_MAX, &given);
+  CHECK(given.status == PTN_INVALID);
+  ask(&of, UINT64_MAX, &given);
+  CHECK(given.status == PTN_OK && given.plan.n_persist == of.request.n_chunks);
+  of.request.n_phases = 0; /* states alone */
+  uint64_t states = of.request.fixed_bytes;
+  for (uint32_t i = 0; i < of.request.n_chunks; i++) {
+    of.chunks[i].complete_phase = 0;
+    states += of.chunks[i].param_bytes + of.chunks[i].grad_bytes + of.chunks[i].state_bytes;
+  }
+  ask(&of, UINT64_MAX, &given);
+  CHECK(given.status == PTN_OK && given.plan.peak_bytes == states);
+}
+
+int main(void) {
+  uint64_t random = 3;
+  static model of;
+  for (int round = 0; round < 400; round++) {
+    draw_model(&of, &random, round % 4 == 0 ? 30 : 6, round % 4 == 1 ? 30 : 8, round % 2 == 0);
+    check_ladder(&of, &random);
+    check_given(&of, &random);
+    check_uniform(&of);
+  }
+  for (int round = 0; round < 60; round++) {
+    draw_model(&of, &random, 6, 5, true);
+    for (uint32_t i = 0; i < of.request.n_phases; i++) { /* alike in their temporaries as well */
+      ptn_phase *phase = &of.phases[i];
+      if (phase->block >= 0 && phase->backward) {
+        int64_t kept = (int64_t)(of.phases[2].keep_entry_bytes - of.phases[1].keep_entry_bytes);
+        phase->keep_peak_bytes = phase->keep_entry_bytes + 5000;
+        phase->checkpoint_peak_bytes = phase->checkpoint_entry_bytes + (uint64_t)kept + 5000;
+      }
+    }
+    for (uint32_t i = 0; i < of.request.n_chunks; i++) of.chunks[i].complete_phase = of.request.n_phases - 1;
+    check_brute_force(&of);
+  }
+  check_refusals(&random);
+  return 0;
+}

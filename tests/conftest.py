@@ -1,0 +1,126 @@
+"""What every test shares: no network, a folder on a real disk, small causal LMs, the same torch threads before each test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+# Before transformers is imported by anybody, and for the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_MEMORY = {"tmpfs", "ramfs"}
+
+LanguageModel = Callable[..., Any]
+TokenBatches = Callable[..., list["torch.Tensor"]]
+
+
+def filesystem(folder: Path) -> str:
+    """The type of the file system that folder lies on, as the kernel names it ("ext4", "overlay", "tmpfs")."""
+    folder, best, kind = folder.resolve(), -1, "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, name, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if folder.is_relative_to(point) and len(point) >= best:  # of two mounts at one point the later one is seen
+            best, kind = len(point), name
+    return kind
+
+
+@pytest.fixture(scope="session")
+def disk() -> Iterator[Path]:
+    """A fresh folder on a file system that is not in memory; gone after the session."""
+    candidates = [os.environ.get("PROTRAIN_DISK"), tempfile.gettempdir(), "/var/tmp", str(ROOT / "build")]
+    folders = [Path(name) for name in candidates if name]
+    (ROOT / "build").mkdir(exist_ok=True)
+    real = [
+        folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK) and filesystem(folder) not in IN_MEMORY
+    ]
+    if not real:
+        pytest.exit(f"no folder on a disk among {', '.join(map(str, folders))}: set PROTRAIN_DISK to one", returncode=1)
+    folder = Path(tempfile.mkdtemp(prefix="protrain-tests-", dir=real[0]))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def fresh_disk(disk: Path) -> Iterator[Path]:
+    """A folder of this test alone below `disk`."""
+    folder = Path(tempfile.mkdtemp(dir=disk))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """A test that changes the number of torch's threads changes it for itself only: sums depend on how they are split."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    torch = sys.modules.get("torch")
+    if torch and before is not None and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+# The names under which model families keep one size: what a config does not know is left alone.
+SIZES: dict[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "word_embed_proj_dim"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head", "num_key_value_heads"),
+    "inner": ("intermediate_size", "ffn_dim"),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "vocabulary": ("vocab_size",),
+}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout", "activation_dropout")
+
+
+@pytest.fixture(scope="session")
+def causal_lm() -> LanguageModel:
+    """Makes a small transformers causal LM in training mode, its random weights those of a seed.
+
+    `causal_lm("gpt2", seed=0, hidden=64, layers=4, heads=4, positions=1024, vocabulary=256, **config_fields)`; the family is
+    any that transformers has a causal LM for (gpt2, llama, opt, mistral, gpt_neox, qwen2). No dropout, no key-value cache.
+    """
+    import torch
+    import transformers
+
+    def make(family: str, seed: int = 0, **given: Any) -> Any:
+        sizes = {"hidden": 64, "layers": 4, "heads": 4, "positions": 1024, "vocabulary": 256}
+        sizes.update({name: given.pop(name) for name in list(given) if name in SIZES})
+        sizes.setdefault("inner", 4 * sizes["hidden"])
+        config = transformers.AutoConfig.for_model(family)
+        fields = {field: sizes[name] for name, aliases in SIZES.items() for field in aliases}
+        fields |= dict.fromkeys(DROPOUTS, 0.0)
+        fields |= {"head_dim": sizes["hidden"] // sizes["heads"], "layer_types": ["full_attention"] * sizes["layers"]}
+        fields |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "use_cache": False}
+        for field, value in {**fields, **given}.items():
+            if hasattr(config, field) or field in given:
+                setattr(config, field, value)
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def token_batches() -> TokenBatches:
+    """Makes int64 [batch, length] of random tokens: `token_batches(count, batch=2, length=64, vocabulary=256, seed=1)`."""
+    import torch
+
+    def make(count: int, batch: int = 2, length: int = 64, vocabulary: int = 256, seed: int = 1) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(vocabulary, (batch, length), generator=generator) for _ in range(count)]
+
+    return make

@@ -1,0 +1,160 @@
+"""The C core: each program of tests/c under the sanitizers, and every C file under the strictest warnings.
+
+A program names the files it needs beside csrc/base in a line `/* sources: csrc/disk/*.c csrc/plan/rule.c */`, and says with a
+line `/* threads */` that it should also run under ThreadSanitizer. Objects are kept in build/ctests under a key of everything
+that went into them, so that a second run compiles what has changed; every program runs every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "build" / "ctests"
+KEPT_SECONDS = 7 * 24 * 3600
+RUN_SECONDS = 120  # a program that takes this long hangs
+COMPILER = shlex.split(os.environ.get("CC", "gcc"))
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+SANITIZERS = {
+    "address": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+}
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+PROGRAMS = sorted((ROOT / "tests" / "c").glob("test_*.c"))
+TOOLS = sorted(set((ROOT / "tests" / "c").glob("*.c")) - set(PROGRAMS))
+C_FILES = sorted((ROOT / "csrc").rglob("*.c"))
+
+
+def threaded(program: Path) -> bool:
+    """Whether the program asks for ThreadSanitizer."""
+    return re.search(r"^/\* threads \*/$", program.read_text(), re.MULTILINE) is not None
+
+
+def linked(program: Path) -> list[Path]:
+    """The program and the csrc files it is linked with."""
+    found = re.search(r"^/\* sources: (.*?) ?\*/$", program.read_text(), re.MULTILINE | re.DOTALL)
+    patterns = ["csrc/base/*.c", *(found.group(1).replace("\n", " ").split() if found else [])]
+    files: list[Path] = []
+    for pattern in (word for word in patterns if word != "*"):  # a comment that goes on in the next line may start it with *
+        matches = sorted(ROOT.glob(pattern))
+        assert matches, f"{program.name} names {pattern} in its sources line, and there is no such file"
+        files += [path for path in matches if path not in files]
+    return [program, *files]
+
+
+@functools.cache
+def headers_key() -> bytes:
+    """A key of the compiler and of every header: one that changes makes everything anew, which takes seconds."""
+    key = hashlib.sha256(subprocess.run([*COMPILER, "--version"], capture_output=True, check=True).stdout)
+    for header in sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests" / "c").glob("*.h")]):
+        key.update(header.relative_to(ROOT).as_posix().encode() + b"\0" + header.read_bytes())
+    return key.digest()
+
+
+def compiled(source: Path, flags: list[str]) -> Path:
+    """The object file of source, made if it is not there; the compiler's words are the failure."""
+    key = hashlib.sha256(headers_key() + shlex.join(flags).encode() + b"\0" + source.read_bytes()).hexdigest()[:16]
+    out = KEPT / f"{source.stem}-{key}.o"
+    if out.is_file():
+        out.touch()
+        return out
+    run_compiler([*flags, "-c", str(source.relative_to(ROOT))], out)
+    return out
+
+
+def run_compiler(arguments: list[str], out: Path) -> None:
+    """Make out in one go, so that two runs at a time do not meet."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    fresh = out.with_name(f"{out.name}.{os.getpid()}.{time.monotonic_ns()}")
+    result = subprocess.run([*COMPILER, *arguments, "-o", str(fresh)], capture_output=True, text=True, cwd=ROOT, check=False)
+    if result.returncode != 0:
+        pytest.fail(result.stderr, pytrace=False)
+    fresh.replace(out)
+
+
+def built(program: Path, sanitizer: str) -> Path:
+    """The executable of a test program under a sanitizer."""
+    flags = [*STRICT, *SANITIZERS[sanitizer], "-Icsrc", "-Itests/c"]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(lambda source: compiled(source, flags), linked(program)))
+    out = KEPT / f"{program.stem}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}-{sanitizer}"
+    if not out.is_file():
+        run_compiler([*SANITIZERS[sanitizer], "-pthread", *map(str, objects), "-lm", "-ldl"], out)
+    out.touch()
+    return out
+
+
+@functools.cache
+def fixed_addresses() -> tuple[str, ...]:
+    """The words that run a program without random addresses, which ThreadSanitizer cannot bear where they are very random."""
+    if shutil.which("setarch") is None:
+        return ()
+    allowed = subprocess.run(["setarch", "-R", "true"], capture_output=True, check=False).returncode == 0
+    return ("setarch", "-R") if allowed else ()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pruned() -> None:
+    """Forget what has not been used for a week."""
+    for path in KEPT.glob("*"):
+        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+CASES = [(program, "address") for program in PROGRAMS] + [(program, "thread") for program in PROGRAMS if threaded(program)]
+
+
+@pytest.mark.parametrize(("program", "sanitizer"), CASES, ids=[f"{program.stem[5:]}-{kind}" for program, kind in CASES])
+def test_program(program: Path, sanitizer: str, fresh_disk: Path) -> None:
+    """It runs to its end and returns 0, in an empty folder on a disk."""
+    command = [*(fixed_addresses() if sanitizer == "thread" else ()), str(built(program, sanitizer))]
+    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(fresh_disk), "PROTRAIN_DISK": str(fresh_disk)}
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd=fresh_disk,
+            env=environment,
+            timeout=RUN_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")[-2000:]
+        pytest.fail(f"{program.name} did not end in {RUN_SECONDS} s\n{said}", pytrace=False)
+    if result.returncode != 0:
+        pytest.fail(
+            f"{program.name} ended with {result.returncode}\n{result.stdout[-1000:]}{result.stderr[-6000:]}", pytrace=False
+        )
+    left = [path.name for path in fresh_disk.iterdir()]
+    assert not left, f"{program.name} left files behind"
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=[tool.stem for tool in TOOLS])
+def test_tool_builds(tool: Path) -> None:
+    """A program that measures rather than checks still builds."""
+    built(tool, "address")
+
+
+@pytest.mark.parametrize("source", C_FILES, ids=[path.relative_to(ROOT / "csrc").as_posix() for path in C_FILES])
+def test_no_warnings(source: Path) -> None:
+    """It compiles as the release build does, every warning an error."""
+    python = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_paths()["include"]]
+    compiled(source, [*STRICT, "-O2", "-fPIC", "-Icsrc", *python, '-DPTN_TORCH_VERSION="0"'])

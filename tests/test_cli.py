@@ -1,0 +1,357 @@
+"""The command line: exit codes, one-line errors, models without memory, exports that plain transformers reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from protrain.cli import export, machine, model, words
+from protrain.cli.bench_worker import materialize
+
+MIB = 1 << 20
+
+
+def small(kind: str = "gpt2") -> Any:
+    """The config of a model of a few hundred thousand parameters."""
+    common = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "gpt2":
+        return transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=128, **common)
+    return transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, max_position_embeddings=128, **common
+    )
+
+
+def real(config: Any, seed: int = 0) -> Any:
+    built = model.build(copy.deepcopy(config))
+    materialize(built, model.Initializer(built, seed))
+    return built
+
+
+def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "protrain", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model's config and a text."""
+    folder = tmp_path_factory.mktemp("work")
+    small().save_pretrained(folder / "tiny")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text() * 4)
+    (folder / "file").write_text("no folder")
+    (folder / "full").mkdir()
+    (folder / "full" / "notes.txt").write_text("mine")
+    return folder
+
+
+SMALL = ("train", "--model", "tiny", "--data", "text.txt", "--seq", 32, "--batch", 2, "--steps", 3)
+
+
+# ---- words ----
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("4GiB", 4 << 30), ("512 mib", 512 * MIB), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("7B", 7)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert words.Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "0", "0.2", "1 parsec", "nan", "1e9", "GiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        words.Size().convert(text, None, None)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1023, 1024, 999 * MIB, 40 * MIB, 3 << 40])
+def test_a_size_that_is_shown_reads_back_nearly(size: int) -> None:
+    number, unit = words.size_text(size).replace(",", "").split()
+    scale = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}[unit]
+    assert float(number) * scale == pytest.approx(size, rel=0.01)
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-small"])
+def test_shipped_models_are_built_without_memory(name: str) -> None:
+    config, folder = model.read_config(name)
+    assert folder is None
+    built = model.build(config)
+    assert all(parameter.device.type == "meta" for parameter in built.parameters())
+    assert all(buffer.device.type == "cpu" for buffer in built.buffers())
+    millions = {"gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558, "llama-small": 125}[name]
+    assert round(sum(parameter.numel() for parameter in built.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_weights_are_distributed_as_transformers_makes_them(kind: str) -> None:
+    ours = dict(real(small(kind)).named_parameters())
+    theirs = dict(transformers.AutoModelForCausalLM.from_config(small(kind)).named_parameters())
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].mean().item() == pytest.approx(tensor.mean().item(), abs=0.003), name
+        assert ours[name].std().item() == pytest.approx(tensor.std().item(), rel=0.1, abs=1e-9), name
+
+
+def test_the_projections_of_gpt2_are_scaled_by_depth() -> None:
+    block = real(small()).transformer.h[0]
+    assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.1)
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_buffers_are_those_of_transformers() -> None:
+    ours, theirs = model.build(small("llama")), transformers.AutoModelForCausalLM.from_config(small("llama"))
+    found = dict(ours.named_buffers())
+    assert found
+    assert all(torch.equal(found[name], buffer) for name, buffer in theirs.named_buffers())
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    one, same, other = real(small(), 1), None, real(small(), 2)
+    torch.rand(100)
+    before = torch.get_rng_state()
+    same = real(small(), 1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.transformer.wte.weight, other.transformer.wte.weight)
+    assert one.lm_head.weight is one.transformer.wte.weight
+
+
+def test_a_module_leaves_the_others_as_they_are() -> None:
+    built = real(small())
+    before = {name: tensor.clone() for name, tensor in built.named_parameters()}
+    model.Initializer(built, 9)(built.transformer.h[1].attn.c_proj)
+    changed = [name for name, tensor in built.named_parameters() if not torch.equal(tensor, before[name])]
+    assert changed == ["transformer.h.1.attn.c_proj.weight"]  # its bias is zero as before
+    assert not any(hasattr(tensor, "_is_hf_initialized") for tensor in built.parameters())
+
+
+def test_a_parameter_that_nobody_initialises_is_refused() -> None:
+    built = real(small())
+    built.transformer.h[0].extra = torch.nn.Module()
+    built.transformer.h[0].extra.scale = torch.nn.Parameter(torch.empty(3))
+    with pytest.raises(words.CommandError, match="'scale' of Module"):
+        model.Initializer(built, 0)(built.transformer.h[0].extra)
+
+
+def test_weights_in_another_format_are_refused_by_name(tmp_path: Path) -> None:
+    assert not model.has_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(words.CommandError, match=r"pytorch_model\.bin"):
+        model.has_weights(tmp_path)
+
+
+# ---- the folder that is saved ----
+
+
+def tensors(built: Any) -> list[tuple[str, torch.Tensor]]:
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in built.state_dict(keep_vars=True).items():
+        seen.setdefault(id(tensor), (name, tensor.detach()))
+    return list(seen.values())
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 100_000, 1])
+def test_shards_hold_the_weights(tmp_path: Path, shard_bytes: int) -> None:
+    built = real(small())
+    small().save_pretrained(tmp_path)
+    written = export.write_weights(tmp_path, export.entries(built), tensors(built), shard_bytes)
+    assert written == sum(4 * tensor.numel() for tensor in built.parameters())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == {10**9: 1, 1: len(tensors(built))}.get(shard_bytes, len(files))
+    read = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors(built))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), built.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", ["missing", "more", "order", "shape", "type"])
+def test_a_tensor_that_is_not_the_one_expected_is_refused(tmp_path: Path, change: str) -> None:
+    built = real(small())
+    found = tensors(built)
+    name, tensor = found[0]
+    found = {
+        "missing": found[:-1],
+        "more": [*found, ("extra", tensor)],
+        "order": [*found[1:], found[0]],
+        "shape": [(name, tensor[:-1]), *found[1:]],
+        "type": [(name, tensor.to(torch.bfloat16)), *found[1:]],
+    }[change]
+    with pytest.raises(words.CommandError, match="nothing was saved"):
+        export.write_weights(tmp_path, export.entries(built), found)
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b"
+    with pytest.raises(KeyboardInterrupt), export.replaced(str(target)) as fresh:
+        (fresh / "half").write_text("x")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    for content in ("old", "new"):
+        with export.replaced(str(target)) as fresh:
+            (fresh / "config.json").write_text(content)
+        assert [path.name for path in target.parent.iterdir()] == ["b"]
+        assert (target / "config.json").read_text() == content
+    with pytest.raises(ValueError, match="late"), export.replaced(str(target)):
+        raise ValueError("late")
+    assert (target / "config.json").read_text() == "new"
+    assert [path.name for path in target.parent.iterdir()] == ["b"]
+
+
+# ---- the machine ----
+
+
+def test_the_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    if machine.file_system(str(tmp_path))[0] == "tmpfs":
+        pytest.skip("the temporary folder is a tmpfs, which takes no direct I/O")
+    speed = machine.disk_speed(str(tmp_path))
+    assert 0 < speed.read_bytes <= speed.written_bytes <= machine.FILE_BYTES
+    assert speed.read_bytes_per_second > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_what_the_kernel_says() -> None:
+    total, available = machine.memory()
+    assert 0 < available <= total
+    assert total == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.1)
+
+
+# ---- the program ----
+
+
+def test_no_command_is_usage_and_2(work: Path) -> None:
+    result = run(work)
+    assert result.returncode == 2
+    assert "Usage: protrain" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--memory", "abc"], ["--memory", "abc"]),
+        (["--steps", "0"], ["--steps", "0"]),
+        (["--memroy", "1GiB"], ["--memroy"]),
+        (["--lr", "nan"], ["--lr", "nan"]),
+        (["--precision", "fp8"], ["--precision", "fp8"]),
+    ],
+)
+def test_wrong_words_are_2_with_the_usage(work: Path, arguments: list[str], named: list[str]) -> None:
+    result = run(work, *SMALL, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("Usage:")
+    assert all(word in result.stderr.splitlines()[-1] for word in named)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "gpt17"], "gpt17"),
+        (["--model", "./nowhere"], "nowhere"),
+        (["--model", "full"], "config.json"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--seq", "129"], "129"),
+        (["--out", "file/out"], "file"),
+        (["--out", "full"], "full"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--disk", "file"], "file"),
+    ],
+)
+def test_an_error_is_1_with_one_line(work: Path, arguments: list[str], named: str) -> None:
+    result = run(work, *SMALL, *arguments)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+    assert named in result.stderr
+    assert (work / "full" / "notes.txt").read_text() == "mine"
+
+
+def test_an_impossible_budget_is_one_line_that_names_memory(work: Path) -> None:
+    result = run(work, *SMALL, "--memory", "64KiB", "--json")
+    assert (result.returncode, len(result.stderr.splitlines()), result.stdout) == (1, 1, ""), result.stderr
+    assert "memory" in result.stderr
+
+
+def test_training_saves_a_model_that_transformers_reads(work: Path) -> None:
+    result = run(work, *SMALL, "--out", "out", "--disk", "disk", "--memory", "64MiB", "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["step"] for line in lines[:-1]] == [1, 2, 3]
+    assert {"loss", "seconds", "tokens_per_second", "memory_bytes"} <= set(lines[0])
+    assert {"plan", "steps", "peak_memory_bytes", "disk_read_bytes"} <= set(lines[-1])
+    assert lines[-1]["peak_memory_bytes"] <= 64 * MIB
+    assert not (work / "disk").exists()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(work / "out")
+    text = (work / "text.txt").read_text()[:400]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    trained = transformers.AutoModelForCausalLM.from_pretrained(work / "out")
+    start = real(small(), 0)
+    assert not torch.equal(trained.transformer.h[0].mlp.c_fc.weight, start.transformer.h[0].mlp.c_fc.weight)
+    further = run(work, *SMALL, "--model", "out", "--memory", "64MiB", "--json")
+    assert further.returncode == 0, further.stderr
+    assert json.loads(further.stdout.splitlines()[0])["loss"] < lines[0]["loss"]
+
+
+def test_another_budget_gives_the_same_losses(work: Path) -> None:
+    found = []
+    for memory in ("5MiB", "1GiB"):
+        result = run(work, *SMALL, "--memory", memory, "--json")
+        assert result.returncode == 0, result.stderr
+        found.append([json.loads(line)["loss"] for line in result.stdout.splitlines()[:-1]])
+    assert found[0] == found[1]
+
+
+def test_plan_shows_its_fields(work: Path) -> None:
+    result = run(work, "plan", *SMALL[1:], "--memory", "64MiB", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert len(plan["block_modes"]) == 4
+    assert 0 < plan["peak_bytes"] <= 64 * MIB
+
+
+def test_interrupted_training_is_130_and_leaves_nothing(work: Path) -> None:
+    before = sorted(path.name for path in work.iterdir())
+    command = [
+        sys.executable,
+        "-m",
+        "protrain",
+        *map(str, SMALL),
+        "--steps",
+        "1000000",
+        "--memory",
+        "64MiB",
+        "--disk",
+        "d",
+        "--out",
+        "o",
+    ]
+    process = subprocess.Popen(
+        command, cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith("step 2/"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "")
+    assert sorted(path.name for path in work.iterdir()) == before

@@ -1,0 +1,154 @@
+"""Text to tokens to batches: exact round trips, the same result every time, clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protrain import data
+
+TEXT = "def f(x):\n    return x  +  1\r\n\n# naïve 日本語 \t tab, don't\n" * 50
+
+
+def config(vocab_size: int = 300, bos: Any = 0, eos: Any = 0) -> Any:
+    return SimpleNamespace(vocab_size=vocab_size, bos_token_id=bos, eos_token_id=eos)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("size", "bos", "eos"), [(300, 0, 0), (300, 299, 299), (300, 1, 2), (300, None, [7]), (256, 0, 0), (300, 900, 900)]
+)
+def test_the_text_comes_back_exactly(file: Path, size: int, bos: Any, eos: Any) -> None:
+    wanted = config(size, bos, eos)
+    tokenizer = data.train_tokenizer([file], wanted)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    assert max(ids) < size
+    unseen = "\x00 Ω <b>   \u2028\n"
+    assert tokenizer.decode(tokenizer(unseen)["input_ids"]) == unseen
+
+
+def test_special_tokens_take_the_ids_of_the_config(file: Path) -> None:
+    tokenizer = data.train_tokenizer([file], config(300, 299, 7))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (299, 7)
+    assert data.train_tokenizer([file], config(256, 0, 0)).eos_token_id is None  # all 256 are taken by bytes
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(file: Path) -> None:
+    with pytest.raises(data.DataError, match="at least 256"):
+        data.train_tokenizer([file], config(255))
+
+
+def test_training_a_tokenizer_twice_gives_the_same(file: Path) -> None:
+    first, second = (data.train_tokenizer([file], config()).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+
+
+def test_pieces_join_to_the_file_and_end_at_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PIECE_BYTES", 64)
+    path = tmp_path / "long.txt"
+    text = TEXT + "é" * 1000 + "\nend"
+    path.write_bytes(text.encode())
+    found = list(data.pieces(path))
+    assert "".join(found) == text
+    assert len(found) > 20
+    assert all(piece.endswith("\n") for piece in found[:10])
+
+
+def test_each_file_ends_with_the_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PIECE_BYTES", 64)
+    monkeypatch.setattr(data, "GROUP_PIECES", 3)
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path in files:
+        path.write_bytes(TEXT.encode())
+    tokenizer = data.train_tokenizer(files, config())
+    tokens = data.encode(tokenizer, files, 300)
+    assert tokens.dtype == np.uint16
+    assert list(np.flatnonzero(tokens == 0)) == [len(tokens) // 2 - 1, len(tokens) - 1]
+    assert tokenizer.decode(tokens[: len(tokens) // 2 - 1].tolist()) == TEXT
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(file: Path) -> None:
+    tokenizer = data.train_tokenizer([file], config(400))
+    with pytest.raises(data.DataError, match="vocabulary ends at 259"):
+        data.encode(tokenizer, [file], 260)
+
+
+def test_batches_depend_on_seed_and_number_alone() -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    one = data.batch(tokens, 16, 4, seed=1, number=5)
+    assert one.shape == (4, 16)
+    assert one.dtype == np.int64
+    assert np.array_equal(one, data.batch(tokens, 16, 4, seed=1, number=5))
+    assert not np.array_equal(one, data.batch(tokens, 16, 4, seed=1, number=6))
+    assert not np.array_equal(one, data.batch(tokens, 16, 4, seed=2, number=5))
+    assert (np.diff(one) == 1).all()
+    assert data.batch(tokens[:16], 16, 2, seed=0, number=0).tolist() == [list(range(16))] * 2  # the only window there is
+
+
+def test_too_few_tokens_are_refused() -> None:
+    data.check_length(np.zeros(8, np.uint16), 8)
+    with pytest.raises(data.DataError, match="7 tokens.*needs 8"):
+        data.check_length(np.zeros(7, np.uint16), 8)
+
+
+def test_files_of_a_folder_are_sorted_text_without_the_hidden(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {
+        "b.txt": b"b",
+        "sub/a.txt": b"a",
+        ".git/x": b"x",
+        "image": b"\0\1",
+        "latin": b"\xe9",
+        "empty": b"",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    assert [str(path.relative_to(tmp_path)) for path in data.text_files([str(tmp_path)])] == ["b.txt", "sub/a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("no.txt", None, "no file"), ("empty.txt", b"", "empty"), ("bin", b"a\0b", "not UTF-8"), ("latin", b"\xe9a", "not UTF-8")],
+)
+def test_a_named_file_that_is_no_text_is_refused_by_name(
+    tmp_path: Path, file: Path, name: str, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(data.DataError, match=words) as caught:
+        data.text_files([str(file), str(path)])
+    assert str(path) in str(caught.value)
+
+
+def test_bad_utf8_far_into_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "late.txt"
+    path.write_bytes(b"good\n" * 20000 + b"\xff\xfe")
+    with pytest.raises(data.DataError, match=r"late\.txt"):
+        list(data.pieces(path))
+
+
+def test_without_paths_the_standard_library_is_read() -> None:
+    files = data.text_files([])
+    assert any(path.name == "json" or path.parent.name == "json" for path in files)
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+
+
+def test_the_tokenizer_sample_is_spread_over_the_files(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.txt" for number in range(100)]
+    for number, path in enumerate(files):
+        path.write_text(f"{number:04d}\n" * 200)
+    taken = list(data._sample(files, 10_000))
+    assert 8_000 <= sum(len(piece) for piece in taken) <= 12_000
+    assert max(int(piece[:4]) for piece in taken) > 80
