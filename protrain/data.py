@@ -102,7 +102,8 @@ def _is_text(file: Path) -> bool:
     try:
         with open(file, "rb") as stream:
             begin = stream.read(1 << 16)
-        codecs.getincrementaldecoder("utf-8")().decode(begin)
+            whole = not stream.read(1)  # else the last character may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(begin, final=whole)
     except (OSError, UnicodeDecodeError):
         return False
     return bool(begin) and b"\0" not in begin

@@ -207,7 +207,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
     def note(tensor: Any, fixed: bool) -> None:
         if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
             return
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) or type(tensor).__module__.startswith("protrain.")
+        if tensor.layout is not torch.strided or not plain:
             raise DryRunError(f"a tensor of the model is a {type(tensor).__name__} of layout {tensor.layout}, not a plain one")
         memo[id(tensor)] = made = _fake(tensor)
         storage = made.untyped_storage()

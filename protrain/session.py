@@ -254,6 +254,10 @@ class Session:
         self._dry_runs.append((shapes, run))
         self.planned = True
 
+    def __deepcopy__(self, _memo: Any) -> Session:
+        """A copied hook still belongs to this session."""
+        return self
+
     def _replan_measured(self) -> None:
         """After a step that no dry run foresaw: what it took beside states and slots is known now."""
         peak = self.engine.stats()["peak_bytes"]

@@ -199,11 +199,16 @@ def test_a_tensor_that_is_not_the_one_expected_is_refused(tmp_path: Path, change
         export.write_weights(tmp_path, export.entries(built), found)
 
 
-def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "b"
-    with pytest.raises(KeyboardInterrupt), export.replaced(str(target)) as fresh:
+def leave_half(target: str) -> None:
+    with export.replaced(target) as fresh:
         (fresh / "half").write_text("x")
         raise KeyboardInterrupt
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b"
+    with pytest.raises(KeyboardInterrupt):
+        leave_half(str(target))
     assert list(tmp_path.iterdir()) == []
     for content in ("old", "new"):
         with export.replaced(str(target)) as fresh:
@@ -219,12 +224,14 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 # ---- the machine ----
 
 
-def test_the_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
-    if machine.file_system(str(tmp_path))[0] == "tmpfs":
-        pytest.skip("the temporary folder is a tmpfs, which takes no direct I/O")
-    speed = machine.disk_speed(str(tmp_path))
-    assert 0 < speed.read_bytes <= speed.written_bytes <= machine.FILE_BYTES
-    assert speed.read_bytes_per_second > 0
+def test_the_doctor_measures_the_disk_and_leaves_nothing(work: Path, tmp_path: Path) -> None:
+    result = run(work, "doctor", "--disk", tmp_path, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["torch"]["version"] == torch.__version__
+    assert 0 < found["memory"]["available_bytes"] <= found["memory"]["total_bytes"]
+    if found["disk folder"]["file_system"] != "tmpfs":  # which takes no direct I/O, and is refused
+        assert found["disk speed"]["read_bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

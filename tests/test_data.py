@@ -98,7 +98,7 @@ def test_batches_depend_on_seed_and_number_alone() -> None:
 
 def test_too_few_tokens_are_refused() -> None:
     data.check_length(np.zeros(8, np.uint16), 8)
-    with pytest.raises(data.DataError, match="7 tokens.*needs 8"):
+    with pytest.raises(data.DataError, match=r"7 tokens.*needs 8"):
         data.check_length(np.zeros(7, np.uint16), 8)
 
 

@@ -36,7 +36,7 @@
 #define DEPTH 6u
 #define WAITING_THREADS 4u /* beside a ring, for the pieces that it cannot start without waiting */
 #define GROWTH_BYTES (64 * PTN_MIB)
-#define IDLE_ATTEMPTS_LIMIT 100u
+#define IDLE_ATTEMPTS_LIMIT 50u /* a millisecond apart */
 #define LARGEST_BYTES ((uint64_t)1 << 62)
 
 typedef struct io_queue {

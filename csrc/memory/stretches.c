@@ -9,7 +9,8 @@
  * after the first steps almost all are met without clean pages, that is, without page faults.
  *
  * Recent stretches are what makes a free and a request of the same size cheap: they are not merged, sit in no tree, and become
- * ordinary dirty stretches when they leave the small ring, or when nothing else would save fresh pages.
+ * ordinary dirty stretches when they leave the small ring, or when nothing else would save fresh pages. Larger ones are merged
+ * at once: against the work on them merging costs nothing, and holes would cost pages.
  *
  * Huge pages: a huge page is allowed only where it lies within pages put to use, and disallowed when a byte of it is purged.
  * So a fault never makes a clean page resident, and resident memory is what is counted.
@@ -33,6 +34,7 @@
 #define RANGE_COUNT 8192 /* as many as the page map keeps */
 
 static const size_t wished_range_bytes = (size_t)64 << 30;
+static const size_t largest_recent_bytes = (size_t)256 << 10;
 static const size_t run_tries = 8; /* runs compared when clean pages are needed */
 
 typedef struct range {
@@ -166,6 +168,10 @@ void ptn_stretch_give(ptn_stretch *stretch) {
   ptn_stretch_sums.live_bytes -= stretch->bytes;
   ptn_stretch_sums.cached_bytes += stretch->bytes;
   stretch->owner = NULL;
+  if (stretch->bytes > largest_recent_bytes) {
+    release(stretch);
+    return;
+  }
   stretch->state = PTN_STRETCH_RECENT;
   size_t index = recent_next++ % RECENT_COUNT;
   if (recent_bytes[index] != 0) release_recent(index);

@@ -15,8 +15,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from protrain import _core
 from protrain.cli import machine
 from protrain.cli.words import size_text
+
+BENCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,11 @@ def _versions() -> list[Row]:
 
 def _processor() -> list[Row]:
     cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    core = _core()
-    features = core.cpu_features() if core is not None and hasattr(core, "cpu_features") else None
-    name = machine.cpu_name() if features is None else f"{machine.cpu_name().partition(' (')[0]} ({_features_text(features)})"
+    features = _core.cpu_features()
+    there = ", ".join(key for key, value in features.items() if value is True)
+    name = f"{machine.cpu_name()} ({there or 'no vector extension that is used'})"
     rows = [
-        Row("processor", name, "the optimizer's kernels use the widest vectors of these", {}),
+        Row("processor", name, f"the optimizer's kernels use {features['best']}", {}),
         Row("cores", f"{cores} of {all_cores}", "compute and updates share them; the disk needs next to none", {"cores": cores}),
     ]
     try:
@@ -92,21 +95,6 @@ def _processor() -> list[Row]:
     )
     rows.append(Row("GPU", gpu, meaning, {"count": count}))
     return rows
-
-
-def _features_text(features: Any) -> str:
-    if isinstance(features, dict):
-        features = [name for name, there in features.items() if there]
-    return features if isinstance(features, str) else ", ".join(map(str, features))
-
-
-def _core() -> Any:
-    """The C core, or None in a tree where it was not built."""
-    try:
-        from protrain import _core  # type: ignore[attr-defined]
-    except ImportError:
-        return None
-    return _core
 
 
 def _memory() -> list[Row]:
@@ -171,47 +159,17 @@ def _disk(disk: str | None) -> list[Row]:
             {"free_bytes": free},
         ),
     ]
-    rows.append(_engine())
     if memory_kind:
         return rows
-    if free < 2 * machine.FILE_BYTES:
-        return [*rows, Row("disk speed", "not measured", f"too little space for a file of {size_text(machine.FILE_BYTES)}", {})]
+    if free < 2 * BENCH_BYTES:
+        return [*rows, Row("disk speed", "not measured", f"too little space for a file of {size_text(BENCH_BYTES)}", {})]
     try:
-        speed = machine.disk_speed(folder)
+        figures = _core.disk_bench(folder, BENCH_BYTES)
     except OSError as error:
-        return [
-            *rows,
-            Row(
-                "disk speed",
-                "not measured",
-                f"direct I/O fails here: {error.strerror}; give a folder on another file system",
-                {"errno": error.errno},
-            ),
-        ]
-    slower = min(speed.write_bytes_per_second, speed.read_bytes_per_second)
-    rows.append(
-        Row(
-            "disk speed",
-            f"write {speed.write_bytes_per_second / 1e9:.2f} GB/s, read {speed.read_bytes_per_second / 1e9:.2f} GB/s",
-            f"direct, {machine.THREADS} threads; a billion parameters' states (16 GB) pass in about {16e9 / slower:.0f} s",
-            {
-                "write_bytes_per_second": speed.write_bytes_per_second,
-                "read_bytes_per_second": speed.read_bytes_per_second,
-                "written_bytes": speed.written_bytes,
-                "read_bytes": speed.read_bytes,
-            },
-        )
-    )
+        return [*rows, Row("disk speed", "not measured", " ".join(str(error).split()), {"errno": error.errno})]
+    write, read = figures["bytes"] / figures["write_seconds"], figures["bytes"] / figures["read_seconds"]
+    meaning = f"direct, by the engine itself; a billion parameters' states (16 GB) pass in about {16e9 / min(write, read):.0f} s"
+    values = {"write_bytes_per_second": write, "read_bytes_per_second": read, "measured_bytes": figures["bytes"]}
+    rows.append(Row("disk engine", figures["engine"], "what moves bytes to the disk and back", {}))
+    rows.append(Row("disk speed", f"write {write / 1e9:.2f} GB/s, read {read / 1e9:.2f} GB/s", meaning, values))
     return rows
-
-
-def _engine() -> Row:
-    core = _core()
-    if core is not None and hasattr(core, "io_engine"):
-        return Row("disk engine", str(core.io_engine()), "what moves bytes to the disk and back", {})
-    return Row(
-        "disk engine",
-        f"io_uring {machine.uring_allowed()}",
-        "used where the kernel lets it, else threads; both give the same results",
-        {},
-    )

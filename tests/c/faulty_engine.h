@@ -18,11 +18,11 @@
 typedef enum fault {
   FAULT_NONE = 0,
   FAULT_ERRNO,
-  FAULT_SHORT,      /* half, to a whole page */
-  FAULT_SHORT_ODD,  /* half and 512 bytes more */
-  FAULT_TINY,       /* 512 bytes: no whole page */
-  FAULT_ZERO,       /* nothing, without an errno */
-  FAULT_EXCESS,     /* more than was asked */
+  FAULT_SHORT, /* half, to a whole page */
+  FAULT_SHORT_ODD, /* half and 512 bytes more */
+  FAULT_TINY, /* 512 bytes: no whole page */
+  FAULT_ZERO, /* nothing, without an errno */
+  FAULT_EXCESS, /* more than was asked */
   FAULT_WRONG_BYTE, /* a read brings one wrong bit */
   FAULT_LATE,
 } fault;
@@ -34,7 +34,7 @@ typedef struct faulty_engine {
   fault fault;
   int sys_errno;
   uint64_t first, last; /* attempts that go wrong: from first to last */
-  uint64_t count;       /* attempts started */
+  uint64_t count; /* attempts started */
   uint64_t in_flight_count, most_in_flight_count;
   bool closed; /* holds attempts back */
   struct faulty_attempt *held;

@@ -53,7 +53,7 @@ int openat(int fd, const char *path, int flags, ...) {
 }
 int fstatfs(int fd, struct statfs *out) {
   int result = (int)syscall(SYS_fstatfs, fd, out);
-  if (tell.filesystem) memcpy(&out->f_type, &(__typeof__(out->f_type)){(__typeof__(out->f_type))tell.filesystem}, sizeof out->f_type);
+  if (tell.filesystem) out->f_type = (__fsword_t)tell.filesystem;
   return result;
 }
 ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
@@ -203,7 +203,8 @@ static void a_full_disk_is_an_error_and_changes_nothing(void) {
   CHECK_OK(ptn_file_resize(&file, PTN_MIB));
   struct statfs about;
   CHECK(fstatfs(file.fd, &about) == 0);
-  fails_to_grow(&file, ((uint64_t)about.f_blocks * (uint64_t)about.f_bsize + PTN_MIB) / 4096 * 4096, ENOSPC); /* more than the disk */
+  uint64_t disk_bytes = (uint64_t)about.f_blocks * (uint64_t)about.f_bsize;
+  fails_to_grow(&file, ptn_round_up(disk_bytes + PTN_MIB, PTN_PAGE_BYTES), ENOSPC);
   int errnos[] = {ENOSPC, EDQUOT, EFBIG, EIO};
   for (size_t i = 0; i < sizeof errnos / sizeof *errnos; i++) {
     tell.fallocate_errno = errnos[i];

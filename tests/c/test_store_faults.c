@@ -1,11 +1,11 @@
-/* Each attempt of a workload goes wrong once, in every way, on both engines: what can be made good is made good, what cannot is the
- * error of the one request it belongs to, every done is called once, and the store goes on. */
+/* Each attempt of a workload goes wrong once, in every way, on both engines: what can be made good is made good, what cannot
+ * is the error of the one request it belongs to, every done is called once, and the store goes on. */
 /* sources: csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c csrc/disk/space.c */
 /* threads */
 #include "disk/store.h"
 #include "faulty_engine.h"
 
-#define REQUESTS 6
+#define REQUESTS 4
 #define PIECE_BYTES (16 * PTN_PAGE_BYTES)
 #define REQUEST_BYTES (3 * PIECE_BYTES + 2 * PTN_PAGE_BYTES) /* 4 pieces, the last one short */
 #define DEPTH 3 /* fewer than a request has pieces */
@@ -106,12 +106,10 @@ static void each_attempt(fault fault, int told_errno, int failed_count, int sys_
 }
 
 static void create(ptn_disk_engine which) {
-  CHECK_OK(ptn_store_create_with(&store, folder,
-                                 &(ptn_store_options){.engine = which,
-                                                      .piece_bytes = PIECE_BYTES,
-                                                      .depth = DEPTH,
-                                                      .wrap = faulty_wrap,
-                                                      .context = &engine}));
+  CHECK_OK(ptn_store_create_with(
+      &store, folder,
+      &(ptn_store_options){
+          .engine = which, .piece_bytes = PIECE_BYTES, .depth = DEPTH, .wrap = faulty_wrap, .context = &engine}));
   CHECK_OK(ptn_store_reserve(store, REQUESTS * REQUEST_BYTES, &extent));
   fill(memory, 0, REQUESTS * REQUEST_BYTES, 1);
   CHECK_OK(ptn_store_transfer(store, memory, extent.offset, REQUESTS * REQUEST_BYTES, true));

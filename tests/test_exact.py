@@ -1,0 +1,318 @@
+"""Bit for bit plain torch: losses, parameters, moments and random state, whatever the budget and the shape of the loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import MIB, adamw, assert_equal, fit, loss_of, run
+
+import protrain
+
+TIGHT = 28 * MIB
+AMPLE = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+@pytest.fixture
+def gpt2(causal_lm: Any) -> Any:
+    """GPT-2 of 3.8 M parameters: 61 MB of parameters, gradients and moments."""
+    return partial(causal_lm, "gpt2", hidden=192, layers=8)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gpt_neox"])
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE], ids=["tight", "ample"])
+def test_budgets(family: str, budget: int, causal_lm: Any, token_batches: Any) -> None:
+    make = partial(causal_lm, family, hidden=192, layers=8)
+    loop = fit(token_batches(5))
+    status = assert_equal(run(make, loop, memory=budget), run(make, loop), budget)
+    if budget == TIGHT:
+        assert status.plan.n_persist < status.plan.n_chunks
+        assert status.disk_read_bytes > 0
+    else:
+        assert status.plan.n_persist == status.plan.n_chunks
+
+
+@pytest.mark.parametrize("mode", ["keep", "checkpoint", "mixed"])
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE], ids=["tight", "ample"])
+def test_block_modes_with_dropout(mode: str, budget: int, gpt2: Any, token_batches: Any) -> None:
+    make = partial(gpt2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    modes = ["keep", "checkpoint"] * 4 if mode == "mixed" else [mode] * 8
+    loop = fit(token_batches(4))
+    status = assert_equal(run(make, loop, memory=budget, block_modes=modes), run(make, loop), budget)
+    assert list(status.plan.block_modes) == modes
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.1, 1e9])
+def test_accumulation_and_clipping(accumulate: int, clip: float | None, gpt2: Any, token_batches: Any) -> None:
+    loop = fit(token_batches(3 * accumulate), accumulate, clip)
+    assert_equal(run(gpt2, loop, memory=TIGHT, accumulate=accumulate, max_grad_norm=clip), run(gpt2, loop), TIGHT)
+
+
+OPTIMIZERS = {
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1, fused=True),
+    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True, fused=True),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, fused=True),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, fused=True),
+    "groups": lambda m: torch.optim.AdamW(
+        [
+            {"params": [p for p in m.parameters() if p.dim() > 1], "weight_decay": 0.3},
+            {"params": [p for p in m.parameters() if p.dim() <= 1], "lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6},
+        ],
+        fused=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, gpt2: Any, token_batches: Any) -> None:
+    loop = fit(token_batches(4))
+    assert_equal(run(gpt2, loop, OPTIMIZERS[name], memory=TIGHT), run(gpt2, loop, OPTIMIZERS[name]), TIGHT)
+
+
+def test_tied_embeddings(causal_lm: Any, token_batches: Any) -> None:
+    make = partial(causal_lm, "llama", hidden=192, layers=8, tie_word_embeddings=True)
+    loop = fit(token_batches(4))
+    assert_equal(run(make, loop, memory=TIGHT), run(make, loop), TIGHT)
+
+
+def test_frozen_and_unused_parameters(gpt2: Any, token_batches: Any) -> None:
+    def make() -> Any:
+        model = gpt2()
+        for block in model.transformer.h[::2]:
+            block.requires_grad_(False)
+        model.spare = nn.Linear(300, 300)
+        model.transformer.h[3].extra = nn.Parameter(torch.ones(1000))
+        model.nothing = nn.Parameter(torch.ones(0))
+        return model
+
+    loop = fit(token_batches(4))
+    assert_equal(run(make, loop, memory=TIGHT), run(make, loop), TIGHT)
+
+
+class Uneven(nn.Module):
+    """Convolutions and odd widths, parameters of one element and of no dimension, a branch that alternates, a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = 775, 1023, 517, 775, 769, 333, 1
+        self.stem = nn.Conv2d(3, 17, 5, padding=2)
+        self.down = nn.Conv2d(17, 31, 3, stride=2, bias=False)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)))
+        self.even, self.odd = nn.Linear(775, 775), nn.Linear(775, 775)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(0.5))
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.calls += 1
+        x = torch.relu(self.down(torch.relu(self.stem(input_ids)))).flatten(1)
+        x = x + (self.even if self.calls % 2 else self.odd)(x)
+        x = x + x @ self.layers[0][0].weight.t() @ self.layers[0][0].weight * 1e-3
+        y = self.layers(x) * self.scale + self.shift
+        return SimpleNamespace(loss=((y - labels.mean((1, 2, 3)).unsqueeze(1)) ** 2).mean())
+
+
+def test_uneven_model_with_branches() -> None:
+    images = list(torch.randn(6, 7, 3, 11, 11, generator=torch.Generator().manual_seed(2)))
+    loop = fit(images)
+    # The dry run sees one of the branches at a time; the plain run counts one call less than the wrapped one.
+    assert_equal(run(Uneven, loop, memory=24 * MIB), run(Uneven, loop), 24 * MIB)
+
+
+def test_several_chunks_in_one_operation(token_batches: Any) -> None:
+    """An operation that takes parameters of more chunks than there are slots for gets them all."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(256, 512)
+            self.parts = nn.ParameterList([nn.Parameter(torch.randn(512, 512) * 0.02) for _ in range(8)])
+            self.lstm = nn.LSTM(512, 512, num_layers=2, batch_first=True)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            x = self.table(input_ids) @ torch.stack(list(self.parts)).sum(0)
+            y, _ = self.lstm(x)
+            return SimpleNamespace(loss=nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten()))
+
+    loop = fit(token_batches(3, length=16))
+    assert_equal(run(Wide, loop, memory=64 * MIB), run(Wide, loop), 64 * MIB)
+
+
+def test_skipped_steps_and_late_rates(gpt2: Any, token_batches: Any) -> None:
+    """A step that is not made changes nothing; rates set between backward and step are those of the step."""
+    batches = token_batches(6)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, ids in enumerate(batches):
+            loss = loss_of(model, ids)
+            loss.backward()
+            figures.append(loss.item())
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 / (number + 1)
+            if number not in (1, 4):
+                optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=TIGHT), run(gpt2, loop), TIGHT)
+
+
+def test_evaluation_between_backward_and_step(gpt2: Any, token_batches: Any) -> None:
+    """Until step() the model is the old one, whatever was updated behind backward."""
+    batches = token_batches(5)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for ids in batches:
+            loss_of(model, ids).backward()
+            with torch.no_grad():
+                figures.append(loss_of(model, batches[0]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=TIGHT), run(gpt2, loop), TIGHT)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_exceptions(where: str, gpt2: Any, token_batches: Any) -> None:
+    """A batch that raises is skipped, as users do, and training goes on."""
+    batches = token_batches(6)
+
+    class Boom(Exception):
+        pass
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures, armed = [], [0]
+
+        def boom(*_: Any) -> None:
+            if armed[0]:
+                raise Boom
+
+        def in_backward(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(boom)
+
+        model.transformer.h[4].mlp.register_forward_hook(boom if where == "forward" else in_backward)
+        for number, ids in enumerate(batches):
+            armed[0] = number in (2, 3)
+            try:
+                loss = loss_of(model, ids)
+                loss.backward()
+            except Boom:
+                figures.append(None)
+            else:
+                optimizer.step()
+                figures.append(loss.item())
+            optimizer.zero_grad()
+        return figures
+
+    make = partial(gpt2, resid_pdrop=0.1, attn_pdrop=0.1)
+    assert_equal(run(make, loop, memory=TIGHT), run(make, loop), TIGHT)
+
+
+def test_changing_shapes(gpt2: Any, token_batches: Any) -> None:
+    batches = [ids for length in (32, 64, 16, 128, 8) for ids in token_batches(2, length=length, seed=length)]
+    assert_equal(run(gpt2, fit(batches), memory=TIGHT), run(gpt2, fit(batches)), TIGHT)
+
+
+def test_reading_and_changing_parameters_between_steps(gpt2: Any, token_batches: Any) -> None:
+    """What a user reads is what the parameter is; what a user writes is what training goes on with."""
+    batches = token_batches(4)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for ids in batches:
+            loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            params = list(model.parameters())
+            figures += [p.detach().double().norm().item() for p in params]
+            figures += [p.data.sum().item() for p in reversed(params)]
+            with torch.no_grad():
+                params[5].mul_(0.5)
+                params[-1].data.add_(1.0)
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=TIGHT), run(gpt2, loop), TIGHT)
+
+
+def test_two_models_in_turns(gpt2: Any, causal_lm: Any, token_batches: Any) -> None:
+    batches = token_batches(4)
+    llama = partial(causal_lm, "llama", hidden=192, layers=8)
+    want = [run(make, fit(batches)).figures for make in (gpt2, llama)]
+    pairs = [protrain.wrap(model, adamw(model), memory=TIGHT) for model in (gpt2(), llama())]
+    got: list[list[float]] = [[], []]
+    for ids in batches:
+        for losses, (model, optimizer) in zip(got, pairs, strict=True):
+            losses += fit([ids])(model, optimizer, False)
+    for model, _ in pairs:
+        protrain.unwrap(model)
+    assert got == want
+
+
+def test_states_hand_over_to_plain_torch_and_back(gpt2: Any, token_batches: Any) -> None:
+    batches = token_batches(6)
+    want = run(gpt2, fit(batches)).figures
+    model, optimizer = protrain.wrap(*(lambda m: (m, adamw(m)))(gpt2()), memory=TIGHT)
+    fit(batches[:3])(model, optimizer, False)
+    weights, state = model.state_dict(), optimizer.state_dict()
+    fit(batches[3:4])(model, optimizer, False)  # must not reach into what was handed out
+    protrain.unwrap(model)
+    plain = gpt2(seed=9)
+    plain_optimizer = adamw(plain, lr=0.5)
+    plain.load_state_dict(weights)
+    plain_optimizer.load_state_dict(state)
+    assert fit(batches[3:])(plain, plain_optimizer, True) == want[3:]
+
+    again = gpt2(seed=9)
+    again, again_optimizer = protrain.wrap(again, adamw(again, lr=0.5), memory=TIGHT)
+    again.load_state_dict(weights)
+    again_optimizer.load_state_dict(state)
+    assert fit(batches[3:])(again, again_optimizer, False) == want[3:]
+    protrain.unwrap(again)
+
+
+def test_meta_model_initialised_in_order(causal_lm: Any, token_batches: Any) -> None:
+    def draw(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p, float(p.dim() == 1), 0.02)
+
+    def plain() -> Any:
+        return causal_lm("llama", hidden=192, layers=8)
+
+    def plain_loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        for module in model.modules():
+            draw(module)
+        return fit(token_batches(3))(model, optimizer, True)
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return causal_lm("llama", hidden=192, layers=8)
+
+    want = run(plain, plain_loop)
+    got = run(on_meta, fit(token_batches(3)), memory=TIGHT, param_init_fn=draw)
+    assert_equal(got, want, TIGHT)
+
+
+def test_weights_of_a_folder(gpt2: Any, token_batches: Any, tmp_path: Any) -> None:
+    gpt2(seed=3).save_pretrained(tmp_path)
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return gpt2()
+
+    want = run(partial(gpt2, seed=3), fit(token_batches(3)))
+    assert_equal(run(on_meta, fit(token_batches(3)), memory=TIGHT, weights=tmp_path), want, TIGHT)
