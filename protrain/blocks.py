@@ -58,9 +58,9 @@ def _collect(module: nn.Module, prefix: str, marked: set[str] | None, found: lis
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the repeated layers of a model.
 
-    Blocks are the parameter-owning children of one class, at least two, of an outermost `nn.ModuleList` or `nn.Sequential`. Classes
-    that the model's `_no_split_modules` names are preferred where they repeat. Several lists (encoder, decoder) give several
-    runs of blocks, one after the other in model order. A module is a block once, however often it is registered.
+    Blocks are the parameter-owning children of one class, at least two, of an outermost `nn.ModuleList` or `nn.Sequential`.
+    Classes that the model's `_no_split_modules` names are preferred where they repeat. Several lists (encoder, decoder) give
+    several runs of blocks, one after the other in model order. A module is a block once, however often it is registered.
 
     Returns:
         (qualified name, module) of each block in model order; empty where nothing repeats.

@@ -3,7 +3,7 @@
 A twin of the model, of fake tensors that have shapes and no data, runs forward and backward twice: with every block's activations
 kept, and with every block recomputed in backward. Each new storage is counted when an operation returns it and discounted when it
 dies, so the live bytes are those of the real step: activations, temporaries, gradients until their chunk is complete. What CPU
-kernels allocate inside themselves is not seen by fake tensors and comes from one table, `_workspace_bytes`.
+kernels allocate inside themselves is not seen by fake tensors and comes from one table (workspace.py).
 
 The real model is only read: its values, gradients, flags, hooks and torch's random state stay as they are.
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .errors import Error
+from .workspace import HIDDEN_OUTPUTS, workspace_bytes
 
 Rounding = Callable[[int], int]
 
@@ -80,18 +83,13 @@ class DryRun:
 
 @dataclass
 class _Segment:
-    """Live bytes from one mark to the next. `pending`: it is the end of a block so far, the head or the tail if nothing follows."""
+    """Live bytes from one mark to the next. `pending`: the end of a block so far, the head or the tail if nothing follows."""
 
     block: int
     backward: bool
     entry: int
     peak: int
     pending: bool = False
-
-
-def _workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
-    """What the CPU kernel of an operation allocates beside its outputs while it runs."""
-    return 0
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -157,15 +155,23 @@ class _Meter(TorchDispatchMode):
             if not self.accesses or self.accesses[-1] != chunk:
                 self.accesses.append(chunk)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it costs more than the counting
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # two calls of three: autograd asks where a tensor is
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         inputs = [*args, *(kwargs or {}).values()]
         if not func.is_view:
             self._read(inputs)
         outputs = list(_tensors([result]))
+        if func._schema.name in HIDDEN_OUTPUTS:
+            raise DryRunError(f"{func._schema.name} keeps memory whose size only a real run shows")
         for tensor in outputs:
             self._count(tensor)
-        high = self.live_bytes + _workspace_bytes(func._schema.name, inputs, outputs)
+        high = self.live_bytes + workspace_bytes(func._schema.name, inputs, outputs)
         if high > self.segments[-1].peak:
             self.segments[-1].peak = high
         return result
@@ -221,8 +227,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         note(parameter, id(parameter) not in chunk_of_param)
         memo[id(parameter.grad)] = None
     for module in model.modules():
-        for value in tree_leaves([module._buffers, {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_modules")}],
-                                 is_leaf=lambda v: isinstance(v, nn.Module)):
+        own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
+        for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
             note(value, True)
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
@@ -265,7 +271,7 @@ def _starts(output: Any) -> list[torch.Tensor]:
         return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
     loss = getattr(output, "loss", None)
-    if is_loss(loss):
+    if isinstance(loss, torch.Tensor) and is_loss(loss):
         return [loss]
     first = output
     if isinstance(output, dict) and output:
@@ -401,6 +407,23 @@ def _run_step(twin: _Twin, args: Any, kwargs: Any, blocks: list[nn.Module], chun
     return _Run(segments, meter.accesses, complete, meter.n_together, output_count)
 
 
+@contextmanager
+def _positions_in_order(kwargs: dict[str, Any]) -> Iterator[None]:
+    """transformers looks at the values of position_ids to see packed sequences. Where the caller gives none, the model counts
+    them up, which is no packing; without data it would assume the worst and build masks that the real step does not have."""
+    masking = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masking is None or not hasattr(masking, name) or kwargs.get("position_ids") is not None:
+        yield
+        return
+    original = getattr(masking, name)
+    setattr(masking, name, lambda *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, original)
+
+
 def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
     """The batch without data; each of its storages is counted once, in fixed_bytes."""
     storages: dict[int, Any] = {}
@@ -465,7 +488,7 @@ def dry_run(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], block
     python_state = random.getstate()
     mode = FakeTensorMode()
     try:
-        with torch._C.DisableTorchFunctionSubclass(), mode:
+        with torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), mode:
             twin = _make_twin(model, chunk_of_param, round_bytes)
             fake_args, fake_kwargs = _fake_batch(twin, tuple(args), kwargs, round_bytes)
             fake_blocks = [twin.memo[id(block)] for block in blocks]

@@ -92,7 +92,6 @@ class Filler:
             return
         if chunk in self.written:  # a tied parameter comes again
             session.engine.demand(chunk)
-            session.engine.use(chunk)
         else:
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
             session.engine.begin_fill(chunk)
@@ -121,7 +120,7 @@ def make_real(session: Session, chunk: int) -> None:
         if p.device.type != "meta":
             continue
         attributes = dict(p.__dict__)
-        real = nn.Parameter(torch.zeros(1).expand(p.shape), requires_grad=p.requires_grad)
+        real = nn.Parameter(torch.zeros(()).expand(p.shape), requires_grad=p.requires_grad)
         torch.utils.swap_tensors(p, real)
         p.__dict__.update(attributes)
 

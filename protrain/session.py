@@ -30,6 +30,10 @@ from .planning import Arrangement, Plan, arrange, linear_accesses, refuse
 
 UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
 
+#: The first steps update in step(), to see whether this loop sets learning rates between backward and step. A loop that does
+#: shows it in its first two steps, since a schedule changes rates from one step to the next.
+PROBED_STEPS = 2
+
 
 @contextmanager
 def uncounted() -> Iterator[None]:
@@ -100,7 +104,7 @@ class Session:
         self._taken: set[int] = set()
         self._norms: dict[int, torch.Tensor] = {}
         self._hypers: list[Hyper] = hypers
-        self.late: bool | None = None
+        self.late: bool | None = None  # updates wait for step(); None: not known yet
         self._began: float | None = None
         self._wait_ns = 0
         # figures
@@ -170,7 +174,7 @@ class Session:
 
     def _unbind_all(self) -> None:
         """Parameters keep their shapes over one shared element, so that slots can go."""
-        nothing = torch.zeros(1)
+        nothing = torch.zeros(())
         with DisableTorchFunction():
             for p in self.params:
                 p.data = nothing.expand(p.shape)
@@ -294,7 +298,6 @@ class Session:
             self.engine.own_slot(chunk)  # its slot is taken by what this same operation reads
             self.bind(chunk)
             self.engine.demand(chunk)
-        self.engine.use(chunk)
         self._address_chunk[self._bases[chunk].data_ptr()] = chunk
 
     def call(self, func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -373,7 +376,6 @@ class Session:
                     copy = torch.empty(entry.count)  # the slot is taken by what this same node reads
                     self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
                     return copy.as_strided(saved.size, saved.stride, saved.offset)
-                self.engine.use(chunk)
                 self._node_chunks.add(chunk)
             base = self._bases[chunk]
             self._address_chunk[base.data_ptr()] = chunk
@@ -520,8 +522,8 @@ class Session:
                     raise PlanError(f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 is supported")
                 self.engine.update_in_memory(number, grad.data_ptr(), scale)
         self.engine.commit()
-        if self.late is None:
-            self.late = not same  # the first step waited, to see whether this loop sets rates before or after backward
+        if self.late is None and (not same or self.steps + 1 >= PROBED_STEPS):
+            self.late = not same
         return norm
 
     def _clip(self) -> tuple[torch.Tensor, float]:

@@ -57,7 +57,7 @@ def test_sequential_of_sequentials_gives_the_outer_ones() -> None:
 
 def test_marker_that_names_nothing_repeated_is_passed_over() -> None:
     class Marked(nn.Module):
-        _no_split_modules = ["Absent"]
+        _no_split_modules = ("Absent",)
 
         def __init__(self) -> None:
             super().__init__()

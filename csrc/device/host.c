@@ -48,7 +48,7 @@ static ptn_status host_reserve(size_t least_bytes, size_t wished_bytes, size_t *
   if (!*out && bytes > least_bytes) *out = map_aligned(bytes = least_bytes);
   if (!*out) {
     int sys_errno = errno;
-    ptn_fail(PTN_MEMORY, "the system refuses a mapping of %zu bytes (%s): raise the limit on virtual memory (ulimit -v) or use less",
+    ptn_fail(PTN_MEMORY, "the system refuses %zu bytes of addresses (%s): raise the limit on addresses (ulimit -v) or use less",
              bytes, strerror(sys_errno));
     ptn_last_error()->sys_errno = sys_errno;
     ptn_last_error()->asked_bytes = bytes;

@@ -54,6 +54,7 @@ ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_press
     if (limit_bytes > 0) {
       ptn_totals.limit_bytes += limit_bytes;
       ptn_totals.limited_count++;
+      ptn_arena_settle();
     }
   }
   ptn_unlock(&ptn_arena_mutex);
@@ -79,6 +80,7 @@ void ptn_account_destroy(ptn_account *account) {
   }
   account->open = false;
   account->pressure = NULL;
+  ptn_arena_settle();
   if (account->block_count == 0) retire(account);
   ptn_unlock(&ptn_arena_mutex);
 }

@@ -44,6 +44,7 @@ void ptn_account_uncount(ptn_account *account, uint64_t bytes);
 /* What may be resident: see arena.h. Never below what is live. */
 uint64_t ptn_resident_ceiling(void);
 bool ptn_accounts_hold(void); /* the invariants of account.c */
+void ptn_arena_settle(void);  /* of arena.c: purges what is resident above the ceiling, after the ceiling may have fallen */
 void ptn_accounts_after_fork(void); /* in the child: no account is in use, no pressure is asked */
 
 #endif

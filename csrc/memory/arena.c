@@ -30,7 +30,7 @@ static uint64_t resident_bytes(void) {
   return ptn_stretch_sums.live_bytes + ptn_stretch_sums.cached_bytes + ptn_slab_sums.touched_bytes;
 }
 
-static void keep_below_ceiling(void) {
+void ptn_arena_settle(void) {
   uint64_t ceiling = ptn_resident_ceiling(), resident = resident_bytes();
   if (resident <= ceiling) return;
   uint64_t excess_bytes = resident - ceiling;
@@ -52,7 +52,7 @@ static ptn_status hand_out(ptn_account *account, size_t bytes, void **out) {
     *out = (void *)stretch->begin;
   }
   ptn_account_count(account, bytes);
-  keep_below_ceiling();
+  ptn_arena_settle();
   return PTN_OK;
 }
 
@@ -111,6 +111,7 @@ void ptn_arena_free(void *block) {
     ptn_account_uncount(stretch->owner, stretch->bytes);
     ptn_stretch_give(stretch);
   }
+  if (ptn_totals.limited_count > 0) ptn_arena_settle(); /* what nobody had counted is cached now, and under the limits */
   ptn_unlock(&ptn_arena_mutex);
 }
 
@@ -119,7 +120,8 @@ void ptn_arena_trim(uint64_t keep_bytes) {
   uint64_t cached_bytes = resident_bytes() - ptn_totals.live_bytes;
   if (cached_bytes > keep_bytes) {
     uint64_t purged_bytes = ptn_stretches_purge(cached_bytes - keep_bytes);
-    if (cached_bytes - purged_bytes > keep_bytes && purged_bytes < cached_bytes) ptn_slabs_purge(cached_bytes - purged_bytes - keep_bytes);
+    uint64_t left_bytes = cached_bytes - purged_bytes;
+    if (left_bytes > keep_bytes) ptn_slabs_purge(left_bytes - keep_bytes);
   }
   /* What was kept on purpose may stay: the mark lies at what is live and kept. */
   ptn_totals.high_water_bytes = ptn_totals.live_bytes + ptn_min_u64(keep_bytes, resident_bytes() - ptn_totals.live_bytes);
@@ -158,8 +160,9 @@ void ptn_arena_check(void) {
   ptn_unlock(&ptn_arena_mutex);
 }
 
-/* ---- fork: the child gets the arena as it is, in a copy of its own; other threads are gone, and with them their promises ---- */
+/* ---- fork ---- */
 
+/* The child gets the arena as it is, in a copy of its own; other threads are gone, and with them what pressure could do. */
 static void before_fork(void) { ptn_lock(&ptn_arena_mutex); }
 static void after_fork_in_parent(void) { ptn_unlock(&ptn_arena_mutex); }
 static void after_fork_in_child(void) {

@@ -144,7 +144,7 @@ void ptn_slab_give(ptn_slab *slab, uintptr_t address) {
 /* ---- the pool ---- */
 
 void ptn_slabs_forget(ptn_account *account) {
-  for (size_t class = 1; class < PTN_SMALL_CLASSES; class++) {
+  for (size_t class = 1; class < PTN_SMALL_CLASSES; class ++) {
     for (ptn_slab *slab = account->open_slabs[class], *next; slab; slab = next) {
       next = slab->next;
       if (slab->free_count == slab->slot_count) close_slab(slab);
@@ -174,7 +174,8 @@ static void check_slab(const ptn_slab *slab) {
   }
   must(free_count == slab->free_count && free_count <= slab->slot_count, "a slab's free slots are wrong");
   bool listed = false;
-  for (const ptn_slab *at = slab->owner->open_slabs[slab->slot_bytes / PTN_TENSOR_ALIGN_BYTES]; at; at = at->next) listed |= at == slab;
+  const ptn_slab *at = slab->owner->open_slabs[slab->slot_bytes / PTN_TENSOR_ALIGN_BYTES];
+  for (; at; at = at->next) listed |= at == slab;
   must(listed == (free_count > 0), "a slab is in a wrong list");
 }
 

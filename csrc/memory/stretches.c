@@ -246,10 +246,11 @@ static bool find_run(size_t bytes, window *out) {
 
 static ptn_status add_range(size_t bytes) {
   if (range_count == RANGE_COUNT)
-    return ptn_fail(PTN_MEMORY, "the arena has reserved %d ranges of addresses and can keep no more", RANGE_COUNT);
+    return ptn_fail(PTN_MEMORY, "the arena has %d ranges of addresses and can keep no more", RANGE_COUNT);
   uintptr_t begin;
   size_t got_bytes;
-  PTN_TRY(ptn_range_reserve(bytes + PTN_PAGE_BYTES, wished_range_bytes, &begin, &got_bytes)); /* the last page keeps ranges apart */
+  /* A page more, which keeps ranges apart. */
+  PTN_TRY(ptn_range_reserve(bytes + PTN_PAGE_BYTES, wished_range_bytes, &begin, &got_bytes));
   ranges[range_count++] = (range){begin, got_bytes - PTN_PAGE_BYTES};
   ptn_stretch *stretch = ptn_metadata_take(&pool);
   stretch->begin = begin;

@@ -13,8 +13,7 @@
 typedef struct fill {
   uint32_t chunk;
   uint64_t end_bytes;
-  bool open;    /* there is one */
-  bool blocked; /* it holds whole blocks, and further whole blocks may join */
+  bool open; /* there is one; between runs only if it holds whole blocks, and further whole blocks may join */
 } fill;
 
 static uint64_t aligned(uint64_t bytes) { return ptn_round_up(bytes, PTN_TENSOR_ALIGN_BYTES); }
@@ -47,11 +46,10 @@ static void place_cut(fill *at, ptn_layout_param *run, size_t count, uint64_t ch
 
 static void place_run(fill *at, ptn_layout_param *run, size_t count, uint64_t chunk_bytes) {
   bool blocked = run[0].block >= 0;
-  bool joins = at->open && blocked && at->blocked && end_of_run(run, count, at->end_bytes) <= chunk_bytes;
+  bool joins = at->open && blocked && end_of_run(run, count, at->end_bytes) <= chunk_bytes;
   if (!joins) close_chunk(at);
   bool whole = end_of_run(run, count, at->end_bytes) <= chunk_bytes;
   place_cut(at, run, count, chunk_bytes);
-  at->blocked = blocked;
   if (!blocked || !whole) close_chunk(at);
 }
 

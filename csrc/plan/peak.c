@@ -7,6 +7,8 @@
  * correction is the sum of retained(its mode) - retained(the mode of the run that the phase is taken from), so that it is
  * nothing where all blocks have one mode: then the figures are those of the run.
  *
+ * Outside of blocks the two runs say nearly the same; where modes are mixed the higher counts.
+ *
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the phase that
  * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
  * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
@@ -45,10 +47,15 @@ static int64_t correction(const ptn_plan_request *request, uint32_t i, const ptn
   return entry_of(phase + 1, own) - entry_of(phase, own) - entry_of(phase + 1, recompute) + entry_of(phase, recompute);
 }
 
+static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
+
 void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
                       int64_t *phase_bytes) {
-  bool keeps = request->n_blocks == 0;
-  for (uint32_t i = 0; i < request->n_blocks; i++) keeps |= !ptn_mode_recomputes(modes[i]);
+  bool keeps = request->n_blocks == 0, mixed = false;
+  for (uint32_t i = 0; i < request->n_blocks; i++) {
+    keeps |= !ptn_mode_recomputes(modes[i]);
+    mixed |= ptn_mode_recomputes(modes[i]) != ptn_mode_recomputes(modes[0]);
+  }
   uint32_t n_phases = request->n_phases;
   int64_t corrections[2] = {0, 0}; /* to the keep run, to the checkpoint run, of what is retained now */
   for (uint32_t i = 0; i < n_phases; i++) phase_bytes[i] = 0;
@@ -61,6 +68,7 @@ void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_
       for (int run = 0; run < 2; run++) corrections[run] -= correction(request, consumed, modes, run == 1);
     }
     phase_bytes[i] = peak_of(phase, recompute) + corrections[recompute];
+    if (phase->block < 0 && mixed) phase_bytes[i] = higher(phase_bytes[i], peak_of(phase, true) + corrections[1]);
     for (int run = 0; run < 2; run++) corrections[run] += correction(request, i, modes, run == 1);
     if (consumer_of_phase[i] < n_phases) phase_bytes[consumer_of_phase[i]] = (int64_t)i + 1;
   }

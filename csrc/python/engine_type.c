@@ -327,14 +327,6 @@ static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
   return PyBool_FromLong(!conflict);
 }
 
-static PyObject *engine_use(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
-  ptn_engine_use(engine, chunk);
-  Py_RETURN_NONE;
-}
-
 static PyObject *engine_unuse(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
@@ -493,7 +485,6 @@ static PyMethodDef engine_methods[] = {
     {"set_order", engine_set_order, METH_VARARGS, NULL},
     {"seek", engine_seek, METH_VARARGS, NULL},
     {"demand", engine_demand, METH_VARARGS, NULL},
-    {"use", engine_use, METH_VARARGS, NULL},
     {"unuse", engine_unuse, METH_VARARGS, NULL},
     {"set_hyper", engine_set_hyper, METH_VARARGS, NULL},
     {"gradient", engine_gradient, METH_VARARGS, NULL},

@@ -110,11 +110,10 @@ void ptn_engine_set_steps(ptn_engine *engine, uint32_t param, uint64_t steps);
 ptn_status ptn_engine_set_order(ptn_engine *engine, const uint32_t *accesses, uint32_t n_accesses);
 void ptn_engine_seek(ptn_engine *engine, uint32_t moment); /* a step begins (0): reads ahead from there */
 
-/* Returns when the chunk is in its slot, current; orders the next chunks. *conflict: the slot holds another chunk that is in
- * use; nothing changed. Chunks in memory are always there. */
+/* Returns when the chunk is in its slot, current, and in use: it stays there until as many calls of unuse as of demand;
+ * orders the next chunks. *conflict: the slot holds another chunk that is in use; nothing changed. Chunks in memory are always
+ * there. */
 ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t chunk, bool *conflict);
-/* A chunk in use is not evicted; counted. */
-void ptn_engine_use(ptn_engine *engine, uint32_t chunk);
 void ptn_engine_unuse(ptn_engine *engine, uint32_t chunk);
 
 /* ---- gradients and updates (runtime/gradients.c, runtime/lane.c) ---- */

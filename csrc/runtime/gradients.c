@@ -206,12 +206,18 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
 
 void ptn_engine_commit(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
+  ptn_residency_settle(engine); /* a read under way would bring what is about to be out of date */
   for (uint32_t c = 0; c < engine->n_chunks; c++) {
     chunk *chunk = &engine->chunks[c];
     if (!chunk->has_shadow) continue;
     chunk->current = 1 - chunk->current;
     chunk->has_shadow = chunk->zero_state = false;
-    if (chunk->slot >= 0 && engine->slots[chunk->slot].chunk == c) engine->slots[chunk->slot].shadow = false;
+    slot *slot = chunk->slot >= 0 ? &engine->slots[chunk->slot] : NULL;
+    if (!slot || slot->chunk != c) continue;
+    if (slot->shadow)
+      slot->shadow = false; /* what the update made in place is the home's now */
+    else if (slot->state == SLOT_LOADED)
+      slot->state = SLOT_EMPTY; /* read before the update: out of date now */
   }
   for (uint32_t i = 0; i < engine->n_params; i++) {
     param *param = &engine->params[i];

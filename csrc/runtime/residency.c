@@ -158,19 +158,13 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
     engine->wait_ns += ptn_now_ns() - begin;
   else
     engine->hits++;
-  if (status == PTN_OK && !*conflict && engine->n_order) {
+  if (status == PTN_OK && !*conflict) {
+    slot->in_use++;
     follow(engine, number);
     ptn_residency_advance(engine);
   }
   ptn_unlock(&engine->mutex);
   return status;
-}
-
-void ptn_engine_use(ptn_engine *engine, uint32_t number) {
-  ptn_lock(&engine->mutex);
-  slot *slot = slot_of(engine, number);
-  if (slot) slot->in_use++;
-  ptn_unlock(&engine->mutex);
 }
 
 void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {

@@ -117,11 +117,11 @@ class _Live:
         self._title, self._steps, self._budget_bytes = escape(title), steps, budget_bytes
         self._stage, self._first_loss, self._begin = "getting ready", 0.0, time.monotonic()
         self._recent: list[float] = []
+        self._last: Step | None = None  # before Live, which draws at once
         self._console = Console(highlight=False)
         self._live = Live(
             get_renderable=self._panel, console=self._console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
         )
-        self._last: Step | None = None
 
     def __enter__(self) -> _Live:
         self._live.__enter__()

@@ -7,6 +7,7 @@ dropout; nothing else does, so that a training under another budget gives the sa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import time
@@ -149,6 +150,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
 
     display.stage("making the model")
     model = build(copy.deepcopy(setup.config))
+    _refuse_early(words, setup.seq, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr, fused=True)
     source: dict[str, Any] = (
@@ -181,6 +183,19 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status
         )
     )
+
+
+def _refuse_early(words: Words, seq: int, model: Any) -> None:
+    """Raises BudgetError, which names the smallest budget, while nothing is allocated: wrap alone does not know the batch."""
+    import torch
+
+    import protrain
+
+    ids = torch.zeros((words.batch, seq), dtype=torch.long)
+    arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
+    # A model that cannot be planned for without running it (PlanError) is profiled in its first step, which is said then.
+    with contextlib.suppress(protrain.PlanError):
+        protrain.plan(model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm)
 
 
 def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display) -> list[float]:

@@ -65,7 +65,8 @@ def model_options(command: _Command) -> _Command:
             default="gpt2",
             show_default=True,
             metavar="NAME|FOLDER",
-            help="A shipped config (gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with config.json; "
+            help="A shipped config (gpt2, gpt2-demo, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with "
+            "config.json; "
             "safetensors in the folder are where training starts from, else random weights.",
         ),
         click.option(
@@ -168,6 +169,6 @@ def size_text(size: float) -> str:
 def duration_text(seconds: float) -> str:
     """Seconds as a person reads them."""
     if seconds < 100:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

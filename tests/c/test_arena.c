@@ -1,6 +1,5 @@
 /* The arena's contract, one property at a time: rounding, alignment, limits, pressure, what may be resident, fork. */
-/* sources: csrc/device/host.c csrc/memory/account.c csrc/memory/arena.c csrc/memory/fit_tree.c csrc/memory/metadata.c
-   csrc/memory/page_map.c csrc/memory/slabs.c csrc/memory/stretches.c */
+/* sources: csrc/device/?*.c csrc/memory/?*.c */
 #include <stdbool.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -159,7 +158,8 @@ static void resident_memory_stays_at_the_high_water_mark(void) {
     size_t bytes = (size_t)(64 + check_random(&state) % 1000) * PTN_PAGE_BYTES;
     for (int i = 0; i < 16; i++) memset(blocks[i] = take(NULL, bytes), 1, bytes);
     ptn_arena_stats now = stats();
-    CHECK(now.resident_bytes <= now.high_water_bytes + now.slack_bytes && now.resident_bytes == now.live_bytes + now.cached_bytes);
+    CHECK(now.resident_bytes <= now.high_water_bytes + now.slack_bytes);
+    CHECK(now.resident_bytes == now.live_bytes + now.cached_bytes);
     CHECK(resident_bytes() - outside_bytes < now.resident_bytes + 6 * PTN_MIB);
     for (int i = 0; i < 16; i++) ptn_arena_free(blocks[(5 * i) % 16]);
     ptn_arena_check();
@@ -172,10 +172,32 @@ static void resident_memory_stays_at_the_high_water_mark(void) {
   ptn_arena_check();
 }
 
+/* Pages that lay on huge pages once must not come back as such when only some of them are put to use again. */
+static void huge_pages_bring_nothing_that_is_not_counted(void) {
+  enum { pair_count = 30 };
+  char *pages[pair_count], *rests[pair_count], *whole = take(NULL, pair_count * PTN_HUGE_BYTES);
+  memset(whole, 1, pair_count * PTN_HUGE_BYTES);
+  ptn_arena_free(whole);
+  ptn_arena_trim(0);
+  uint64_t outside_bytes = resident_bytes() - stats().resident_bytes;
+  for (int i = 0; i < pair_count; i++) {
+    pages[i] = take(NULL, PTN_PAGE_BYTES);
+    rests[i] = take(NULL, PTN_HUGE_BYTES - PTN_PAGE_BYTES);
+  }
+  for (int i = 0; i < pair_count; i++) ptn_arena_free(rests[i]);
+  ptn_arena_trim(0);
+  for (int i = 0; i < pair_count; i++) memset(pages[i], 1, PTN_PAGE_BYTES);
+  CHECK(resident_bytes() - outside_bytes < stats().resident_bytes + 6 * PTN_MIB);
+  for (int i = 0; i < pair_count; i++) ptn_arena_free(pages[i]);
+}
+
 static void cached_memory_counts_against_the_limits(void) {
   ptn_arena_free(take(NULL, 64 * PTN_MIB));
   CHECK(stats().resident_bytes >= 64 * PTN_MIB);
   ptn_account *limited = account(8 * PTN_MIB);
+  CHECK(stats().resident_bytes - stats().slack_bytes <= 8 * PTN_MIB);
+  ptn_arena_free(take(NULL, 64 * PTN_MIB));
+  CHECK(stats().resident_bytes - stats().slack_bytes <= 8 * PTN_MIB);
   void *block = take(limited, 6 * PTN_MIB);
   CHECK(stats().resident_bytes - stats().slack_bytes <= 8 * PTN_MIB);
   ptn_arena_free(block);
@@ -238,7 +260,11 @@ static void a_system_that_refuses_is_an_error(void) {
 /* Random requests of all sizes and owners, held against a plain list of what was asked; contents are checked when freed. */
 static void random_requests_hold_every_invariant(void) {
   enum { count = 400 };
-  static struct { unsigned char *block, mark; size_t bytes; int owner; } held[count];
+  static struct {
+    unsigned char *block, mark;
+    size_t bytes;
+    int owner;
+  } held[count];
   ptn_account *owners[3] = {NULL, account(20 * PTN_MIB), account(0)};
   uint64_t state = 42, live_bytes[3] = {0};
   for (int round = 0; round < 20000; round++) {
@@ -281,6 +307,7 @@ int main(void) {
   pressure_is_asked_until_it_can_do_no_more();
   blocks_outlive_their_account();
   resident_memory_stays_at_the_high_water_mark();
+  huge_pages_bring_nothing_that_is_not_counted();
   cached_memory_counts_against_the_limits();
   a_size_freed_is_reused_without_the_system();
   the_child_of_a_fork_has_an_arena();

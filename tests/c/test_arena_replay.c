@@ -1,7 +1,6 @@
 /* A training step replayed: the requests of a transformer's forward, backward and update, the same each step. After the first
  * steps almost nothing may be asked of the system or given back, while resident memory stays at the peak of live memory. */
-/* sources: csrc/device/host.c csrc/memory/account.c csrc/memory/arena.c csrc/memory/fit_tree.c csrc/memory/metadata.c
-   csrc/memory/page_map.c csrc/memory/slabs.c csrc/memory/stretches.c */
+/* sources: csrc/device/?*.c csrc/memory/?*.c */
 #include <stdbool.h>
 #include <string.h>
 
@@ -30,8 +29,15 @@ static void *take(size_t count) {
 static size_t weight_count(int i) { return (i == 0 ? 3 : i == 1 ? 1 : 4) * width * width; }
 
 static size_t saved_floats(int i) {
-  const size_t sizes[saved_count] = {tokens, tokens * width, 3 * tokens * width, heads * tokens * tokens, heads * tokens * tokens,
-                                     tokens * width, 4 * tokens * width, 4 * tokens * width, tokens};
+  const size_t sizes[saved_count] = {tokens,
+                                     tokens * width,
+                                     3 * tokens * width,
+                                     heads * tokens * tokens,
+                                     heads * tokens * tokens,
+                                     tokens * width,
+                                     4 * tokens * width,
+                                     4 * tokens * width,
+                                     tokens};
   return sizes[i];
 }
 

@@ -1,6 +1,5 @@
 /* The arena from many threads: blocks are freed by other threads than took them, a limit is never passed, processes fork. */
-/* sources: csrc/device/host.c csrc/memory/account.c csrc/memory/arena.c csrc/memory/fit_tree.c csrc/memory/metadata.c
-   csrc/memory/page_map.c csrc/memory/slabs.c csrc/memory/stretches.c */
+/* sources: csrc/device/?*.c csrc/memory/?*.c */
 /* threads */
 #include <stdatomic.h>
 #include <string.h>

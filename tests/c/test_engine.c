@@ -76,7 +76,6 @@ static void look_at(world *w, uint32_t c) {
   bool conflict;
   CHECK_OK(ptn_engine_demand(w->engine, c, &conflict));
   CHECK(!conflict);
-  ptn_engine_use(w->engine, c);
   const char *memory = ptn_engine_region(w->engine, c)->memory;
   for (uint32_t i = 0; i < PER_CHUNK; i++) {
     const twin *t = &w->twins[c * PER_CHUNK + i];
@@ -127,6 +126,7 @@ static void one_step(world *w, int passes, bool late, float scale, bool skip) {
       }
     }
   }
+  for (int i = 0; i < 4; i++) look_at(w, (uint32_t)(check_random(&seed) % CHUNKS)); /* still the old values */
   if (skip) {
     ptn_engine_drop(w->engine);
     for (uint32_t i = 0; i < PARAMS; i++) w->twins[i].has_sum = false;
@@ -134,6 +134,7 @@ static void one_step(world *w, int passes, bool late, float scale, bool skip) {
   }
   CHECK_OK(ptn_engine_flush(w->engine));
   CHECK_OK(ptn_engine_update_spilled(w->engine, scale));
+  ptn_engine_seek(w->engine, (uint32_t)(check_random(&seed) % (2 * CHUNKS))); /* reads while updates are under way */
   CHECK_OK(ptn_engine_wait(w->engine));
   for (uint32_t i = 0; i < PARAMS; i++)
     if (w->twins[i].has_sum && ptn_engine_in_memory(w->engine, w->params[i].chunk))

@@ -60,7 +60,8 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
     dropped += drop[i];
   }
   uint64_t head = upto(random, 1 << 21);
-  phases[n_phases++] = (ptn_phase){-1, false, (uint64_t)kept, (uint64_t)kept + head, (uint64_t)dropped, (uint64_t)dropped + head};
+  phases[n_phases++] = (ptn_phase){-1, false, (uint64_t)kept, (uint64_t)kept + head,
+                                   (uint64_t)dropped, (uint64_t)dropped + head + upto(random, 2048)};
   for (uint32_t i = n_blocks; i-- > 0;) {
     uint64_t work = upto(random, 1 << 18);
     phases[n_phases++] = (ptn_phase){(int32_t)i, true, (uint64_t)kept, (uint64_t)kept + work,
@@ -98,18 +99,23 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
 static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) {
   const ptn_phase *phases = of->phases, *phase = &phases[at];
   uint32_t n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
-  bool any_keep = n_blocks == 0;
-  for (uint32_t i = 0; i < n_blocks; i++) any_keep |= !ptn_mode_recomputes(modes[i]);
+  bool any_keep = n_blocks == 0, any_recompute = false;
+  for (uint32_t i = 0; i < n_blocks; i++) {
+    any_keep |= !ptn_mode_recomputes(modes[i]);
+    any_recompute |= ptn_mode_recomputes(modes[i]);
+  }
   bool recompute = phase->block < 0 ? !any_keep : ptn_mode_recomputes(modes[phase->block]);
   int64_t now = (int64_t)(recompute ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+  int64_t other = any_recompute && any_keep && phase->block < 0 ? (int64_t)phase->checkpoint_peak_bytes : 0;
   for (uint32_t b = 0; b < n_blocks; b++) {
     uint32_t forward = 1 + b, backward = n_phases - 2 - b;
     if (forward >= at || backward <= at) continue;
     int64_t kept = (int64_t)(phases[forward + 1].keep_entry_bytes - phases[forward].keep_entry_bytes);
     int64_t dropped = (int64_t)(phases[forward + 1].checkpoint_entry_bytes - phases[forward].checkpoint_entry_bytes);
     now += (ptn_mode_recomputes(modes[b]) ? dropped : kept) - (recompute ? dropped : kept);
+    other += (ptn_mode_recomputes(modes[b]) ? dropped : kept) - dropped;
   }
-  return now;
+  return now > other || !(any_recompute && any_keep && phase->block < 0) ? now : other;
 }
 
 static uint64_t plain_peak(const model *of, const answer *given) {

@@ -1,0 +1,290 @@
+"""The dry run against reality: live bytes of real steps as the arena counts them; and it leaves the model as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from protrain import _core
+from protrain.blocks import find_blocks
+from protrain.dryrun import DryRun, DryRunError, dry_run
+
+transformers = pytest.importorskip("transformers")
+
+
+def chunks_of(model: nn.Module) -> dict[int, int]:
+    """A chunk for each block, and one for each other parameter: first those before the blocks, as they are registered."""
+    block_of = {id(p): number for number, (_, block) in enumerate(find_blocks(model)) for p in block.parameters()}
+    chunks: dict[int, int] = {}
+    number_of: dict[Any, int] = {}
+    for p in model.parameters():
+        key = block_of.get(id(p), ("alone", id(p)))
+        chunks[id(p)] = number_of.setdefault(key, len(number_of))
+    return chunks
+
+
+def predict(model: nn.Module, args: tuple[Any, ...] = (), rounding: Callable[[int], int] | None = None, **kwargs: Any) -> DryRun:
+    blocks = [block for _, block in find_blocks(model)]
+    return dry_run(model, args, kwargs, blocks, chunks_of(model), round_bytes=rounding or _core.rounded_bytes)
+
+
+@pytest.fixture
+def arena(disk: Path) -> Iterator[_core.Engine]:
+    """Counts all tensors made while it is there."""
+    engine = _core.Engine(str(disk), 1 << 40, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
+    engine.use_account(True)
+    yield engine
+    engine.use_account(False)
+    engine.close()
+
+
+def real_peak(arena: _core.Engine, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+              recompute: bool | list[bool]) -> int:
+    """The highest live bytes of one real step in which a chunk's gradients go when they are complete."""
+    chunk_of = chunks_of(model)
+    members: dict[int, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            members.setdefault(chunk_of[id(p)], []).append(p)
+    missing = {chunk: len(parameters) for chunk, parameters in members.items()}
+
+    def arrived(p: torch.Tensor) -> None:
+        chunk = chunk_of[id(p)]
+        missing[chunk] -= 1
+        if missing[chunk] == 0:
+            for member in members[chunk]:
+                member.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(arrived) for p in model.parameters() if p.requires_grad]
+    again = [recompute] * len(find_blocks(model)) if isinstance(recompute, bool) else recompute
+    blocks = [block for (_, block), wanted in zip(find_blocks(model), again, strict=True) if wanted]
+    for block in blocks:
+        def repeated(*a: Any, _forward: Any = block.forward, **k: Any) -> Any:
+            return checkpoint(_forward, *a, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **k)
+
+        block.__dict__["forward"] = repeated
+    arena.mark()
+    before = arena.stats()["live_bytes"]
+    try:
+        output = model(*args, **kwargs)
+        loss = getattr(output, "loss", None)
+        start = output if loss is None else loss
+        start.backward(None if start.numel() == 1 else torch.empty_like(start))
+        return arena.mark() - before
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block in blocks:
+            del block.__dict__["forward"]
+        model.zero_grad()
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=3, n_embd=128, n_head=4, vocab_size=2000, bos_token_id=0, eos_token_id=0, use_cache=False)).train()  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=344,
+        vocab_size=2000, use_cache=False)).train()  # fmt: skip
+
+
+def opt() -> nn.Module:
+    return transformers.OPTForCausalLM(transformers.OPTConfig(
+        hidden_size=128, word_embed_proj_dim=128, num_hidden_layers=3, num_attention_heads=4, ffn_dim=512, vocab_size=2000,
+        use_cache=False)).train()  # fmt: skip
+
+
+def t5() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        d_model=128, num_layers=2, num_heads=4, d_kv=32, d_ff=512, vocab_size=2000, decoder_start_token_id=0, pad_token_id=0,
+        use_cache=False)).train()  # fmt: skip
+
+
+def mlp() -> nn.Module:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 128), nn.LayerNorm(128))
+
+    return nn.Sequential(*(layer() for _ in range(4)))
+
+
+def convolutions() -> nn.Module:
+    first, second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.MaxPool2d(2), nn.Flatten())
+
+
+def tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 2000, (rows, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, opt, t5], ids=lambda build: build.__name__)
+@pytest.mark.parametrize(("rows", "length"), [(1, 64), (4, 128), (1, 512)])
+def test_language_models_are_predicted_within_two_percent(
+    build: Callable[[], nn.Module], rows: int, length: int, arena: _core.Engine
+) -> None:
+    model, batch = build(), tokens(rows, length)
+    run = predict(model, **batch)
+    for recompute, predicted in ((False, run.keep_peak_bytes), (True, run.checkpoint_peak_bytes)):
+        real = real_peak(arena, model, (), batch, recompute)
+        assert 0.99 * real <= predicted <= 1.02 * real, (recompute, predicted, real)
+    head = run.phases[len(find_blocks(model)) + 1]
+    assert head.checkpoint_entry_bytes < head.keep_entry_bytes
+
+
+@pytest.mark.parametrize(("build", "shape"), [(mlp, (500, 128)), (mlp, (4, 32, 128)), (convolutions, (8, 3, 32, 32))])
+def test_plain_models_are_predicted_within_two_percent(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], arena: _core.Engine
+) -> None:
+    model, args = build(), (torch.randn(shape),)
+    run = predict(model, args)
+    for recompute, predicted in ((False, run.keep_peak_bytes), (True, run.checkpoint_peak_bytes)):
+        real = real_peak(arena, model, args, {}, recompute)
+        assert 0.99 * real <= predicted <= 1.02 * real, (recompute, predicted, real)
+
+
+class Around(nn.Module):
+    """One operation behind a parameter, so that it has a backward."""
+
+    def __init__(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.operation = operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operation(x * self.weight)
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(8, 32, 4, 16).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        attention, nn.GELU(), nn.Softmax(-1), nn.LayerNorm(64), nn.RMSNorm(64), nn.GroupNorm(4, 32),
+        lambda x: torch.einsum("bij,bkj->bik", x, x), lambda x: x.cumsum(-1), lambda x: x[:, torch.arange(5)], torch.mean,
+    ],
+)  # fmt: skip
+def test_operations_alone_are_predicted(operation: Callable[[torch.Tensor], torch.Tensor], arena: _core.Engine) -> None:
+    model, args = Around(operation), (torch.randn(8, 32, 64),)
+    model.operation = operation
+    predicted, real = predict(model, args).keep_peak_bytes, real_peak(arena, model, args, {}, False)
+    assert 0.99 * real <= predicted <= 1.02 * real + (16 << 10), (predicted, real)
+
+
+def test_phases_accesses_and_completion() -> None:
+    model = gpt2()
+    run = predict(model, **tokens(2, 32))
+    order = [(-1, False), (0, False), (1, False), (2, False), (-1, False), (2, True), (1, True), (0, True), (-1, True)]
+    assert [(phase.block, phase.backward) for phase in run.phases] == order
+    assert all(phase.keep_entry_bytes <= phase.keep_peak_bytes for phase in run.phases)
+    assert all(phase.checkpoint_entry_bytes <= phase.checkpoint_peak_bytes for phase in run.phases)
+    chunk = chunks_of(model)
+    names = {name: chunk[id(p)] for name, p in model.named_parameters()}
+    assert run.complete_phase[names["transformer.wte.weight"]] == 8  # tied: used at both ends
+    assert [run.complete_phase[names[f"transformer.h.{i}.ln_1.weight"]] for i in (2, 1, 0)] == [5, 6, 7]
+    blocks = [names[f"transformer.h.{i}.ln_1.weight"] for i in range(3)]
+    assert run.accesses[0] == names["transformer.wte.weight"]
+    assert [c for c in run.accesses if c in blocks] == [*blocks, *reversed(blocks)]
+    assert all(a != b for a, b in zip(run.accesses, run.accesses[1:], strict=False))
+    assert set(run.accesses) == set(chunk.values())
+    assert run.output_count == 1
+
+
+def test_both_runs_meet_at_both_ends() -> None:
+    """What the planner's composition rests on: runs differ only by what blocks between their forward and backward retain."""
+    run = predict(llama(), **tokens(2, 64))
+    first, last = run.phases[1], run.phases[-1]
+    assert first.keep_entry_bytes == first.checkpoint_entry_bytes
+    assert last.keep_entry_bytes == last.checkpoint_entry_bytes
+    head = run.phases[4]
+    kept, recomputed = head.keep_peak_bytes - head.keep_entry_bytes, head.checkpoint_peak_bytes - head.checkpoint_entry_bytes
+    assert abs(kept - recomputed) <= 0.01 * kept
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, t5], ids=lambda build: build.__name__)
+def test_planner_composes_mixed_modes_as_they_really_are(build: Callable[[], nn.Module], arena: _core.Engine) -> None:
+    model, batch = build(), tokens(3, 128)
+    run = predict(model, **batch)
+    phases = [(p.block, p.backward, p.keep_entry_bytes, p.keep_peak_bytes, p.checkpoint_entry_bytes, p.checkpoint_peak_bytes)
+              for p in run.phases]  # fmt: skip
+    n_blocks = len(find_blocks(model))
+    for first, last, stride in ((0, 1, 1), (0, 2, 1), (1, n_blocks, 1), (0, n_blocks, 2)):
+        recompute = [number in range(first, last, stride) for number in range(n_blocks)]
+        modes = [2 if again else 0 for again in recompute]
+        planned = _core.make_plan(1 << 40, 0, [], phases, [], 1, 3, n_blocks, modes, -1, False)["peak_bytes"]
+        real = real_peak(arena, model, (), batch, recompute)
+        assert 0.99 * real <= planned <= 1.03 * real, (modes, planned, real)
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model, batch = gpt2(), tokens(2, 16)
+    model.transformer.h[0].eval()
+    p = next(model.parameters())
+    p.grad = torch.ones_like(p)
+    model.register_buffer("extra", torch.arange(4.0))
+    called = []
+    model.transformer.h[1].register_forward_hook(lambda *_: called.append(1))
+    state = copy.deepcopy(model.state_dict())
+    random_state, flags = torch.get_rng_state(), [module.training for module in model.modules()]
+    keys = [sorted(module.__dict__) for module in model.modules()]
+    predict(model, **batch)
+    assert not called
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert flags == [module.training for module in model.modules()]
+    assert keys == [sorted(module.__dict__) for module in model.modules()]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(p.grad, torch.ones_like(p))
+    assert all(q.grad is None for q in list(model.parameters())[1:])
+    assert not any(q._post_accumulate_grad_hooks for q in model.parameters())
+
+
+def test_a_meta_model_gives_the_same_and_so_does_a_second_run() -> None:
+    real, batch = gpt2(), tokens(2, 16)
+    with torch.device("meta"):
+        meta = gpt2()
+    assert predict(real, **batch) == predict(real, **batch) == predict(meta, **batch)
+
+
+def test_held_output_counts() -> None:
+    model, batch = gpt2(), tokens(2, 64)
+    blocks, chunks = [block for _, block in find_blocks(model)], chunks_of(model)
+    held, dropped = (
+        dry_run(model, (), batch, blocks, chunks, round_bytes=_core.rounded_bytes, hold_output=hold) for hold in (True, False)
+    )
+    logits = 2 * 64 * 2000 * 4
+    assert held.phases[-2].keep_entry_bytes - dropped.phases[-2].keep_entry_bytes >= logits
+
+
+def test_batch_and_buffers_are_fixed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.register_buffer("extra", torch.zeros(100))
+    assert predict(model, (torch.zeros(10, 8),), lambda size: size).fixed_bytes == 100 * 4 + 10 * 8 * 4
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+def test_what_cannot_be_foreseen_is_an_error() -> None:
+    with pytest.raises(DryRunError, match="DataDependent"):
+        predict(Deciding(), (torch.ones(2, 4),))
+    with pytest.raises(DryRunError, match="requires a gradient"):
+        predict(nn.Linear(4, 4).requires_grad_(False), (torch.ones(2, 4),))
+    with pytest.raises(DryRunError, match="mkldnn_rnn_layer"):
+        predict(nn.LSTM(4, 4), (torch.ones(2, 3, 4),))
