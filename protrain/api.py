@@ -18,7 +18,7 @@ from .errors import BudgetError, Error, PlanError
 from .layout import make_layout
 from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
 from .planning import Plan, arrange, check_modes, check_plan, refuse
-from .session import Session, Settings
+from .session import Session, Settings, takes_use_cache
 from .sizes import default_disk_folder, default_memory_bytes, parse_bytes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -274,6 +274,8 @@ def plan(
         raise PlanError(f"device is {device!r}; only the CPU is supported yet")
     budget = default_memory_bytes() if memory is None else parse_bytes(memory)
     args, kwargs = _arguments(batch)
+    if takes_use_cache(model):
+        kwargs = {"use_cache": False} | kwargs
     n_states = 2
     groups = {id(p): 0 for _, p in named if p.requires_grad}
     if optimizer is not None:

@@ -456,7 +456,8 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
         Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak)
         for a, b in zip(keep.segments, recompute.segments, strict=True)
     )
-    complete = {chunk: max(number, recompute.complete[chunk]) for chunk, number in keep.complete.items()}
+    chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
+    complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(
         phases,
         tuple(recompute.accesses),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -96,6 +97,7 @@ class Session:
         self._wrapped: list[tuple[nn.Module, str]] = []
         self._dry_runs: list[tuple[tuple[tuple[int, ...], ...], DryRun | None]] = []
         self._measured_bytes = 0
+        self._takes_use_cache = takes_use_cache(model)
         self.modes: tuple[str, ...] = self.arrangement.plan.block_modes
         self.planned = False
         # the step under way
@@ -282,9 +284,20 @@ class Session:
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
+        self.modes = self.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
             self.plan_for(args, kwargs)
+            self._make_room()
         self.engine.seek(0)
+
+    def _make_room(self) -> None:
+        """What a user still holds, such as the graph of a step that was not made, may leave too little for what is planned: then
+        the blocks of this forward are recomputed."""
+        plan = self.arrangement.plan
+        held = self.engine.stats()["live_bytes"] - self.arrangement.static_bytes
+        foreseen = max((run.fixed_bytes for _, run in self._dry_runs if run is not None), default=0)
+        if self.passes == 0 and held - foreseen > self.settings.memory_bytes - plan.peak_bytes and self.settings.block_modes is None:
+            self.modes = tuple("checkpoint" for _ in self.blocks)
 
     def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.modes[number] == "keep" or not torch.is_grad_enabled() or self.frame is not None:
@@ -667,6 +680,8 @@ class Session:
         self._wrapped.append((module, "forward"))
 
     def _model_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
+            kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
         self.begin_forward(args, kwargs)
         return forward(*args, **kwargs)
 
@@ -708,6 +723,11 @@ class Session:
         self.closed = True
         self.engine.close()
         _core.trim(0)
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Whether it is a transformers model that keeps keys for generation unless told not to."""
+    return hasattr(model, "config") and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
