@@ -1,21 +1,36 @@
-"""protrain: train PyTorch models whose training state does not fit the memory, bit for bit as plain torch does."""
+"""protrain: train PyTorch models whose training state does not fit the memory, bit for bit as plain torch does.
 
-import atexit as _atexit
+torch is imported by the first use of a name, so that `protrain --help` answers at once.
+"""
 
-import torch as _torch  # noqa: F401  (the extension links against its libraries)
+from typing import TYPE_CHECKING, Any
 
-from . import _core
-from .api import Status, close_all, plan, session_of, status, unwrap, wrap
-from .errors import BudgetError, DiskError, Error, OutOfMemoryError, PlanError, StepError
-from .optimizers import Optimizer
-from .planning import Plan
+if TYPE_CHECKING:
+    from .api import Status, plan, session_of, status, unwrap, wrap
+    from .checkpoint import load, save
+    from .errors import BudgetError, DiskError, Error, OutOfMemoryError, PlanError, StepError
+    from .optimizers import Optimizer
+    from .planning import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BudgetError", "DiskError", "Error", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Status", "StepError", "plan",
-    "session_of", "status", "unwrap", "wrap",
+    "BudgetError", "DiskError", "Error", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Status", "StepError", "load", "plan",
+    "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
 
-_core.install_allocator()
-_atexit.register(close_all)
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'protrain' has no attribute {name!r}")
+    from . import api, checkpoint, errors, optimizers, planning
+
+    for module in (api, checkpoint, errors, optimizers, planning):
+        if name in vars(module):
+            globals()[name] = vars(module)[name]
+            return globals()[name]
+    raise AttributeError(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

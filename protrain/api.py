@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Callable
@@ -344,3 +345,7 @@ def close_all() -> None:
             session.engine.close()
         except Error:
             continue
+
+
+_core.install_allocator()
+atexit.register(close_all)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from protrain import tensorfiles
 from protrain.cli import export, machine, model, words
 from protrain.cli.bench_worker import materialize
 
@@ -173,7 +174,7 @@ def tensors(built: Any) -> list[tuple[str, torch.Tensor]]:
 def test_shards_hold_the_weights(tmp_path: Path, shard_bytes: int) -> None:
     built = real(small())
     small().save_pretrained(tmp_path)
-    written = export.write_weights(tmp_path, export.entries(built), tensors(built), shard_bytes)
+    written = tensorfiles.write_tensors(tmp_path, tensorfiles.entries(built), tensors(built), shard_bytes)
     assert written == sum(4 * tensor.numel() for tensor in built.parameters())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == {10**9: 1, 1: len(tensors(built))}.get(shard_bytes, len(files))
@@ -196,11 +197,11 @@ def test_a_tensor_that_is_not_the_one_expected_is_refused(tmp_path: Path, change
         "type": [(name, tensor.to(torch.bfloat16)), *found[1:]],
     }[change]
     with pytest.raises(words.CommandError, match="nothing was saved"):
-        export.write_weights(tmp_path, export.entries(built), found)
+        tensorfiles.write_tensors(tmp_path, tensorfiles.entries(built), found)
 
 
 def leave_half(target: str) -> None:
-    with export.replaced(target) as fresh:
+    with tensorfiles.replaced(target) as fresh:
         (fresh / "half").write_text("x")
         raise KeyboardInterrupt
 
@@ -211,11 +212,11 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         leave_half(str(target))
     assert list(tmp_path.iterdir()) == []
     for content in ("old", "new"):
-        with export.replaced(str(target)) as fresh:
+        with tensorfiles.replaced(str(target)) as fresh:
             (fresh / "config.json").write_text(content)
         assert [path.name for path in target.parent.iterdir()] == ["b"]
         assert (target / "config.json").read_text() == content
-    with pytest.raises(ValueError, match="late"), export.replaced(str(target)):
+    with pytest.raises(ValueError, match="late"), tensorfiles.replaced(str(target)):
         raise ValueError("late")
     assert (target / "config.json").read_text() == "new"
     assert [path.name for path in target.parent.iterdir()] == ["b"]

@@ -1,136 +1,18 @@
-"""The folder that --out names: config, weights and tokenizer, for from_pretrained.
-
-The weights are written tensor by tensor into safetensors shards, so that one tensor at a time is in memory: names, shapes
-and types are known before, which is all that a shard's header needs. Everything goes into a folder beside the target,
-which takes the target's name at the end: the target is the old one or the whole new one, never a part.
-"""
+"""The folder that --out names: config, weights and tokenizer, for from_pretrained."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 import os
-import shutil
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from protrain.cli import interrupt
 from protrain.cli.words import CommandError
-
-SHARD_BYTES = 5 * 10**9
-_TYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-class Entry(NamedTuple):
-    """What is known of a tensor before it is there."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def entries(model: nn.Module) -> list[Entry]:
-    """The tensors of a model's state dict in its order, a tied one once. The model's parameters may be on any device."""
-    found: list[Entry] = []
-    seen: set[int] = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):  # no state_dict: it would copy the whole model
-        saved = {
-            **module._parameters,
-            **{name: module._buffers[name] for name in module._buffers if name not in module._non_persistent_buffers_set},
-        }
-        for name, tensor in saved.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found.append(Entry(f"{prefix}.{name}" if prefix else name, tuple(tensor.shape), tensor.dtype))
-    return found
-
-
-def write_weights(
-    folder: Path, expected: list[Entry], tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
-) -> int:
-    """Write `tensors`, which must come as `expected` says, into one or more safetensors files.
-
-    Args: folder, which exists; shard_bytes, the most a file's tensors take (a larger tensor has a file of its own).
-    Returns the bytes of all tensors. Raises CommandError where a tensor is not the one expected.
-    """
-    shards: list[list[Entry]] = [[]]
-    size_bytes = 0
-    for entry in expected:
-        if shards[-1] and size_bytes + entry.size_bytes > shard_bytes:
-            shards.append([])
-            size_bytes = 0
-        shards[-1].append(entry)
-        size_bytes += entry.size_bytes
-    count = len(shards)
-    names = (
-        ["model.safetensors"]
-        if count == 1
-        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    )
-    source = iter(tensors)
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, source)
-    if (extra := next(source, None)) is not None:
-        raise CommandError(f"the model gave one more tensor than it has: {extra[0]!r}; nothing was saved")
-    total_bytes = sum(entry.size_bytes for entry in expected)
-    if count > 1:
-        index = {
-            "metadata": {"total_size": total_bytes},
-            "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return total_bytes
-
-
-def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in shard:
-        header[entry.name] = {
-            "dtype": _TYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.size_bytes],
-        }
-        offset += entry.size_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for entry in shard:
-            name, tensor = next(source, ("nothing more", None))
-            if tensor is None or Entry(name, tuple(tensor.shape), tensor.dtype) != entry:
-                raise CommandError(
-                    f"the model gave {name!r} where {entry.name!r} of shape {entry.shape} "
-                    f"and type {entry.dtype} was due; nothing was saved"
-                )
-            flat = tensor.detach().contiguous().view(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+from protrain.tensorfiles import entries, replaced, write_tensors
 
 
 def check_target(folder: str) -> None:
@@ -142,62 +24,13 @@ def check_target(folder: str) -> None:
             break
         above = above.parent
     if not above.is_dir():
-        raise CommandError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
+        raise PlanError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise CommandError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
+        raise PlanError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
     if os.path.lexists(target) and not target.is_dir():
-        raise CommandError(f"--out {folder!r} is a file; give a folder")
+        raise PlanError(f"--out {folder!r} is a file; give a folder")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise CommandError(f"--out {folder!r} holds files that are no model; give a new or an empty folder")
-
-
-@contextmanager
-def replaced(folder: str) -> Iterator[Path]:
-    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not."""
-    target = Path(folder).absolute()
-    made = _make_parents(target.parent)
-    fresh = target.parent / f".{target.name}.{os.getpid()}.partial"
-    old = target.parent / f".{target.name}.{os.getpid()}.old"
-    interrupt.litter.update((str(fresh), str(old)))
-    try:
-        fresh.mkdir()
-        yield fresh
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except BaseException:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            raise
-        made.clear()
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        for parent in reversed(made):
-            parent.rmdir()
-        interrupt.litter.difference_update((str(fresh), str(old)))
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """Make the folders that are missing; returns them, the outermost first."""
-    missing: list[Path] = []
-    while not folder.exists():
-        missing.insert(0, folder)
-        folder = folder.parent
-    for path in missing:
-        path.mkdir()
-    return missing
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        raise PlanError(f"--out {folder!r} holds files that are no model; give a new or an empty folder")
 
 
 def save(
@@ -209,9 +42,14 @@ def save(
     tied ones once; tokenizer, a transformers tokenizer. Returns the bytes of the weights.
     """
     with replaced(folder) as fresh:
-        config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(str(fresh))
-        tokenizer.save_pretrained(str(fresh))  # type: ignore[attr-defined]
-        written_bytes = write_weights(fresh, entries(model), tensors())
+        add_files(fresh, model, config, tokenizer)
+        written_bytes = write_tensors(fresh, entries(model), tensors())
     return written_bytes
+
+
+def add_files(fresh: Path, model: nn.Module, config: Any, tokenizer: object) -> None:
+    """What stands beside the weights: the config as it was read, with the model's class, and the tokenizer."""
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(str(fresh))
+    tokenizer.save_pretrained(str(fresh))  # type: ignore[attr-defined]

@@ -59,11 +59,10 @@ def prepare(words: Words) -> Setup:
     """Check everything that can be checked at once. Raises CommandError or DataError."""
     if words.resume is not None and not os.path.isdir(words.resume):
         raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
-    for option, value in (("--resume", words.resume), ("--save-every", words.save_every)):
-        if value is not None:
-            raise CommandError(
-                f"{option}: checkpoints are not there yet in this version; train without it, --out saves the finished model"
-            )
+    if words.resume is not None and not os.path.isfile(os.path.join(words.resume, "protrain.json")):
+        raise CommandError(f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every")
+    if words.save_every is not None and words.out is None:
+        raise CommandError(f"--save-every {words.save_every} needs --out, the folder to save into")
     files = text_files(words.data)
     if words.out is not None:
         from protrain.cli.export import check_target
@@ -171,13 +170,19 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     torch.manual_seed(words.seed)  # of the dropout; the weights have random numbers of their own
     display.stage("the first step, which is also the profile")
     begin = time.monotonic()
-    losses = _steps(words, setup.seq, tokens, model, optimizer, display)
+    if words.resume is not None:
+        protrain.load(model, optimizer, words.resume)
+        done = protrain.status(model).steps
+        if done >= words.steps:
+            raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
+    saver = _Saver(words.out, words.save_every, setup.config, tokenizer)
+    losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver)
     seconds = time.monotonic() - begin
     status = fields_of(protrain.status(model))
     saved_bytes = 0
     if words.out is not None:
         display.stage("saving")
-        saved_bytes = _save(words.out, model, setup.config, tokenizer)
+        saved_bytes = saver.finish(model, optimizer)
     display.finish(
         Summary(
             losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status
@@ -198,7 +203,9 @@ def _refuse_early(words: Words, seq: int, model: Any) -> None:
         protrain.plan(model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm)
 
 
-def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display) -> list[float]:
+def _steps(
+    words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver
+) -> list[float]:
     """The loop; returns the loss of the first and of the last step."""
     import torch
 
@@ -207,7 +214,8 @@ def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, disp
 
     first = last = 0.0
     before = protrain.status(model)
-    for number in range(1, words.steps + 1):
+    start = before.steps + 1
+    for number in range(start, words.steps + 1):
         begin = time.monotonic()
         last = 0.0
         for part in range(words.accumulate):
@@ -221,7 +229,7 @@ def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, disp
         if interrupt.pressed():  # a callback may have swallowed the exception
             raise KeyboardInterrupt
         seconds = time.monotonic() - begin
-        first = last if number == 1 else first
+        first = last if number == start else first
         now = protrain.status(model)
         display.step(
             Step(
@@ -237,15 +245,42 @@ def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, disp
             )
         )
         before = now
+        saver.after(number, model, optimizer)
     return [first, last]
 
 
-def _save(folder: str, model: Any, config: Any, tokenizer: Any) -> int:
-    """Save the wrapped model one tensor after another; returns the bytes of its weights."""
-    import protrain
-    from protrain.cli.export import save
+class _Saver:
+    """Writes --out: the model at the end, or checkpoints on the way where --save-every asks for them."""
 
-    return save(folder, model, config, protrain.session_of(model).tensors, tokenizer)
+    def __init__(self, folder: str | None, every: int | None, config: Any, tokenizer: Any) -> None:
+        self.folder, self.every, self.config, self.tokenizer = folder, every, config, tokenizer
+        self.saved_step = 0
+
+    def _checkpoint(self, model: Any, optimizer: Any) -> None:
+        import protrain
+        from protrain.cli.export import add_files
+
+        assert self.folder is not None
+        protrain.save(model, optimizer, self.folder, extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer))
+
+    def after(self, number: int, model: Any, optimizer: Any) -> None:
+        """After step `number`: a checkpoint where it is due."""
+        if self.every is not None and number % self.every == 0:
+            self._checkpoint(model, optimizer)
+            self.saved_step = number
+
+    def finish(self, model: Any, optimizer: Any) -> int:
+        """After the last step; returns the bytes of the weights."""
+        import protrain
+        from protrain.cli.export import save
+        from protrain.tensorfiles import entries
+
+        assert self.folder is not None
+        if self.every is None:
+            return save(self.folder, model, self.config, protrain.session_of(model).tensors, self.tokenizer)
+        if self.saved_step != protrain.status(model).steps:
+            self._checkpoint(model, optimizer)
+        return sum(entry.size_bytes for entry in entries(model))
 
 
 def fields_of(value: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Checkpoints: weights that plain tools read, and beside them what training needs to go on bit for bit.
+
+A folder holds `model*.safetensors` (and config.json) as `from_pretrained` reads them, `optimizer*.safetensors` with the state
+arrays under "ARRAY.PARAMETER", and `protrain.json` with parameter groups, step counters and torch's random state. It is
+written tensor by tensor beside its target and takes the target's name when it is whole. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .api import session_of
+from .errors import DiskError, PlanError
+from .materialise import weight_files
+from .optimizers import Optimizer, hyper_of, state_names
+from .session import Session
+from .tensorfiles import Entry, entries, replaced, write_tensors
+
+FORMAT = 1
+
+
+def _session(model: nn.Module, optimizer: Any) -> Session:
+    session = session_of(model)
+    if not isinstance(optimizer, Optimizer) or optimizer._session is not session:
+        raise PlanError("optimizer: it is not the one that wrap returned for this model")
+    return session
+
+
+def _states(session: Session) -> Iterator[tuple[int, int, str]]:
+    """(parameter, array, name in the file) of each state array that an update has written."""
+    for entry in session.layout.entries:
+        if entry.group >= 0 and session.engine.steps(entry.index):
+            for array, name in enumerate(state_names(hyper_of(session.kind, session.groups[entry.group]))):
+                yield entry.index, 1 + array, f"{name}.{entry.name}"
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else list(value) if isinstance(value, tuple) else value
+
+
+def save(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str], *, extra: Callable[[Path], Any] | None = None
+) -> None:
+    """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole.
+
+    Args:
+        extra: called with the folder while it is written, to add files of its own (a tokenizer).
+
+    Raises:
+        PlanError: the model is not wrapped, or the optimizer is not its own.
+        DiskError: the folder cannot be written; what was there before is still there.
+    """
+    session = _session(model, optimizer)
+    folder = os.fspath(folder)
+    try:
+        with replaced(folder) as fresh:
+            if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+                model.config.save_pretrained(str(fresh))
+            write_tensors(fresh, entries(model), session.tensors())
+            states = list(_states(session))
+            expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
+            write_tensors(fresh, expected, ((name, session.value(number, array)) for number, array, name in states), stem="optimizer")
+            about = {
+                "format": FORMAT,
+                "optimizer": session.kind.__name__,
+                "steps": session.steps,
+                "param_groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in session.groups],
+                "param_steps": {e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0},
+                "torch_random_state": bytes(torch.get_rng_state().numpy()).hex(),
+            }
+            (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
+            if extra is not None:
+                extra(fresh)
+    except OSError as error:
+        if isinstance(error, DiskError):
+            raise
+        raise DiskError(
+            f"saving to {folder} failed: {error.strerror or error}", errno=error.errno or 0, filename=error.filename or folder
+        ) from error
+
+
+def _read_about(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, "protrain.json")
+    if not os.path.isfile(path):
+        raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=2, filename=path)
+    try:
+        with open(path) as file:
+            about = json.load(file)
+        if about["format"] != FORMAT:
+            raise ValueError(f"format {about['format']} is not {FORMAT}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} is no checkpoint of this version: {error}") from error
+    found: dict[str, Any] = about
+    return found
+
+
+class _Files:
+    """The tensors of safetensors files by name."""
+
+    def __init__(self, paths: list[str]) -> None:
+        from safetensors import safe_open
+
+        self.files = [safe_open(path, framework="pt") for path in paths]
+        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.where[name].get_slice(name).get_shape()) if name in self.where else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.where[name].get_tensor(name)
+        return found
+
+
+def _optimizer_files(folder: str) -> list[str]:
+    names = sorted(n for n in os.listdir(folder) if n.startswith("optimizer") and n.endswith(".safetensors"))
+    return [os.path.join(folder, name) for name in names]
+
+
+def _weight_files(folder: str) -> list[str]:
+    return [path for path in weight_files(folder) if not os.path.basename(path).startswith("optimizer")]
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Bring a wrapped model and its optimizer to the step that `save` wrote; budget and disk may be others.
+
+    Raises:
+        DiskError: the folder holds no checkpoint.
+        PlanError: it is one of another model or optimizer; nothing was changed.
+    """
+    from .session import uncounted
+
+    session = _session(model, optimizer)
+    folder = os.fspath(folder)
+    about = _read_about(folder)
+    weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
+    groups = about["param_groups"]
+    if about["optimizer"] != session.kind.__name__ or len(groups) != len(session.groups):
+        raise PlanError(f"{folder} is of {about['optimizer']} with {len(groups)} groups, the optimizer is another")
+    buffers = {name: b for name, b in model.named_buffers() if weights.shape(name) is not None}
+    wanted: list[tuple[int, int, _Files, str]] = []
+    for entry in session.layout.entries:
+        wanted.append((entry.index, 0, weights, entry.name))
+        if entry.group >= 0 and about["param_steps"].get(entry.name):
+            names = state_names(hyper_of(session.kind, session.groups[entry.group] | groups[entry.group]))
+            wanted += [(entry.index, 1 + array, states, f"{name}.{entry.name}") for array, name in enumerate(names)]
+    for number, _, files, name in wanted:
+        shape, ours = files.shape(name), tuple(session.layout.entries[number].shape)
+        if shape != ours:
+            raise PlanError(f"{folder}: tensor {name} is {'missing' if shape is None else f'of shape {shape}'}, the model's is of {ours}")
+    session.zero_grad()
+    given = {(number, array) for number, array, _, _ in wanted}
+    for number, array, files, name in wanted:
+        with uncounted():
+            session.set_value(number, files.tensor(name), array)
+    for entry in session.layout.entries:
+        if entry.group < 0:
+            continue
+        steps = int(about["param_steps"].get(entry.name, 0))
+        if steps == 0 and session.engine.steps(entry.index):
+            for array in range(1, session.n_states + 1):
+                if (entry.index, array) not in given:
+                    with uncounted():
+                        session.set_value(entry.index, torch.zeros(entry.shape), array)
+        session.engine.set_steps(entry.index, steps)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(weights.tensor(name))
+    for group, saved in zip(session.groups, groups, strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    session.steps = int(about["steps"])
+    state = bytearray.fromhex(about["torch_random_state"])
+    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())

@@ -1,0 +1,191 @@
+"""Folders of safetensors, written tensor by tensor.
+
+One tensor at a time is in memory: names, shapes and types are known before, which is all that a shard's header needs.
+Everything goes into a folder beside the target, which takes the target's name at the end: the target is the old one or the
+whole new one, never a part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .errors import DiskError, PlanError
+
+SHARD_BYTES = 5 * 10**9
+
+#: Folders that are being written: what a process that must end at once has to remove.
+litter: set[str] = set()
+
+_TYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Entry(NamedTuple):
+    """What is known of a tensor before it is there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def entries(model: nn.Module) -> list[Entry]:
+    """The tensors of a model's state dict in its order, a tied one once. The model's parameters may be on any device."""
+    found: list[Entry] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):  # no state_dict: it would copy the whole model
+        saved = {
+            **module._parameters,
+            **{name: module._buffers[name] for name in module._buffers if name not in module._non_persistent_buffers_set},
+        }
+        for name, tensor in saved.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.append(Entry(f"{prefix}.{name}" if prefix else name, tuple(tensor.shape), tensor.dtype))
+    return found
+
+
+def write_tensors(
+    folder: Path,
+    expected: list[Entry],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shard_bytes: int = SHARD_BYTES,
+    stem: str = "model",
+) -> int:
+    """Write `tensors`, which must come as `expected` says, into one or more safetensors files whose names begin with `stem`.
+
+    Args: folder, which exists; shard_bytes, the most a file's tensors take (a larger tensor has a file of its own).
+    Returns the bytes of all tensors. Raises PlanError where a tensor is not the one expected.
+    """
+    shards: list[list[Entry]] = [[]]
+    size_bytes = 0
+    for entry in expected:
+        if shards[-1] and size_bytes + entry.size_bytes > shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(entry)
+        size_bytes += entry.size_bytes
+    count = len(shards)
+    names = (
+        [f"{stem}.safetensors"]
+        if count == 1
+        else [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    )
+    source = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard, source)
+    if (extra := next(source, None)) is not None:
+        raise PlanError(f"the model gave one more tensor than it has: {extra[0]!r}; nothing was saved")
+    total_bytes = sum(entry.size_bytes for entry in expected)
+    if count > 1:
+        index = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
+        }
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return total_bytes
+
+
+def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in shard:
+        header[entry.name] = {
+            "dtype": _TYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.size_bytes],
+        }
+        offset += entry.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry in shard:
+            name, tensor = next(source, ("nothing more", None))
+            if tensor is None or Entry(name, tuple(tensor.shape), tensor.dtype) != entry:
+                raise PlanError(
+                    f"the model gave {name!r} where {entry.name!r} of shape {entry.shape} "
+                    f"and type {entry.dtype} was due; nothing was saved"
+                )
+            flat = tensor.detach().contiguous().view(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replaced(folder: str) -> Iterator[Path]:
+    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not."""
+    target = Path(folder).absolute()
+    try:
+        made = _make_parents(target.parent)
+    except OSError as error:
+        raise DiskError(f"{folder} cannot be made: {error.strerror}", errno=error.errno or 0, filename=str(folder)) from None
+    fresh = target.parent / f".{target.name}.{os.getpid()}.partial"
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    litter.update((str(fresh), str(old)))
+    try:
+        fresh.mkdir()
+        yield fresh
+        if target.exists():
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        made.clear()
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        for parent in reversed(made):
+            parent.rmdir()
+        litter.difference_update((str(fresh), str(old)))
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make the folders that are missing; returns them, the outermost first."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.insert(0, folder)
+        folder = folder.parent
+    for path in missing:
+        path.mkdir()
+    return missing
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
