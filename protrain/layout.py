@@ -53,10 +53,20 @@ class Layout:
 
 def _largest_chunk(block_bytes: list[int], budget_bytes: int) -> int:
     """A chunk holds a block where the budget allows it: at least 1 MiB, so that requests are worth a disk's while, and at most
-    a twelfth of the budget, so that two slots and a chunk's gradients fit beside activations."""
+    a twelfth of the budget, so that slots and a chunk's gradients fit beside activations."""
     whole = max(block_bytes, default=4 * MIB)
     size = max(min(whole, budget_bytes // 12), MIB)
     return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def _places(sizes: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
+    """(chunk, offset) of each (bytes, block). Up to the end of the first block chunks are a third of the others: their updates are
+    the last of backward and hide behind nothing, so the less the very last one has to move the better."""
+    first_end = max((i + 1 for i, (_, block) in enumerate(sizes) if block == 0), default=0)
+    fine = max(-(-largest // 3 // PAGE_BYTES) * PAGE_BYTES, min(largest, 4 * MIB))
+    head = _core.layout(sizes[:first_end], fine)
+    n_head = max((chunk + 1 for chunk, _ in head), default=0)
+    return head + [(chunk + n_head, offset) for chunk, offset in _core.layout(sizes[first_end:], largest)]
 
 
 def make_layout(
@@ -83,7 +93,7 @@ def make_layout(
         if id(p) in block_of:
             in_blocks[block_of[id(p)]] += -(-4 * p.numel() // 64) * 64
     largest = chunk_bytes or _largest_chunk(in_blocks, budget_bytes)
-    places = _core.layout([(4 * p.numel(), block_of.get(id(p), -1)) for _, p in named], largest)
+    places = _places([(4 * p.numel(), block_of.get(id(p), -1)) for _, p in named], largest)
     entries = tuple(
         Entry(name, index, chunk, offset, p.shape, groups.get(id(p), -1) if p.requires_grad else -1)
         for index, ((name, p), (chunk, offset)) in enumerate(zip(named, places, strict=True))
