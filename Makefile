@@ -5,9 +5,9 @@ VENV ?= .venv
 # The torch that is installed first, so that no other package chooses it.
 TORCH ?= 2.13.0
 # What `make demo` runs, after $(VENV)/bin/protrain.
-DEMO ?= train --model gpt2-demo --memory 1GiB --steps 10
+DEMO ?= train --model gpt2-demo --memory 340MiB --seq 128 --batch 1 --steps 30 --out demo-model
 # What `make bench` runs, after $(VENV)/bin/protrain bench.
-BENCH ?=
+BENCH ?= step
 # More words for pytest: make test PYTEST="-k adam".
 PYTEST ?=
 # The interpreter that VENV is made from: the one it already has, else python3.

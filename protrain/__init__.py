@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BudgetError", "DiskError", "Error", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Status", "StepError", "load", "plan",
-    "save", "session_of", "status", "unwrap", "wrap",
+    "BudgetError", "DiskError", "Error", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Status", "StepError", "load",
+    "plan", "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
 
 

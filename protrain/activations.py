@@ -118,7 +118,9 @@ class Frame:
         if saved.tensor is None:
             self.recompute()
         if saved.tensor is None:
-            raise RuntimeError("a recomputed block did not save the tensors that its forward saved: it must do the same each time")
+            raise RuntimeError(
+                "a recomputed block did not save the tensors that its forward saved: it must do the same each time"
+            )
         tensor: torch.Tensor = saved.tensor
         return tensor
 

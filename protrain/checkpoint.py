@@ -46,7 +46,11 @@ def _plain(value: Any) -> Any:
 
 
 def save(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str], *, extra: Callable[[Path], Any] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    extra: Callable[[Path], Any] | None = None,
 ) -> None:
     """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole.
 
@@ -61,12 +65,15 @@ def save(
     folder = os.fspath(folder)
     try:
         with replaced(folder) as fresh:
-            if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
-                model.config.save_pretrained(str(fresh))
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(str(fresh))
             write_tensors(fresh, entries(model), session.tensors())
             states = list(_states(session))
             expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
-            write_tensors(fresh, expected, ((name, session.value(number, array)) for number, array, name in states), stem="optimizer")
+            write_tensors(
+                fresh, expected, ((name, session.value(number, array)) for number, array, name in states), stem="optimizer"
+            )
             about = {
                 "format": FORMAT,
                 "optimizer": session.kind.__name__,
@@ -153,7 +160,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     for number, _, files, name in wanted:
         shape, ours = files.shape(name), tuple(session.layout.entries[number].shape)
         if shape != ours:
-            raise PlanError(f"{folder}: tensor {name} is {'missing' if shape is None else f'of shape {shape}'}, the model's is of {ours}")
+            raise PlanError(
+                f"{folder}: tensor {name} is {'missing' if shape is None else f'of shape {shape}'}, the model's is of {ours}"
+            )
     session.zero_grad()
     given = {(number, array) for number, array, _, _ in wanted}
     for number, array, files, name in wanted:

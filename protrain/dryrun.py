@@ -179,9 +179,19 @@ class _Meter(TorchDispatchMode):
 
 # ---- the twin ----
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-          "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs",
-          "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 def _is_torchs_own(hook: Any) -> bool:
@@ -267,6 +277,7 @@ def _one_line(error: BaseException) -> str:
 
 def _starts(output: Any) -> list[torch.Tensor]:
     """What backward starts from: the loss where there is one, else every float output that requires a gradient."""
+
     def is_loss(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
@@ -376,8 +387,16 @@ def _finish_segments(meter: _Meter) -> list[_Segment]:
     return segments
 
 
-def _run_step(twin: _Twin, args: Any, kwargs: Any, blocks: list[nn.Module], chunks: list[tuple[nn.Parameter, int]],
-              round_bytes: Rounding, recompute: bool, hold_output: bool) -> _Run:
+def _run_step(
+    twin: _Twin,
+    args: Any,
+    kwargs: Any,
+    blocks: list[nn.Module],
+    chunks: list[tuple[nn.Parameter, int]],
+    round_bytes: Rounding,
+    recompute: bool,
+    hold_output: bool,
+) -> _Run:
     chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
     meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage)
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad])
@@ -470,8 +489,16 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     )
 
 
-def dry_run(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Sequence[nn.Module],
-            chunk_of_param: dict[int, int], *, round_bytes: Rounding, hold_output: bool = True) -> DryRun:
+def dry_run(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    blocks: Sequence[nn.Module],
+    chunk_of_param: dict[int, int],
+    *,
+    round_bytes: Rounding,
+    hold_output: bool = True,
+) -> DryRun:
     """Predict what one training step of this batch holds in memory.
 
     Args:

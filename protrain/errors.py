@@ -49,9 +49,7 @@ class OutOfMemoryError(Error, MemoryError):
     """The operating system gives no memory although the budget would allow it."""
 
 
-def from_record(
-    code: int, message: str, errno: int, path: str, asked: int, needed: int, budget: int, smallest: int
-) -> Exception:
+def from_record(code: int, message: str, errno: int, path: str, asked: int, needed: int, budget: int, smallest: int) -> Exception:
     """The exception for an error record of the C core (csrc/base/status.h, `ptn_status` is the code)."""
     if code == 1:
         return BudgetError(message, needed_bytes=needed, budget_bytes=budget, smallest_bytes=max(smallest, needed))

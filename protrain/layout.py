@@ -60,8 +60,8 @@ def _largest_chunk(block_bytes: list[int], budget_bytes: int) -> int:
 
 
 def _places(sizes: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
-    """(chunk, offset) of each (bytes, block). Up to the end of the first block chunks are a third of the others: their updates are
-    the last of backward and hide behind nothing, so the less the very last one has to move the better."""
+    """(chunk, offset) of each (bytes, block). Up to the end of the first block chunks are a third of the others: their updates
+    are the last of backward and hide behind nothing, so the less the very last one has to move the better."""
     first_end = max((i + 1 for i, (_, block) in enumerate(sizes) if block == 0), default=0)
     fine = max(-(-largest // 3 // PAGE_BYTES) * PAGE_BYTES, min(largest, 4 * MIB))
     head = _core.layout(sizes[:first_end], fine)
@@ -70,7 +70,11 @@ def _places(sizes: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]
 
 
 def make_layout(
-    named: list[tuple[str, nn.Parameter]], groups: dict[int, int], blocks: list[nn.Module], budget_bytes: int, chunk_bytes: int | None
+    named: list[tuple[str, nn.Parameter]],
+    groups: dict[int, int],
+    blocks: list[nn.Module],
+    budget_bytes: int,
+    chunk_bytes: int | None,
 ) -> Layout:
     """Pack parameters into chunks.
 

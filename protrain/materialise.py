@@ -32,7 +32,7 @@ def parameters_on_meta() -> Iterator[None]:
         if param is not None and param.device.type != "meta":
             module._parameters[name] = type(param)(param.to("meta"), requires_grad=param.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -59,7 +59,9 @@ def fill_meta_buffers(model: nn.Module, initialised: bool) -> None:
         if name in known:
             module._buffers[leaf] = known[name]
         elif not (initialised and any(True for _ in module.parameters(recurse=False))):
-            raise PlanError(f"model: buffer {name} is on meta and it is not known how to compute it; give it its values before wrap")
+            raise PlanError(
+                f"model: buffer {name} is on meta and it is not known how to compute it; give it its values before wrap"
+            )
 
 
 def _transformers_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -215,7 +217,7 @@ def weight_files(folder: str) -> list[str]:
 
 
 def _names_of(session: Session) -> list[list[str]]:
-    """For each parameter the names it may have in a file: its own, tied ones, and those without or with the base model's prefix."""
+    """For each parameter the names it may have in a file: its own, tied ones, and those without or with the base's prefix."""
     names: list[list[str]] = [[] for _ in session.params]
     index = {id(p): number for number, p in enumerate(session.params)}
     for name, p in session.model.named_parameters(remove_duplicate=False):
@@ -223,5 +225,7 @@ def _names_of(session: Session) -> list[list[str]]:
     prefix = getattr(session.model, "base_model_prefix", "")
     for own in names:
         if prefix:
-            own += [name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}" for name in list(own)]
+            own += [
+                name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}" for name in list(own)
+            ]
     return names

@@ -24,24 +24,28 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names}
 
 
+def _setters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__set__ for name in names}
+
+
 #: Calls that look at a tensor but not at its values.
 _METADATA: set[Any] = _getters(
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "itemsize", "nbytes", "_version",
     "is_sparse", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_nested", "_backward_hooks", "_post_accumulate_grad_hooks",
     "output_nr", "retains_grad", "name", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps", "grad_dtype", "_base",
-) | {
-    torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__, torch.Tensor._post_accumulate_grad_hooks.__set__,
-    torch.Tensor.data.__set__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
+) | _setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "data") | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
     torch.Tensor.storage_offset, torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.is_floating_point,
-    torch.Tensor.is_complex, torch.is_complex, torch.Tensor.is_contiguous, torch.Tensor.requires_grad_, torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad, torch.Tensor.__len__, torch.Tensor.get_device,
-    torch.Tensor.is_shared, torch.Tensor.is_inference, torch.Tensor.is_same_size, torch.numel,
+    torch.Tensor.is_complex, torch.is_complex, torch.Tensor.is_contiguous, torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad, torch.Tensor.__len__,
+    torch.Tensor.get_device, torch.Tensor.is_shared, torch.Tensor.is_inference, torch.Tensor.is_same_size, torch.numel,
 }  # fmt: skip
 
 #: Views that are made without looking at values; they carry their parameter's chunk along.
-_LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
+_LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach} | _getters("data")
 
-_GRAD_GET, _GRAD_SET = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+_GRAD: Any = torch.Tensor.grad
+_GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 
 
 class ChunkTensor:
@@ -59,7 +63,7 @@ class ChunkTensor:
                 return func(*args, **kwargs)
         found = list(_chunk_tensors(args)) + list(_chunk_tensors(kwargs.values()))
         session, number = found[0]._protrain
-        if func is _GRAD_GET or func is _GRAD_SET:
+        if func in (_GRAD_GET, _GRAD_SET):
             session.check_grad_access(number)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -112,5 +116,5 @@ def enchain(p: nn.Parameter, session: Session, number: int) -> None:
 def release(p: nn.Parameter) -> None:
     """Make `p` a plain parameter again."""
     if isinstance(p, ChunkParameter):
-        p.__class__ = nn.Parameter
+        p.__class__ = nn.Parameter  # type: ignore[assignment]
         del p._protrain

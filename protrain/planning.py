@@ -48,8 +48,10 @@ class Plan:
         budget = f" of a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         lines = [
             f"peak memory {format_bytes(self.peak_bytes)}{budget}, {format_bytes(self.disk_bytes)} on disk",
-            f"{self.n_chunks} chunks of at most {format_bytes(self.chunk_bytes)} (larger parameters have one of their own): "
-            f"{self.n_persist} stay in memory, {away} come from disk through {self.n_buffer} slots",
+            (
+                f"{self.n_chunks} chunks of at most {format_bytes(self.chunk_bytes)} (larger parameters have one of their own): "
+                f"{self.n_persist} stay in memory, {away} come from disk through {self.n_buffer} slots"
+            ),
         ]
         first = 0
         for mode, run in groupby(self.block_modes):

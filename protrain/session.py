@@ -185,8 +185,9 @@ class Session:
 
     def rearrange(self, arrangement: Arrangement) -> None:
         """Carry out another plan, between steps. Homes move one chunk at a time, those that leave memory first."""
-        if arrangement.slot_of_chunk == self.arrangement.slot_of_chunk and arrangement.slot_bytes == self.arrangement.slot_bytes and (
-            arrangement.piece_bytes, arrangement.n_pieces) == (self.arrangement.piece_bytes, self.arrangement.n_pieces):  # fmt: skip
+        old = self.arrangement
+        same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
+        if same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
             self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
             self.engine.set_order([c for c in arrangement.accesses if not self.engine.in_memory(c)])
             return
@@ -243,12 +244,14 @@ class Session:
         try:
             run: DryRun | None = dry_run(
                 self.model, args, kwargs, [block for _, block in self.blocks],
-                {id(p): entry.chunk for p, entry in zip(self.params, self.layout.entries, strict=True)}, round_bytes=_core.rounded_bytes,
+                {id(p): entry.chunk for p, entry in zip(self.params, self.layout.entries, strict=True)},
+                round_bytes=_core.rounded_bytes,
             )  # fmt: skip
         except DryRunError as error:
             run = None
             warnings.warn(
-                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan", stacklevel=4
+                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
+                stacklevel=4,
             )
         found = self._decide(run)
         best = found
@@ -288,6 +291,9 @@ class Session:
         if torch.is_grad_enabled() and self.model.training:
             self.plan_for(args, kwargs)
             self._make_room()
+            self.engine.read_ahead(self.settings.accumulate == 1 and self._updates_behind_backward)
+        else:
+            self.engine.read_ahead(False)
         self.engine.seek(0)
 
     def _make_room(self) -> None:
@@ -296,7 +302,11 @@ class Session:
         plan = self.arrangement.plan
         held = self.engine.stats()["live_bytes"] - self.arrangement.static_bytes
         foreseen = max((run.fixed_bytes for _, run in self._dry_runs if run is not None), default=0)
-        if self.passes == 0 and held - foreseen > self.settings.memory_bytes - plan.peak_bytes and self.settings.block_modes is None:
+        if (
+            self.passes == 0
+            and held - foreseen > self.settings.memory_bytes - plan.peak_bytes
+            and self.settings.block_modes is None
+        ):
             self.modes = tuple("checkpoint" for _ in self.blocks)
 
     def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -366,7 +376,7 @@ class Session:
             chunk = self._address_chunk.get(tensor.untyped_storage().data_ptr())
             if chunk is None:
                 return None
-            offset = tensor.storage_offset()
+            offset = int(tensor.storage_offset())
             place = bisect.bisect_right(self._offsets[chunk], offset * 4) - 1
             number = self.layout.members[chunk][place]
             first = self.layout.entries[number].offset_bytes // 4
@@ -415,8 +425,8 @@ class Session:
         allowed = self.settings.accumulate
         if self.passes >= allowed:
             raise StepError(
-                f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={allowed}: call optimizer.step() first, "
-                f"or wrap with a larger accumulate"
+                f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={allowed}: call optimizer.step() "
+                f"first, or wrap with a larger accumulate"
             )
         if self.passes == 0 and any(p.grad is not None for p in self._persistent_params()):
             raise StepError("the gradients of the last step are still there: call optimizer.zero_grad() after optimizer.step()")
@@ -458,7 +468,9 @@ class Session:
             if grad is None:
                 return
             if grad.layout != torch.strided or grad.dtype != torch.float32:
-                raise PlanError(f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported")
+                raise PlanError(
+                    f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported"
+                )
             grad = grad.contiguous()
             last = self.passes == self.settings.accumulate
             use = UPDATE if last and self._updates_behind_backward else SPILL
@@ -483,8 +495,8 @@ class Session:
         """
         if number in self._taken:
             raise StepError(
-                f"the gradient of {self.layout.entries[number].name} has left memory; to clip pass max_grad_norm to wrap and read "
-                f"optimizer.grad_norm, to drop gradients call optimizer.zero_grad()"
+                f"the gradient of {self.layout.entries[number].name} has left memory; to clip pass max_grad_norm to wrap and "
+                f"read optimizer.grad_norm, to drop gradients call optimizer.zero_grad()"
             )
 
     # ---- the end of a step ----
@@ -520,8 +532,8 @@ class Session:
         if self._updates_behind_backward and not same and self._taken:
             self.late = True
             raise StepError(
-                "a parameter group was changed between backward() and step(), after updates had begun with the old values; this step "
-                "was not made, the model is as it was before it; from now on updates wait for step()"
+                "a parameter group was changed between backward() and step(), after updates had begun with the old values; this "
+                "step was not made, the model is as it was before it; from now on updates wait for step()"
             )
         self._hypers = hypers
         self._set_hypers()
@@ -532,7 +544,9 @@ class Session:
             if entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None and entry.count:
                 grad = p.grad.contiguous()
                 if grad.dtype != torch.float32 or grad.layout != torch.strided:
-                    raise PlanError(f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 is supported")
+                    raise PlanError(
+                        f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 is supported"
+                    )
                 self.engine.update_in_memory(number, grad.data_ptr(), scale)
         self.engine.commit()
         if self.late is None and (not same or self.steps + 1 >= PROBED_STEPS):
@@ -618,7 +632,9 @@ class Session:
                 if self.kind is not torch.optim.SGD:
                     entry = {"step": torch.tensor(float(steps))} | entry
                 state[place + offset] = entry
-            packed.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(place, place + len(group["params"])))})
+            packed.append(
+                {k: v for k, v in group.items() if k != "params"} | {"params": list(range(place, place + len(group["params"])))}
+            )
             place += len(group["params"])
         return {"state": state, "param_groups": packed}
 

@@ -27,8 +27,12 @@ def build(kind: str, name: str, **config: Any) -> nn.Module:
         ("OPT", "OPTForCausalLM", SMALL | {"word_embed_proj_dim": 32, "ffn_dim": 64}, ["model.decoder.layers.{}"]),
         ("Bert", "BertForMaskedLM", SMALL, ["bert.encoder.layer.{}"]),
         ("GPTNeoX", "GPTNeoXForCausalLM", SMALL, ["gpt_neox.layers.{}"]),
-        ("T5", "T5ForConditionalGeneration", {"num_layers": 3, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2,
-                                              "vocab_size": 64}, ["encoder.block.{}", "decoder.block.{}"]),
+        (
+            "T5",
+            "T5ForConditionalGeneration",
+            {"num_layers": 3, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "vocab_size": 64},
+            ["encoder.block.{}", "decoder.block.{}"],
+        ),
     ],
 )
 def test_transformers_layers(kind: str, name: str, config: dict[str, Any], expected: list[str]) -> None:
@@ -39,8 +43,16 @@ def test_transformers_layers(kind: str, name: str, config: dict[str, Any], expec
 
 
 def test_vit_layers() -> None:
-    model = build("ViT", "ViTForImageClassification", hidden_size=32, num_hidden_layers=4, num_attention_heads=2,
-                  intermediate_size=64, image_size=32, patch_size=8)
+    model = build(
+        "ViT",
+        "ViTForImageClassification",
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+    )
     blocks = find_blocks(model)
     assert len(blocks) == 4
     assert {type(block).__name__ for _, block in blocks} == {"ViTLayer"}

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from protrain import tensorfiles
-from protrain.cli import export, machine, model, words
+from protrain.cli import machine, model, words
 from protrain.cli.bench_worker import materialize
 
 MIB = 1 << 20

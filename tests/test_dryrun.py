@@ -45,8 +45,9 @@ def arena(disk: Path) -> Iterator[_core.Engine]:
     engine.close()
 
 
-def real_peak(arena: _core.Engine, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-              recompute: bool | list[bool]) -> int:
+def real_peak(
+    arena: _core.Engine, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool | list[bool]
+) -> int:
     """The highest live bytes of one real step in which a chunk's gradients go when they are complete."""
     chunk_of = chunks_of(model)
     members: dict[int, list[nn.Parameter]] = {}
@@ -66,6 +67,7 @@ def real_peak(arena: _core.Engine, model: nn.Module, args: tuple[Any, ...], kwar
     again = [recompute] * len(find_blocks(model)) if isinstance(recompute, bool) else recompute
     blocks = [block for (_, block), wanted in zip(find_blocks(model), again, strict=True) if wanted]
     for block in blocks:
+
         def repeated(*a: Any, _forward: Any = block.forward, **k: Any) -> Any:
             return checkpoint(_forward, *a, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **k)
 

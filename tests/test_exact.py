@@ -102,7 +102,7 @@ def test_frozen_and_unused_parameters(gpt2: Any, token_batches: Any) -> None:
 
 
 class Uneven(nn.Module):
-    """Convolutions and odd widths, parameters of one element and of no dimension, a branch that alternates, a weight used twice."""
+    """Convolutions, odd widths, parameters of one element and of no dimension, a branch that alternates, a weight used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,9 @@ class Uneven(nn.Module):
         widths = 775, 1023, 517, 775, 769, 333, 1
         self.stem = nn.Conv2d(3, 17, 5, padding=2)
         self.down = nn.Conv2d(17, 31, 3, stride=2, bias=False)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False))
+        )
         self.even, self.odd = nn.Linear(775, 775), nn.Linear(775, 775)
         self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(0.5))
         self.calls = 0
@@ -193,7 +195,7 @@ def test_exceptions(where: str, gpt2: Any, token_batches: Any) -> None:
     """A batch that raises is skipped, as users do, and training goes on."""
     batches = token_batches(6)
 
-    class Boom(Exception):
+    class BoomError(Exception):
         pass
 
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
@@ -201,7 +203,7 @@ def test_exceptions(where: str, gpt2: Any, token_batches: Any) -> None:
 
         def boom(*_: Any) -> None:
             if armed[0]:
-                raise Boom
+                raise BoomError
 
         def in_backward(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
             if output.requires_grad:
@@ -213,7 +215,7 @@ def test_exceptions(where: str, gpt2: Any, token_batches: Any) -> None:
             try:
                 loss = loss_of(model, ids)
                 loss.backward()
-            except Boom:
+            except BoomError:
                 figures.append(None)
             else:
                 optimizer.step()
@@ -268,7 +270,8 @@ def test_two_models_in_turns(gpt2: Any, causal_lm: Any, token_batches: Any) -> N
 def test_states_hand_over_to_plain_torch_and_back(gpt2: Any, token_batches: Any) -> None:
     batches = token_batches(6)
     want = run(gpt2, fit(batches)).figures
-    model, optimizer = protrain.wrap(*(lambda m: (m, adamw(m)))(gpt2()), memory=TIGHT)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
     fit(batches[:3])(model, optimizer, False)
     weights, state = model.state_dict(), optimizer.state_dict()
     fit(batches[3:4])(model, optimizer, False)  # must not reach into what was handed out
@@ -318,3 +321,45 @@ def test_weights_of_a_folder(gpt2: Any, token_batches: Any, tmp_path: Any) -> No
 
     want = run(partial(gpt2, seed=3), fit(token_batches(3)))
     assert_equal(run(on_meta, fit(token_batches(3)), memory=TIGHT, weights=tmp_path), want, TIGHT)
+
+
+def test_gradients_that_left_are_not_none(gpt2: Any, token_batches: Any) -> None:
+    """Clipping by hand would see no gradients where they have left: it raises and names what to do."""
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    (ids,) = token_batches(1)
+    loss_of(model, ids).backward()
+    with pytest.raises(protrain.StepError, match="max_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(protrain.StepError, match="accumulate"):
+        loss_of(model, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert protrain.status(model).steps == 1
+    assert all(p.grad is None for p in model.parameters())
+    protrain.unwrap(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_save_and_load_under_another_budget(gpt2: Any, token_batches: Any, tmp_path: Any) -> None:
+    batches = token_batches(6)
+    make = partial(gpt2, resid_pdrop=0.1)
+    torch.manual_seed(11)
+    want = run(make, fit(batches))
+    model = make()
+    optimizer: Any = adamw(model)
+    torch.manual_seed(11)
+    model, optimizer = protrain.wrap(model, optimizer, memory=TIGHT)
+    fit(batches[:3])(model, optimizer, False)
+    protrain.save(model, optimizer, tmp_path / "checkpoint")
+    protrain.unwrap(model)
+    other = gpt2(seed=9, resid_pdrop=0.1)
+    other, optimizer = protrain.wrap(other, adamw(other, lr=0.5), memory=AMPLE)
+    protrain.load(other, optimizer, tmp_path / "checkpoint")
+    assert fit(batches[3:])(other, optimizer, False) == want.figures[3:]
+    assert protrain.status(other).steps == 6
+    protrain.unwrap(other)
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in other.named_parameters()}

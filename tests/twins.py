@@ -73,7 +73,8 @@ def assert_equal(got: Trained, want: Trained, budget: int) -> protrain.Status:
     wrong = [name for name in want.tensors if got.tensors[name] != want.tensors[name]]
     assert not wrong
     assert got.random_state == want.random_state
-    assert got.status is not None and 0 < got.status.peak_memory_bytes <= budget
+    assert got.status is not None
+    assert 0 < got.status.peak_memory_bytes <= budget
     return got.status
 
 

@@ -70,8 +70,7 @@ static inline __attribute__((always_inline)) void ptn_adam_elements(const ptn_up
 static inline __attribute__((always_inline)) void ptn_sgd_elements(const ptn_update_scalars *s, float *param,
                                                                    float *const state[], const float *grad, size_t begin,
                                                                    size_t end, bool tail) {
-  for (size_t i = begin; i < end; i++)
-    ptn_sgd_element(s, param + i, s->has_momentum ? state[0] + i : NULL, grad[i], tail);
+  for (size_t i = begin; i < end; i++) ptn_sgd_element(s, param + i, s->has_momentum ? state[0] + i : NULL, grad[i], tail);
 }
 
 #endif

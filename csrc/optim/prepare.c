@@ -52,9 +52,7 @@ ptn_status ptn_update_prepare(ptn_update *out, const ptn_hyper *hyper, uint64_t 
   s->grad_factor = hyper->maximize ? -grad_scale : grad_scale;
   s->weight_decay = hyper->kind == PTN_ADAMW ? 0 : (float)hyper->weight_decay;
   s->add_decay = hyper->kind != PTN_ADAMW && hyper->weight_decay != 0;
-  if (hyper->kind == PTN_SGD)
-    prepare_sgd(s, hyper, out->step);
-  else
-    prepare_adam(s, hyper, out->step);
+  if (hyper->kind == PTN_SGD) prepare_sgd(s, hyper, out->step);
+  else prepare_adam(s, hyper, out->step);
   return PTN_OK;
 }

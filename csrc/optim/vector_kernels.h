@@ -56,14 +56,10 @@ INLINE size_t adam_body(const ptn_update_scalars *s, float *param, float *const 
 TARGET void ADAM_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
   size_t body = ptn_span_body(span), done;
-  if (s.add_decay && s.lerp_from_grad)
-    done = adam_body(&s, param, state, grad, body, true, true);
-  else if (s.add_decay)
-    done = adam_body(&s, param, state, grad, body, true, false);
-  else if (s.lerp_from_grad)
-    done = adam_body(&s, param, state, grad, body, false, true);
-  else
-    done = adam_body(&s, param, state, grad, body, false, false);
+  if (s.add_decay && s.lerp_from_grad) done = adam_body(&s, param, state, grad, body, true, true);
+  else if (s.add_decay) done = adam_body(&s, param, state, grad, body, true, false);
+  else if (s.lerp_from_grad) done = adam_body(&s, param, state, grad, body, false, true);
+  else done = adam_body(&s, param, state, grad, body, false, false);
   ptn_adam_elements(&s, param, state, grad, done, body, false);
   ptn_adam_elements(&s, param, state, grad, body, span.count, true);
 }
@@ -90,12 +86,9 @@ INLINE size_t sgd_vectors(const ptn_update_scalars *s, float *restrict param, fl
 TARGET void SGD_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
   size_t body = ptn_span_body(span), done;
-  if (!s.has_momentum)
-    done = sgd_vectors(&s, param, NULL, grad, body, false, false);
-  else if (s.first_step)
-    done = sgd_vectors(&s, param, state[0], grad, body, true, s.nesterov);
-  else
-    done = sgd_vectors(&s, param, state[0], grad, body, false, s.nesterov);
+  if (!s.has_momentum) done = sgd_vectors(&s, param, NULL, grad, body, false, false);
+  else if (s.first_step) done = sgd_vectors(&s, param, state[0], grad, body, true, s.nesterov);
+  else done = sgd_vectors(&s, param, state[0], grad, body, false, s.nesterov);
   ptn_sgd_elements(&s, param, state, grad, done, body, false);
   ptn_sgd_elements(&s, param, state, grad, body, span.count, true);
 }

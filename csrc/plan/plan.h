@@ -72,7 +72,7 @@ typedef struct ptn_plan_request {
 typedef struct ptn_plan {
   uint32_t n_persist;        /* the first n_persist chunks stay in memory */
   uint32_t n_buffer;         /* slots that the others share: entries of slot_bytes */
-  uint32_t n_ahead;          /* any so many distinct chunks after the one in use, in recorded order, are in slots of their own */
+  uint32_t n_ahead;          /* so many distinct chunks after the one in use, in recorded order, are in slots of their own */
   uint64_t slot_bytes_total;
   uint64_t piece_bytes;      /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
   uint32_t n_pieces;         /* in the ring */

@@ -83,8 +83,8 @@ static int64_t spendable(const search *at, int64_t safest_bytes) {
 static void choose_ring(const search *at, int64_t needed_bytes, ptn_plan *out) {
   int level = N_LEVELS - 1;
   int64_t n_pieces = LEAST_PIECES;
-  while (level > 0 && (level_budget_bytes(level) > at->budget_bytes ||
-                       needed_bytes + ring_bytes(at, level, n_pieces) > at->budget_bytes)) {
+  while (level > 0 &&
+         (level_budget_bytes(level) > at->budget_bytes || needed_bytes + ring_bytes(at, level, n_pieces) > at->budget_bytes)) {
     level--;
   }
   while (n_pieces < MOST_PIECES && needed_bytes + ring_bytes(at, level, n_pieces + 1) <= at->budget_bytes) n_pieces++;
@@ -227,9 +227,11 @@ static ptn_status check_request(const ptn_plan_request *request) {
   uint32_t most = request->n_chunks > request->n_blocks ? request->n_chunks : request->n_blocks;
   if (request->n_phases > most) most = request->n_phases;
   if (most > PTN_PLAN_MOST_COUNT || request->n_accesses > 64 * PTN_PLAN_MOST_COUNT || request->n_together > MOST_TOGETHER) {
-    return ptn_fail(PTN_INVALID, "%u chunks, %u blocks, %u phases, %u accesses, %u chunks read together: at most %u "
-                    "(accesses %u, together %d) are possible", request->n_chunks, request->n_blocks, request->n_phases,
-                    request->n_accesses, request->n_together, PTN_PLAN_MOST_COUNT, 64 * PTN_PLAN_MOST_COUNT, MOST_TOGETHER);
+    return ptn_fail(PTN_INVALID,
+                    "%u chunks, %u blocks, %u phases, %u accesses, %u chunks read together: at most %u "
+                    "(accesses %u, together %d) are possible",
+                    request->n_chunks, request->n_blocks, request->n_phases, request->n_accesses, request->n_together,
+                    PTN_PLAN_MOST_COUNT, 64 * PTN_PLAN_MOST_COUNT, MOST_TOGETHER);
   }
   if (request->n_arrays == 0 || request->n_arrays > MOST_ARRAYS) {
     return ptn_fail(PTN_INVALID, "n_arrays is %u; 1 to %d are possible", request->n_arrays, MOST_ARRAYS);
@@ -366,8 +368,9 @@ static ptn_status make(search *at, ptn_plan *out) {
   const char *what = request->modes || request->n_persist >= 0 ? "with the block modes and n_persist given " : "";
   return ptn_fail_budget((uint64_t)least_bytes, request->budget_bytes, out->smallest_bytes,
                          "one step %sneeds %lld bytes of memory, the budget is %llu; the smallest budget that works is %llu: "
-                         "give more memory, or a smaller batch or shorter sequences", what, (long long)least_bytes,
-                         (unsigned long long)request->budget_bytes, (unsigned long long)out->smallest_bytes);
+                         "give more memory, or a smaller batch or shorter sequences",
+                         what, (long long)least_bytes, (unsigned long long)request->budget_bytes,
+                         (unsigned long long)out->smallest_bytes);
 }
 
 ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out) {

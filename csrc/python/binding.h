@@ -35,7 +35,7 @@ PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments);
 #define PTN_WITHOUT_GIL(status, call) \
   do {                                \
     Py_BEGIN_ALLOW_THREADS            \
-    (status) = (call);                \
+    status = (call);                  \
     Py_END_ALLOW_THREADS              \
   } while (0)
 

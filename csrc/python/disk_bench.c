@@ -16,7 +16,8 @@ typedef struct figures {
 static ptn_status move_all(ptn_store *store, void *memory, const ptn_extent *extent, bool write, double *seconds) {
   int64_t begin = ptn_now_ns();
   for (uint64_t done = 0; done < extent->bytes; done += REQUEST_BYTES * 4)
-    PTN_TRY(ptn_store_transfer(store, memory, extent->offset + done, ptn_min_u64(REQUEST_BYTES * 4, extent->bytes - done), write));
+    PTN_TRY(
+        ptn_store_transfer(store, memory, extent->offset + done, ptn_min_u64(REQUEST_BYTES * 4, extent->bytes - done), write));
   *seconds = (double)(ptn_now_ns() - begin) / 1e9;
   return PTN_OK;
 }
@@ -58,6 +59,6 @@ PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments) {
   ptn_status status;
   PTN_WITHOUT_GIL(status, run(folder, bytes, &out));
   if (status != PTN_OK) return ptn_python_raise();
-  return Py_BuildValue("{s:d,s:d,s:K,s:s}", "write_seconds", out.write_seconds, "read_seconds", out.read_seconds, "bytes", out.bytes,
-                       "engine", out.engine);
+  return Py_BuildValue("{s:d,s:d,s:K,s:s}", "write_seconds", out.write_seconds, "read_seconds", out.read_seconds, "bytes",
+                       out.bytes, "engine", out.engine);
 }

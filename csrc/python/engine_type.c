@@ -56,7 +56,8 @@ static void engine_dealloc(PyObject *object) {
 static ptn_engine *open_engine(PyObject *object) {
   engine_object *self = (engine_object *)object;
   if (!self->engine || self->process != getpid()) {
-    PyErr_SetString(PyExc_RuntimeError, self->engine ? "a wrapped model cannot be used in a forked process" : "this model's engine is closed");
+    PyErr_SetString(PyExc_RuntimeError,
+                    self->engine ? "a wrapped model cannot be used in a forked process" : "this model's engine is closed");
     return NULL;
   }
   self->driver = pthread_self();
@@ -81,7 +82,8 @@ static int read_params(PyObject *list, ptn_engine_param *params) {
     unsigned long long offset, count;
     int trained;
     if (!PyArg_ParseTuple(PyList_GetItem(list, i), "IKKpI", &chunk, &offset, &count, &trained, &group)) return 0;
-    params[i] = (ptn_engine_param){.chunk = chunk, .offset_bytes = offset, .count = count, .trained = trained != 0, .group = group};
+    params[i] =
+        (ptn_engine_param){.chunk = chunk, .offset_bytes = offset, .count = count, .trained = trained != 0, .group = group};
   }
   return 1;
 }
@@ -116,8 +118,13 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
       memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));
       self->process = getpid();
       self->driver = pthread_self();
-      ptn_engine_config config = {.folder = folder, .disk_engine = (ptn_disk_engine)disk_engine, .n_chunks = (uint32_t)n_chunks,
-                                  .n_params = (uint32_t)n_params, .n_groups = n_groups, .chunks = chunks, .params = params,
+      ptn_engine_config config = {.folder = folder,
+                                  .disk_engine = (ptn_disk_engine)disk_engine,
+                                  .n_chunks = (uint32_t)n_chunks,
+                                  .n_params = (uint32_t)n_params,
+                                  .n_groups = n_groups,
+                                  .chunks = chunks,
+                                  .params = params,
                                   .n_states = n_states};
       if (make_engine(self, limit, &config) != PTN_OK) {
         ptn_python_raise();
@@ -372,6 +379,14 @@ static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
   return PyBool_FromLong(found);
 }
 
+static PyObject *engine_read_ahead(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  int on;
+  if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
+  ptn_engine_read_ahead(engine, on != 0);
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_flush(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
@@ -450,11 +465,11 @@ static PyObject *engine_stats(PyObject *object, PyObject *unused) {
   ptn_engine_get_stats(engine, &stats);
   ptn_store_get_stats(ptn_engine_store(engine), &store);
   ptn_account_get_stats(((engine_object *)object)->account, &account);
-  return Py_BuildValue("{s:L,s:L,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "wait_ns", (long long)stats.wait_ns, "update_ns",
-                       (long long)stats.update_ns, "loaded_bytes", stats.loaded_bytes, "loads", stats.loads, "hits", stats.hits,
-                       "disk_bytes", stats.disk_bytes, "disk_read_bytes", store.read_bytes, "disk_write_bytes", store.write_bytes,
-                       "disk_read_ns", store.read_ns, "disk_write_ns", store.write_ns, "live_bytes", account.live_bytes, "peak_bytes",
-                       account.peak_bytes, "limit_bytes", account.limit_bytes, "disk_engine",
+  return Py_BuildValue("{s:L,s:L,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "wait_ns", (long long)stats.wait_ns,
+                       "update_ns", (long long)stats.update_ns, "loaded_bytes", stats.loaded_bytes, "loads", stats.loads, "hits",
+                       stats.hits, "disk_bytes", stats.disk_bytes, "disk_read_bytes", store.read_bytes, "disk_write_bytes",
+                       store.write_bytes, "disk_read_ns", store.read_ns, "disk_write_ns", store.write_ns, "live_bytes",
+                       account.live_bytes, "peak_bytes", account.peak_bytes, "limit_bytes", account.limit_bytes, "disk_engine",
                        ptn_store_engine_name(ptn_engine_store(engine)));
 }
 
@@ -489,6 +504,7 @@ static PyMethodDef engine_methods[] = {
     {"set_hyper", engine_set_hyper, METH_VARARGS, NULL},
     {"gradient", engine_gradient, METH_VARARGS, NULL},
     {"spilled", engine_spilled, METH_VARARGS, NULL},
+    {"read_ahead", engine_read_ahead, METH_VARARGS, NULL},
     {"flush", engine_flush, METH_NOARGS, NULL},
     {"update_spilled", engine_update_spilled, METH_VARARGS, NULL},
     {"wait", engine_wait, METH_NOARGS, NULL},

@@ -16,14 +16,13 @@ PyObject *ptn_python_layout(PyObject *module, PyObject *arguments) {
   for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
     unsigned long long bytes;
     int block;
-    if (PyArg_ParseTuple(PyList_GetItem(list, i), "Ki", &bytes, &block)) params[i] = (ptn_layout_param){.bytes = bytes, .block = block};
+    if (PyArg_ParseTuple(PyList_GetItem(list, i), "Ki", &bytes, &block))
+      params[i] = (ptn_layout_param){.bytes = bytes, .block = block};
   }
   uint32_t n_chunks = 0;
   if (!PyErr_Occurred()) {
-    if (ptn_layout(params, (size_t)count, chunk_bytes, &n_chunks) != PTN_OK)
-      ptn_python_raise();
-    else
-      result = PyList_New(count);
+    if (ptn_layout(params, (size_t)count, chunk_bytes, &n_chunks) != PTN_OK) ptn_python_raise();
+    else result = PyList_New(count);
   }
   for (Py_ssize_t i = 0; result && i < count; i++) {
     PyObject *item = Py_BuildValue("(IK)", params[i].chunk, (unsigned long long)params[i].offset_bytes);
@@ -62,7 +61,8 @@ static int make_arrays(plan_arrays *arrays, size_t chunks, size_t phases, size_t
   arrays->modes = PyMem_Calloc(blocks + 1, sizeof *arrays->modes);
   arrays->slots = PyMem_Calloc(chunks + 1, sizeof *arrays->slots);
   arrays->slot_bytes = PyMem_Calloc(chunks + 1, sizeof *arrays->slot_bytes);
-  if (arrays->chunks && arrays->phases && arrays->accesses && arrays->given_modes && arrays->modes && arrays->slots && arrays->slot_bytes)
+  if (arrays->chunks && arrays->phases && arrays->accesses && arrays->given_modes && arrays->modes && arrays->slots &&
+      arrays->slot_bytes)
     return 1;
   PyErr_NoMemory();
   return 0;
@@ -73,16 +73,23 @@ static int read_lists(PyObject *chunks, PyObject *phases, PyObject *accesses, Py
     unsigned long long params, grads, states;
     unsigned int phase;
     if (!PyArg_ParseTuple(PyList_GetItem(chunks, i), "KKKI", &params, &grads, &states, &phase)) return 0;
-    arrays->chunks[i] = (ptn_plan_chunk){.param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase};
+    arrays->chunks[i] =
+        (ptn_plan_chunk){.param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase};
   }
   for (Py_ssize_t i = 0; i < PyList_Size(phases); i++) {
     int block, backward;
     unsigned long long entry[2], peak[2];
-    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "ipKKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1])) return 0;
-    arrays->phases[i] = (ptn_phase){.block = block, .backward = backward != 0, .keep_entry_bytes = entry[0], .keep_peak_bytes = peak[0],
-                                    .checkpoint_entry_bytes = entry[1], .checkpoint_peak_bytes = peak[1]};
+    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "ipKKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1]))
+      return 0;
+    arrays->phases[i] = (ptn_phase){.block = block,
+                                    .backward = backward != 0,
+                                    .keep_entry_bytes = entry[0],
+                                    .keep_peak_bytes = peak[0],
+                                    .checkpoint_entry_bytes = entry[1],
+                                    .checkpoint_peak_bytes = peak[1]};
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(accesses); i++) arrays->accesses[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(accesses, i));
+  for (Py_ssize_t i = 0; i < PyList_Size(accesses); i++)
+    arrays->accesses[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(accesses, i));
   for (Py_ssize_t i = 0; modes != Py_None && i < PyList_Size(modes); i++)
     arrays->given_modes[i] = (ptn_mode)PyLong_AsLong(PyList_GetItem(modes, i));
   return !PyErr_Occurred();
@@ -110,10 +117,11 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
     Py_XDECREF(modes);
     return NULL;
   }
-  return Py_BuildValue("{s:I,s:I,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:N}", "n_persist", plan->n_persist, "n_buffer", plan->n_buffer,
-                       "piece_bytes", plan->piece_bytes, "n_pieces", plan->n_pieces, "slot_bytes_total", plan->slot_bytes_total,
-                       "ring_bytes", plan->ring_bytes, "peak_bytes", plan->peak_bytes, "smallest_bytes", plan->smallest_bytes,
-                       "disk_bytes", plan->disk_bytes, "slot_of_chunk", slots, "slot_bytes", bytes, "modes", modes);
+  return Py_BuildValue("{s:I,s:I,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:N}", "n_persist", plan->n_persist, "n_buffer",
+                       plan->n_buffer, "piece_bytes", plan->piece_bytes, "n_pieces", plan->n_pieces, "slot_bytes_total",
+                       plan->slot_bytes_total, "ring_bytes", plan->ring_bytes, "peak_bytes", plan->peak_bytes, "smallest_bytes",
+                       plan->smallest_bytes, "disk_bytes", plan->disk_bytes, "slot_of_chunk", slots, "slot_bytes", bytes, "modes",
+                       modes);
 }
 
 /* make_plan(budget, fixed, chunks, phases, accesses, n_together, n_arrays, n_blocks, modes or None, n_persist or -1,
@@ -134,11 +142,20 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   PyObject *result = NULL;
   if (make_arrays(&arrays, (size_t)PyList_Size(chunks), (size_t)PyList_Size(phases), (size_t)PyList_Size(accesses), n_blocks) &&
       read_lists(chunks, phases, accesses, modes, &arrays)) {
-    ptn_plan_request request = {.budget_bytes = budget, .fixed_bytes = fixed, .n_chunks = (uint32_t)PyList_Size(chunks),
-                                .chunks = arrays.chunks, .n_blocks = n_blocks, .n_phases = (uint32_t)PyList_Size(phases),
-                                .phases = arrays.phases, .n_accesses = (uint32_t)PyList_Size(accesses), .accesses = arrays.accesses,
-                                .n_together = n_together, .n_arrays = n_arrays, .modes = modes == Py_None ? NULL : arrays.given_modes,
-                                .n_persist = n_persist, .grads_outlive_backward = outlive != 0};
+    ptn_plan_request request = {.budget_bytes = budget,
+                                .fixed_bytes = fixed,
+                                .n_chunks = (uint32_t)PyList_Size(chunks),
+                                .chunks = arrays.chunks,
+                                .n_blocks = n_blocks,
+                                .n_phases = (uint32_t)PyList_Size(phases),
+                                .phases = arrays.phases,
+                                .n_accesses = (uint32_t)PyList_Size(accesses),
+                                .accesses = arrays.accesses,
+                                .n_together = n_together,
+                                .n_arrays = n_arrays,
+                                .modes = modes == Py_None ? NULL : arrays.given_modes,
+                                .n_persist = n_persist,
+                                .grads_outlive_backward = outlive != 0};
     ptn_plan plan = {.slot_of_chunk = arrays.slots, .slot_bytes = arrays.slot_bytes, .modes = arrays.modes};
     result = ptn_plan_make(&request, &plan) == PTN_OK ? answer_plan(&request, &plan) : ptn_python_raise();
   }

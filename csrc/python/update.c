@@ -55,14 +55,15 @@ static ptn_update_kernel kernel_named(ptn_optimizer_kind kind, const char *name)
 }
 
 /* Runs over buffers of equal size; checks that they are. */
-static PyObject *run(const ptn_hyper *hyper, unsigned long long step, double grad_scale, const Py_buffer *param, Py_buffer *states,
-                     Py_ssize_t n_states, const Py_buffer *grad, const char *simd) {
+static PyObject *run(const ptn_hyper *hyper, unsigned long long step, double grad_scale, const Py_buffer *param,
+                     Py_buffer *states, Py_ssize_t n_states, const Py_buffer *grad, const char *simd) {
   float *arrays[PTN_STATE_MAX] = {0};
   if (n_states != ptn_state_count(hyper) || grad->len != param->len || param->len % (Py_ssize_t)sizeof(float) != 0)
     return PyErr_Format(PyExc_ValueError, "%zd state arrays for an optimizer with %d, or buffers of unequal size", n_states,
                         ptn_state_count(hyper));
   for (Py_ssize_t i = 0; i < n_states; i++) {
-    if (states[i].len != param->len) return PyErr_Format(PyExc_ValueError, "state array %zd has %zd bytes, the parameter %zd", i, states[i].len, param->len);
+    if (states[i].len != param->len)
+      return PyErr_Format(PyExc_ValueError, "state array %zd has %zd bytes, the parameter %zd", i, states[i].len, param->len);
     arrays[i] = states[i].buf;
   }
   ptn_update update;
@@ -90,15 +91,18 @@ PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *key
   unsigned long long step;
   double grad_scale;
   Py_buffer param, grad, states[PTN_STATE_MAX];
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO!Kdw*O!y*|s", names, &kind, &PyDict_Type, &dict, &step, &grad_scale, &param,
-                                   &PyList_Type, &list, &grad, &simd))
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO!Kdw*O!y*|s", names, &kind, &PyDict_Type, &dict, &step, &grad_scale,
+                                   &param, &PyList_Type, &list, &grad, &simd))
     return NULL;
   PyObject *result = NULL;
   Py_ssize_t held = 0, n_states = PyList_Size(list);
   ptn_hyper hyper;
   if (n_states > PTN_STATE_MAX) PyErr_Format(PyExc_ValueError, "%zd state arrays, at most %d", n_states, PTN_STATE_MAX);
-  while (!PyErr_Occurred() && held < n_states && PyObject_GetBuffer(PyList_GetItem(list, held), &states[held], PyBUF_WRITABLE) == 0) held++;
-  if (!PyErr_Occurred() && read_hyper(kind, dict, &hyper)) result = run(&hyper, step, grad_scale, &param, states, n_states, &grad, simd);
+  while (!PyErr_Occurred() && held < n_states &&
+         PyObject_GetBuffer(PyList_GetItem(list, held), &states[held], PyBUF_WRITABLE) == 0)
+    held++;
+  if (!PyErr_Occurred() && read_hyper(kind, dict, &hyper))
+    result = run(&hyper, step, grad_scale, &param, states, n_states, &grad, simd);
   for (Py_ssize_t i = 0; i < held; i++) PyBuffer_Release(&states[i]);
   PyBuffer_Release(&param);
   PyBuffer_Release(&grad);

@@ -53,9 +53,12 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   engine->hypers = calloc(config->n_groups + 1, sizeof *engine->hypers);
   engine->slots = calloc(engine->max_slots, sizeof *engine->slots);
   engine->seen = calloc(config->n_chunks + 1, sizeof *engine->seen);
+  engine->updates = calloc(config->n_chunks + 1, sizeof *engine->updates);
+  engine->last_updates = calloc(config->n_chunks + 1, sizeof *engine->last_updates);
   engine->max_owners = 2 * config->n_params + 64;
   engine->owners = calloc(engine->max_owners, sizeof *engine->owners);
-  if (!engine->chunks || !engine->params || !engine->order_params || !engine->hypers || !engine->slots || !engine->seen || !engine->owners)
+  if (!engine->chunks || !engine->params || !engine->order_params || !engine->hypers || !engine->slots || !engine->seen ||
+      !engine->updates || !engine->last_updates || !engine->owners)
     return out_of_memory();
   for (uint32_t i = 0; i < config->n_chunks; i++) {
     engine->chunks[i].param_bytes = config->chunks[i].param_bytes;
@@ -65,8 +68,12 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   }
   for (uint32_t i = 0; i < config->n_params; i++) {
     const ptn_engine_param *from = &config->params[i];
-    engine->params[i] = (param){.chunk = from->chunk, .offset_bytes = from->offset_bytes, .count = from->count,
-                                .group = from->group, .trained = from->trained, .expected = from->trained && from->count > 0};
+    engine->params[i] = (param){.chunk = from->chunk,
+                                .offset_bytes = from->offset_bytes,
+                                .count = from->count,
+                                .group = from->group,
+                                .trained = from->trained,
+                                .expected = from->trained && from->count > 0};
   }
   group_params(engine);
   return PTN_OK;
@@ -119,6 +126,8 @@ void ptn_engine_destroy(ptn_engine *engine) {
   free(engine->slots);
   free(engine->order);
   free(engine->seen);
+  free(engine->updates);
+  free(engine->last_updates);
   free(engine->owners);
   free(engine);
 }
@@ -127,8 +136,11 @@ ptn_store *ptn_engine_store(ptn_engine *engine) { return engine->store; }
 
 void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
   ptn_lock(&engine->mutex);
-  *out = (ptn_engine_stats){.wait_ns = engine->wait_ns, .update_ns = engine->update_ns, .loaded_bytes = engine->loaded_bytes,
-                            .loads = engine->loads, .hits = engine->hits};
+  *out = (ptn_engine_stats){.wait_ns = engine->wait_ns,
+                            .update_ns = engine->update_ns,
+                            .loaded_bytes = engine->loaded_bytes,
+                            .loads = engine->loads,
+                            .hits = engine->hits};
   for (uint32_t i = 0; i < engine->n_chunks; i++) {
     const chunk *chunk = &engine->chunks[i];
     out->disk_bytes += chunk->extents[0].bytes + chunk->extents[1].bytes + chunk->grads.bytes;

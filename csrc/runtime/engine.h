@@ -133,6 +133,9 @@ typedef enum ptn_gradient_use {
 ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t param, const float *data, void *owner, ptn_gradient_use use);
 /* The gradient that lies on disk for this parameter; zeros where there is none. */
 ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t param, float *memory, bool *found);
+/* A step begins whose gradients are all for updates: state is read while they are still being made, in the order in which the
+ * chunks were complete in the step before. */
+void ptn_engine_read_ahead(ptn_engine *engine, bool on);
 /* Backward is over: chunks that lack a gradient go on with those they have. */
 ptn_status ptn_engine_flush(ptn_engine *engine);
 /* Queues the update of every chunk that has gradients on disk and no update yet; grad_scale multiplies them. */

@@ -12,8 +12,10 @@
 ptn_status ptn_engine_set_hyper(ptn_engine *engine, uint32_t group, const ptn_hyper *hyper) {
   if (group >= engine->n_groups) return ptn_fail(PTN_INVALID, "group %u of %u", group, engine->n_groups);
   if ((uint32_t)ptn_state_count(hyper) > engine->n_states)
-    return ptn_fail(PTN_STEP, "group %u needs %d arrays of optimizer state, the model was wrapped with %u: set amsgrad and momentum before wrap",
-                    group, ptn_state_count(hyper), engine->n_states);
+    return ptn_fail(
+        PTN_STEP,
+        "group %u needs %d arrays of optimizer state, the model was wrapped with %u: set amsgrad and momentum before wrap", group,
+        ptn_state_count(hyper), engine->n_states);
   engine->hypers[group] = *hyper;
   return PTN_OK;
 }
@@ -97,8 +99,7 @@ static void wait_for_room(ptn_engine *engine) {
 ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const float *data, void *owner, ptn_gradient_use use) {
   param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
-  if (!param->trained || chunk->home != HOME_DISK)
-    return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
+  if (!param->trained || chunk->home != HOME_DISK) return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
   if (engine->n_pieces == 0) return ptn_fail(PTN_STEP, "a gradient came before the update lane has its ring");
   if (use != PTN_GRADIENT_UPDATE && !engine->ring_has_grads)
     return ptn_fail(PTN_STEP, "a gradient is to be kept on disk and the ring was made without room for that");
@@ -214,10 +215,8 @@ void ptn_engine_commit(ptn_engine *engine) {
     chunk->has_shadow = chunk->zero_state = false;
     slot *slot = chunk->slot >= 0 ? &engine->slots[chunk->slot] : NULL;
     if (!slot || slot->chunk != c) continue;
-    if (slot->shadow)
-      slot->shadow = false; /* what the update made in place is the home's now */
-    else if (slot->state == SLOT_LOADED)
-      slot->state = SLOT_EMPTY; /* read before the update: out of date now */
+    if (slot->shadow) slot->shadow = false; /* what the update made in place is the home's now */
+    else if (slot->state == SLOT_LOADED) slot->state = SLOT_EMPTY; /* read before the update: out of date now */
   }
   for (uint32_t i = 0; i < engine->n_params; i++) {
     param *param = &engine->params[i];
@@ -226,6 +225,19 @@ void ptn_engine_commit(ptn_engine *engine) {
   }
   engine->gradients = 0;
   engine->any_shadow = false;
+  uint32_t *order = engine->last_updates;
+  engine->last_updates = engine->updates;
+  engine->n_last_updates = engine->n_updates;
+  engine->updates = order;
+  engine->n_updates = 0;
+  ptn_unlock(&engine->mutex);
+}
+
+void ptn_engine_read_ahead(ptn_engine *engine, bool on) {
+  ptn_lock(&engine->mutex);
+  engine->read_ahead = on;
+  if (on) ptn_lane_read_ahead(engine);
+  else ptn_lane_cancel(engine);
   ptn_unlock(&engine->mutex);
 }
 
@@ -256,6 +268,7 @@ void ptn_engine_drop(ptn_engine *engine) {
     param->spilled = param->updated = false;
   }
   engine->lane_status = PTN_OK;
+  engine->n_updates = 0;
   engine->gradients = 0;
   engine->any_shadow = false;
   ptn_unlock(&engine->mutex);

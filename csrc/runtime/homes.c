@@ -13,9 +13,14 @@
 
 bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk) { return engine->chunks[chunk].home == HOME_MEMORY; }
 
-static uint64_t state_bytes(const ptn_engine *engine, const chunk *chunk) { return extent_bytes(engine, chunk) - chunk->param_bytes; }
+static uint64_t state_bytes(const ptn_engine *engine, const chunk *chunk) {
+  return extent_bytes(engine, chunk) - chunk->param_bytes;
+}
 
-static ptn_status quiet(const ptn_engine *engine, const char *what) {
+static ptn_status quiet(ptn_engine *engine, const char *what) {
+  ptn_lock(&engine->mutex);
+  if (engine->ahead && engine->n_jobs == 1) ptn_lane_settle(engine); /* what was read ahead only */
+  ptn_unlock(&engine->mutex);
   if (engine->n_jobs || engine->any_shadow || engine->gradients)
     return ptn_fail(PTN_STEP, "%s in the middle of a step: call step() or zero_grad() first", what);
   return PTN_OK;
@@ -250,8 +255,8 @@ ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
   chunk *chunk = &engine->chunks[number];
   if (chunk->home == HOME_MEMORY) return PTN_OK;
   slot *slot = &engine->slots[chunk->slot];
-  ptn_status status = ptn_store_transfer(engine->store, slot->region->memory, chunk->extents[chunk->current].offset,
-                                         chunk->param_bytes, true);
+  ptn_status status =
+      ptn_store_transfer(engine->store, slot->region->memory, chunk->extents[chunk->current].offset, chunk->param_bytes, true);
   ptn_lock(&engine->mutex);
   slot->in_use = 0;
   if (status != PTN_OK) ptn_residency_forget(engine, chunk);
@@ -287,7 +292,8 @@ static ptn_status transfer_disk(ptn_engine *engine, uint64_t offset, char *memor
   return status;
 }
 
-static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const param *param, uint32_t array, float *memory, bool write) {
+static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const param *param, uint32_t array, float *memory,
+                                     bool write) {
   uint64_t bytes = param->count * sizeof(float);
   if (array > 0 && !chunk->states) {
     if (!write) {
@@ -298,10 +304,8 @@ static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const par
   }
   char *home = array == 0 ? chunk->params->memory : (char *)chunk->states + (array - 1) * chunk->param_bytes;
   home += param->offset_bytes;
-  if (write)
-    memcpy(home, memory, bytes);
-  else
-    memcpy(memory, home, bytes);
+  if (write) memcpy(home, memory, bytes);
+  else memcpy(memory, home, bytes);
   return PTN_OK;
 }
 
@@ -327,7 +331,8 @@ ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t arr
   const param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
   uint64_t bytes = param->count * sizeof(float);
-  if (array > (chunk->trained ? engine->n_states : 0)) return ptn_fail(PTN_INVALID, "parameter %u has no array %u", number, array);
+  if (array > (chunk->trained ? engine->n_states : 0))
+    return ptn_fail(PTN_INVALID, "parameter %u has no array %u", number, array);
   if (write) PTN_TRY(quiet(engine, "values cannot be written"));
   if (bytes == 0) return PTN_OK;
   if (chunk->home == HOME_MEMORY) return transfer_in_memory(engine, chunk, param, array, memory, write);

@@ -78,6 +78,9 @@ typedef struct job {
   bool in_slot;      /* parameters are read and changed in the slot */
   bool zero_state;
   bool reads_grads;
+  bool opened;          /* its source is decided, pieces may be under way */
+  bool open;            /* read ahead: its gradients have not come */
+  bool cancelled;       /* read ahead in vain */
   bool failed;
   uint64_t grad_bytes;
   uint64_t next_offset; /* of the next piece to start */
@@ -97,6 +100,7 @@ typedef struct piece {
   uint64_t offset_bytes, bytes; /* in the chunk */
   float *arrays[PIECE_ARRAYS];  /* in the ring */
   ptn_io io[PIECE_ARRAYS];
+  bool has_params; /* in the ring or in the slot */
   uint32_t in_flight;
   ptn_status status;
   ptn_error error;
@@ -126,6 +130,7 @@ struct ptn_engine {
   pthread_t lane;
   bool lane_started, stop;
   job *first_job, *last_job; /* FIFO: the first may be running */
+  job *ahead;                /* the open one among them, always the last */
   job *starting;             /* the job whose pieces are started next */
   uint64_t job_bytes;        /* gradients that jobs hold */
   uint64_t pending_bytes;
@@ -142,6 +147,10 @@ struct ptn_engine {
   void **owners; /* to be released */
   size_t n_owners, max_owners;
   uint32_t gradients; /* taken since the last commit or drop */
+  /* the order in which chunks went to the lane: of the last step, to read ahead in, and of this one */
+  uint32_t *last_updates, *updates;
+  uint32_t n_last_updates, n_updates;
+  bool read_ahead;
   bool any_shadow;
   int64_t wait_ns, update_ns;
   uint64_t loaded_bytes, loads, hits;
@@ -155,7 +164,9 @@ void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is
 /* lane.c */
 ptn_status ptn_lane_start(ptn_engine *engine);
 void ptn_lane_stop(ptn_engine *engine);
-void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked */
+void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked; takes the job, which may be merged into the open one */
+void ptn_lane_read_ahead(ptn_engine *engine);        /* locked: opens a job for the chunk that is expected next */
+void ptn_lane_cancel(ptn_engine *engine);            /* locked: the open job, if any, comes to nothing */
 void ptn_lane_settle(ptn_engine *engine);            /* locked: waits until no job is left */
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
 

@@ -5,6 +5,10 @@
  * pieces and writes of earlier ones go on meanwhile. Pieces start, are computed and finish in one order, so the ring is a queue with
  * three ends: tail (oldest not written) <= middle (next to compute) <= head (next to start).
  *
+ * Reading ahead: the chunk that is expected to be complete next has an open job, whose state is read while its gradients are
+ * still being made; the gradients join it, or it is cancelled when another chunk comes first. An open job is the last in the
+ * queue, holds nothing but pieces of the ring, and decides about its parameters only when it is joined.
+ *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
  * the job is queued; the extent in use is never written.
  */
@@ -17,24 +21,97 @@ static piece *piece_at(const ptn_engine *engine, uint32_t position) { return &en
 
 /* ---- queueing ---- */
 
-void ptn_lane_enqueue(ptn_engine *engine, job *job) {
-  chunk *chunk = &engine->chunks[job->chunk];
-  if (job->update && chunk->slot >= 0) {
-    slot *slot = &engine->slots[chunk->slot];
-    if (slot->chunk == job->chunk && slot->state == SLOT_LOADED && slot->in_use == 0) {
-      job->in_slot = true;
-      slot->pins++;
-    }
+/* Locked. A job that took its slot changes the parameters there in place. */
+static void take_slot(ptn_engine *engine, job *job) {
+  if (!job->in_slot) return;
+  slot *slot = &engine->slots[engine->chunks[job->chunk].slot];
+  bool good = slot->chunk == job->chunk && slot->state == SLOT_LOADED && !slot->broken && slot->in_use == 0 &&
+              slot->shadow == job->from_shadow;
+  if (good) {
+    slot->broken = true;
+  } else {
+    job->in_slot = false;
+    slot->pins--;
   }
-  chunk->jobs++;
+}
+
+static bool spilled_any(const ptn_engine *engine, const chunk *chunk) {
+  for (uint32_t i = 0; i < chunk->n_params; i++)
+    if (engine->params[engine->order_params[chunk->first_param + i]].spilled) return true;
+  return false;
+}
+
+static void append(ptn_engine *engine, job *job) {
   engine->n_jobs++;
-  engine->job_bytes += job->grad_bytes;
-  if (engine->last_job)
-    engine->last_job->next = job;
-  else
-    engine->first_job = job;
+  if (engine->last_job) engine->last_job->next = job;
+  else engine->first_job = job;
   engine->last_job = job;
   if (!engine->starting) engine->starting = job;
+  ptn_signal(&engine->lane_work);
+}
+
+/* The chunk's parameters are taken from its slot where they are there and nobody else uses them; then the slot is pinned. */
+static void pin_slot(ptn_engine *engine, job *job) {
+  const chunk *chunk = &engine->chunks[job->chunk];
+  if (!job->update || chunk->slot < 0) return;
+  slot *slot = &engine->slots[chunk->slot];
+  if (slot->chunk != job->chunk || slot->state != SLOT_LOADED || slot->in_use > 0) return;
+  job->in_slot = true;
+  slot->pins++;
+}
+
+static void note_order(ptn_engine *engine, uint32_t number) {
+  if (engine->n_updates < engine->n_chunks) engine->updates[engine->n_updates++] = number;
+}
+
+/* The open job gets the gradients of `from`, which is freed. */
+static void join(ptn_engine *engine, job *open, job *from) {
+  open->n_grads = from->n_grads;
+  memcpy(open->grads, from->grads, from->n_grads * sizeof from->grads[0]);
+  open->grad_bytes = from->grad_bytes;
+  free(from);
+  open->open = false;
+  engine->ahead = NULL;
+  pin_slot(engine, open);
+}
+
+void ptn_lane_enqueue(ptn_engine *engine, job *job) {
+  chunk *chunk = &engine->chunks[job->chunk];
+  struct job *ahead = engine->ahead;
+  chunk->jobs++;
+  engine->job_bytes += job->grad_bytes;
+  if (job->update) note_order(engine, job->chunk);
+  if (ahead && ahead->chunk == job->chunk && job->update && !chunk->has_shadow && !spilled_any(engine, chunk)) {
+    join(engine, ahead, job);
+    if (ahead->opened) take_slot(engine, ahead);
+    ptn_signal(&engine->lane_work);
+  } else {
+    ptn_lane_cancel(engine);
+    pin_slot(engine, job);
+    append(engine, job);
+  }
+  if (engine->read_ahead) ptn_lane_read_ahead(engine);
+}
+
+void ptn_lane_read_ahead(ptn_engine *engine) {
+  if (engine->ahead || engine->n_updates >= engine->n_last_updates || engine->lane_status != PTN_OK || engine->n_pieces == 0)
+    return;
+  uint32_t number = engine->last_updates[engine->n_updates];
+  const chunk *chunk = &engine->chunks[number];
+  if (chunk->jobs || chunk->has_shadow || chunk->zero_state || chunk->home != HOME_DISK || engine->n_states == 0) return;
+  job *job = calloc(1, sizeof *job + chunk->n_params * sizeof job->grads[0]);
+  if (!job) return; /* reading ahead is a convenience */
+  job->chunk = number;
+  job->update = job->open = true;
+  engine->ahead = job;
+  append(engine, job);
+}
+
+void ptn_lane_cancel(ptn_engine *engine) {
+  if (!engine->ahead) return;
+  engine->ahead->open = false;
+  engine->ahead->cancelled = true;
+  engine->ahead = NULL;
   ptn_signal(&engine->lane_work);
 }
 
@@ -45,6 +122,7 @@ void ptn_lane_owner(ptn_engine *engine, void *owner) {
 }
 
 void ptn_lane_settle(ptn_engine *engine) {
+  ptn_lane_cancel(engine);
   while (engine->n_jobs) ptn_wait(&engine->changed, &engine->mutex);
 }
 
@@ -93,7 +171,7 @@ static uint32_t prepare_reads(ptn_engine *engine, piece *piece) {
   const chunk *chunk = &engine->chunks[job->chunk];
   uint64_t source = chunk->extents[job->from_shadow ? 1 - chunk->current : chunk->current].offset + piece->offset_bytes;
   uint32_t mask = 0;
-  if (job->update && !job->in_slot) {
+  if (piece->has_params && job->update && !job->in_slot) {
     prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], source, false);
     mask |= 1u << PIECE_PARAM;
   }
@@ -174,25 +252,15 @@ static void open_job(ptn_engine *engine, job *job) {
   chunk *chunk = &engine->chunks[job->chunk];
   job->from_shadow = job->update && chunk->has_shadow;
   job->zero_state = chunk->zero_state && !job->from_shadow;
-  if (job->in_slot) {
-    slot *slot = &engine->slots[chunk->slot];
-    bool good = slot->chunk == job->chunk && slot->state == SLOT_LOADED && !slot->broken && slot->in_use == 0 &&
-                slot->shadow == job->from_shadow;
-    if (good) {
-      slot->broken = true;
-    } else {
-      job->in_slot = false;
-      slot->pins--;
-    }
-  }
+  job->opened = true;
+  take_slot(engine, job);
   for (uint32_t i = 0; i < job->n_grads; i++) {
     job_grad *grad = &job->grads[i];
     grad->add_disk = engine->params[grad->param].spilled && !grad->total;
     job->reads_grads |= grad->add_disk;
   }
   if (!job->update) { /* what other parameters have on disk must survive the write of whole pieces */
-    for (uint32_t i = 0; i < chunk->n_params; i++)
-      job->reads_grads |= engine->params[engine->order_params[chunk->first_param + i]].spilled;
+    job->reads_grads |= spilled_any(engine, chunk);
   }
 }
 
@@ -211,8 +279,8 @@ static void close_job(ptn_engine *engine, job *job) {
     if (!job->failed && !job->update) param->spilled = true;
     ptn_lane_owner(engine, job->grads[i].owner);
   }
-  if (!job->failed && job->update) chunk->has_shadow = engine->any_shadow = true;
-  chunk->jobs--;
+  if (!job->failed && !job->cancelled && job->update) chunk->has_shadow = engine->any_shadow = true;
+  if (!job->cancelled) chunk->jobs--;
   engine->n_jobs--;
   engine->job_bytes -= job->grad_bytes;
   engine->first_job = job->next; /* jobs end in order */
@@ -244,15 +312,17 @@ static bool start_piece(ptn_engine *engine) {
   if (job->next_offset == 0) {
     if (!first_of_its_chunk(engine, job)) return false;
     open_job(engine, job);
+    if (engine->lane_status != PTN_OK && job->open) ptn_lane_cancel(engine);
     job->failed = engine->lane_status != PTN_OK;
   }
+  bool useless = job->failed || job->cancelled;
   uint64_t end = engine->chunks[job->chunk].param_bytes;
   uint64_t bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
-  while (!job->failed && job->next_offset < end && !wanted(engine, job, job->next_offset, bytes)) {
+  while (!useless && job->next_offset < end && !wanted(engine, job, job->next_offset, bytes)) {
     job->next_offset += bytes;
     bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
   }
-  if (job->failed || job->next_offset == end) {
+  if (useless || job->next_offset == end) {
     job->all_started = true;
     engine->starting = job->next;
     if (job->pieces == 0 && engine->first_job == job) close_job(engine, job);
@@ -270,6 +340,7 @@ static bool start_piece(ptn_engine *engine) {
     job->all_started = true;
     engine->starting = job->next;
   }
+  piece->has_params = !job->open;
   piece->in_flight = 1; /* held until all requests are submitted */
   ptn_unlock(&engine->mutex);
   uint32_t mask = prepare_reads(engine, piece);
@@ -290,14 +361,31 @@ static void note_failure(ptn_engine *engine, piece *piece) {
   engine->lane_error = piece->error;
 }
 
+/* Locked. A piece that was read ahead without its parameters turns out to need them: the slot does not have them. */
+static void read_params(ptn_engine *engine, piece *piece) {
+  const chunk *chunk = &engine->chunks[piece->job->chunk];
+  piece->has_params = true;
+  prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], chunk->extents[chunk->current].offset + piece->offset_bytes, false);
+  piece->in_flight = 1;
+  ptn_unlock(&engine->mutex);
+  submit_piece(engine, piece, 1u << PIECE_PARAM);
+  ptn_lock(&engine->mutex);
+}
+
 static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   if (*middle == engine->piece_head) return false;
   piece *piece = piece_at(engine, *middle);
   if (piece->state != PIECE_READING || piece->in_flight) return false;
+  if (piece->status != PTN_OK && piece->job->open) ptn_lane_cancel(engine);
+  if (piece->job->open) return false;
+  if (piece->status == PTN_OK && !piece->has_params && !piece->job->in_slot && !piece->job->failed && !piece->job->cancelled) {
+    read_params(engine, piece);
+    return true;
+  }
   (*middle)++;
   piece->state = PIECE_WRITING;
   note_failure(engine, piece);
-  if (piece->job->failed) return true;
+  if (piece->job->failed || piece->job->cancelled) return true;
   piece->in_flight = 1;
   ptn_unlock(&engine->mutex);
   int64_t begin = ptn_now_ns();

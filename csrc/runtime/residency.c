@@ -88,7 +88,8 @@ void ptn_residency_advance(ptn_engine *engine) {
 
 ptn_status ptn_engine_set_order(ptn_engine *engine, const uint32_t *accesses, uint32_t n_accesses) {
   for (uint32_t i = 0; i < n_accesses; i++)
-    if (accesses[i] >= engine->n_chunks) return ptn_fail(PTN_INVALID, "access %u is to chunk %u of %u", i, accesses[i], engine->n_chunks);
+    if (accesses[i] >= engine->n_chunks)
+      return ptn_fail(PTN_INVALID, "access %u is to chunk %u of %u", i, accesses[i], engine->n_chunks);
   uint32_t *order = malloc((n_accesses + 1) * sizeof *order);
   if (!order) return ptn_fail(PTN_MEMORY, "no memory for %u moments", n_accesses);
   if (n_accesses) memcpy(order, accesses, n_accesses * sizeof *order);
@@ -154,10 +155,8 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
     loaded = true;
     submit_all(engine, &slot, 1);
   }
-  if (begin)
-    engine->wait_ns += ptn_now_ns() - begin;
-  else
-    engine->hits++;
+  if (begin) engine->wait_ns += ptn_now_ns() - begin;
+  else engine->hits++;
   if (status == PTN_OK && !*conflict) {
     slot->in_use++;
     follow(engine, number);

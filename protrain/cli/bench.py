@@ -16,7 +16,7 @@ from typing import Any
 
 from protrain.cli.words import CommandError, duration_text, size_text
 
-WARM_STEPS = 2  # of protrain: the profile, and the first step under the plan
+WARM_STEPS = 3  # of protrain: the first plans, the first two update in step()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+import torch  # noqa: F401  (the core links against its libraries)
+
 from protrain import _core
 from protrain.cli import machine
 from protrain.cli.words import size_text
@@ -89,7 +91,7 @@ def _processor() -> list[Row]:
     except Exception as error:  # a broken driver or torch must not end the doctor
         count, gpu = 0, f"cannot ask torch: {' '.join(str(error).split())[:80]}"
     meaning = (
-        "models train on it; host memory holds what does not fit"
+        "found, not used yet: models train on the CPU"
         if count
         else "models train on the CPU; memory is the device, the disk takes the rest"
     )

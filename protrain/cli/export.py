@@ -24,13 +24,13 @@ def check_target(folder: str) -> None:
             break
         above = above.parent
     if not above.is_dir():
-        raise PlanError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
+        raise CommandError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise PlanError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
+        raise CommandError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
     if os.path.lexists(target) and not target.is_dir():
-        raise PlanError(f"--out {folder!r} is a file; give a folder")
+        raise CommandError(f"--out {folder!r} is a file; give a folder")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise PlanError(f"--out {folder!r} holds files that are no model; give a new or an empty folder")
+        raise CommandError(f"--out {folder!r} holds files that are no model; give a new or an empty folder")
 
 
 def save(

@@ -60,7 +60,9 @@ def prepare(words: Words) -> Setup:
     if words.resume is not None and not os.path.isdir(words.resume):
         raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
     if words.resume is not None and not os.path.isfile(os.path.join(words.resume, "protrain.json")):
-        raise CommandError(f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every")
+        raise CommandError(
+            f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every"
+        )
     if words.save_every is not None and words.out is None:
         raise CommandError(f"--save-every {words.save_every} needs --out, the folder to save into")
     files = text_files(words.data)
@@ -168,7 +170,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         **source,
     )
     torch.manual_seed(words.seed)  # of the dropout; the weights have random numbers of their own
-    display.stage("the first step, which is also the profile")
+    display.stage("planning, and the first step")
     begin = time.monotonic()
     if words.resume is not None:
         protrain.load(model, optimizer, words.resume)
@@ -203,9 +205,7 @@ def _refuse_early(words: Words, seq: int, model: Any) -> None:
         protrain.plan(model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm)
 
 
-def _steps(
-    words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver
-) -> list[float]:
+def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver) -> list[float]:
     """The loop; returns the loss of the first and of the last step."""
     import torch
 

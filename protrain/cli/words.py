@@ -148,7 +148,7 @@ def model_options(command: _Command) -> _Command:
             type=click.Choice(["fp32", "bf16"]),
             default="fp32",
             show_default=True,
-            help="Number format of parameters and gradients; bf16 keeps fp32 master weights.",
+            help="Number format of parameters and gradients; bf16 is not available yet.",
         ),
         click.option("--json", "as_json", is_flag=True, help="JSON lines alone on stdout. [default: text]"),
     ]

@@ -7,13 +7,13 @@
 
 #include "base/status.h"
 
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);          \
-      fprintf(stderr, "  last error: %s\n", ptn_last_error()->message);                  \
-      exit(1);                                                                           \
-    }                                                                                    \
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      fprintf(stderr, "  last error: %s\n", ptn_last_error()->message);         \
+      exit(1);                                                                  \
+    }                                                                           \
   } while (0)
 #define CHECK_OK(call) CHECK((call) == PTN_OK)
 

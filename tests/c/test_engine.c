@@ -89,8 +89,7 @@ static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   for (size_t k = 0; k < t->count; k++) t->grad[k] = random_float();
   if (t->has_sum)
     for (size_t k = 0; k < t->count; k++) t->sum[k] += t->grad[k];
-  else
-    memcpy(t->sum, t->grad, t->count * sizeof(float));
+  else memcpy(t->sum, t->grad, t->count * sizeof(float));
   t->has_sum = true;
   if (ptn_engine_in_memory(w->engine, w->params[number].chunk)) return;
   float *copy = malloc(t->count * sizeof(float));
@@ -113,12 +112,14 @@ static void update_twins(world *w, float scale) {
 static void one_step(world *w, int passes, bool late, float scale, bool skip) {
   for (int pass = 0; pass < passes; pass++) {
     ptn_engine_seek(w->engine, 0);
+    ptn_engine_read_ahead(w->engine, check_random(&seed) % 4 > 0);
     for (uint32_t c = 0; c < CHUNKS; c++) look_at(w, c);
     if (pass) CHECK_OK(ptn_engine_flush(w->engine));
     if (pass + 1 == passes) CHECK_OK(ptn_engine_set_hyper(w->engine, 0, &w->hyper));
     ptn_gradient_use use = pass + 1 == passes && !late ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL;
     for (uint32_t c = CHUNKS; c-- > 0;) {
       look_at(w, c);
+      if (c == 3 && check_random(&seed) % 5 == 0) ptn_engine_read_ahead(w->engine, check_random(&seed) % 2);
       for (uint32_t i = PER_CHUNK; i-- > 0;) {
         uint32_t number = c * PER_CHUNK + i;
         bool unused = check_random(&seed) % 8 == 0;
@@ -162,10 +163,8 @@ static void move_homes(world *w) {
   ptn_engine_drop_slots(w->engine);
   ptn_engine_drop_ring(w->engine);
   for (uint32_t c = 0; c < CHUNKS; c++) {
-    if (check_random(&seed) % 3 == 0)
-      CHECK_OK(ptn_engine_to_memory(w->engine, c, check_random(&seed) % 2));
-    else
-      CHECK_OK(ptn_engine_to_disk(w->engine, c));
+    if (check_random(&seed) % 3 == 0) CHECK_OK(ptn_engine_to_memory(w->engine, c, check_random(&seed) % 2));
+    else CHECK_OK(ptn_engine_to_disk(w->engine, c));
   }
   set_slots(w);
 }
@@ -174,8 +173,15 @@ int main(void) {
   world w = {.hyper = {.kind = PTN_ADAMW, .lr = 1e-2, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}};
   describe(&w);
   CHECK_OK(ptn_account_create(&w.account, 8 * PTN_MIB, NULL, NULL));
-  ptn_engine_config config = {.folder = ".", .account = w.account, .n_chunks = CHUNKS, .n_params = PARAMS, .n_groups = 1,
-                              .chunks = w.chunks, .params = w.params, .n_states = STATES, .release = release};
+  ptn_engine_config config = {.folder = ".",
+                              .account = w.account,
+                              .n_chunks = CHUNKS,
+                              .n_params = PARAMS,
+                              .n_groups = 1,
+                              .chunks = w.chunks,
+                              .params = w.params,
+                              .n_states = STATES,
+                              .release = release};
   CHECK_OK(ptn_engine_create(&w.engine, &config));
   for (uint32_t c = 0; c < CHUNKS; c++) CHECK_OK(ptn_engine_to_disk(w.engine, c));
   set_slots(&w);

@@ -99,10 +99,8 @@ static void variants_and_splits_agree(void) {
       for (int split = 0; split < 2; split++) {
         arrays a = arrays_create(count, shift);
         fill(&a, (uint64_t)round);
-        if (split)
-          run_in_pieces(kernel, &update, &a, &seed);
-        else
-          kernel(&update, a.param, a.state, a.grad, ptn_span_whole(count));
+        if (split) run_in_pieces(kernel, &update, &a, &seed);
+        else kernel(&update, a.param, a.state, a.grad, ptn_span_whole(count));
         CHECK(same(&a, &reference));
         arrays_destroy(&a);
       }

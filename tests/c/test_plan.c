@@ -54,17 +54,19 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
     drop[i] = alike && i > 0 ? drop[0] : (int64_t)upto(random, 1 << 16);
     keep[i] = alike && i > 0 ? keep[0] : drop[i] + (int64_t)upto(random, 1 << 20);
     uint64_t work = upto(random, 1 << 18);
-    phases[n_phases++] = (ptn_phase){(int32_t)i, false, (uint64_t)kept, (uint64_t)(kept + keep[i]) + work,
+    phases[n_phases++] = (ptn_phase){(int32_t)i,        false,
+                                     (uint64_t)kept,    (uint64_t)(kept + keep[i]) + work,
                                      (uint64_t)dropped, (uint64_t)(dropped + keep[i]) + work};
     kept += keep[i];
     dropped += drop[i];
   }
   uint64_t head = upto(random, 1 << 21);
-  phases[n_phases++] = (ptn_phase){-1, false, (uint64_t)kept, (uint64_t)kept + head,
-                                   (uint64_t)dropped, (uint64_t)dropped + head + upto(random, 2048)};
+  phases[n_phases++] = (ptn_phase){
+      -1, false, (uint64_t)kept, (uint64_t)kept + head, (uint64_t)dropped, (uint64_t)dropped + head + upto(random, 2048)};
   for (uint32_t i = n_blocks; i-- > 0;) {
     uint64_t work = upto(random, 1 << 18);
-    phases[n_phases++] = (ptn_phase){(int32_t)i, true, (uint64_t)kept, (uint64_t)kept + work,
+    phases[n_phases++] = (ptn_phase){(int32_t)i,        true,
+                                     (uint64_t)kept,    (uint64_t)kept + work,
                                      (uint64_t)dropped, (uint64_t)(dropped + keep[i] - drop[i]) + work};
     kept -= keep[i];
     dropped -= drop[i];
