@@ -283,7 +283,8 @@ static void close_job(ptn_engine *engine, job *job) {
   if (!job->cancelled) chunk->jobs--;
   engine->n_jobs--;
   engine->job_bytes -= job->grad_bytes;
-  engine->first_job = job->next; /* jobs end in order */
+  if (engine->first_job != job) abort(); /* jobs end in order: one that was passed by would never end */
+  engine->first_job = job->next;
   if (!engine->first_job) engine->last_job = NULL;
   free(job);
   ptn_broadcast(&engine->changed);
@@ -416,7 +417,8 @@ static bool finish_oldest(ptn_engine *engine, uint32_t middle) {
   return true;
 }
 
-/* A job that failed before its first piece and waited for earlier jobs. */
+/* A job that came to nothing before its first piece and waited for earlier jobs; looked for first, so that no later job ends
+ * before it. */
 static bool close_empty(ptn_engine *engine) {
   job *job = engine->first_job;
   if (!job || !job->all_started || job->pieces) return false;
@@ -429,7 +431,7 @@ static void *lane_body(void *argument) {
   uint32_t middle = 0;
   ptn_lock(&engine->mutex);
   for (;;) {
-    if (finish_oldest(engine, middle) || close_empty(engine) || start_piece(engine) || compute_next(engine, &middle)) continue;
+    if (close_empty(engine) || finish_oldest(engine, middle) || start_piece(engine) || compute_next(engine, &middle)) continue;
     if (engine->stop) break;
     ptn_wait(&engine->lane_work, &engine->mutex);
   }

@@ -119,7 +119,7 @@ static void one_step(world *w, int passes, bool late, float scale, bool skip) {
     ptn_gradient_use use = pass + 1 == passes && !late ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL;
     for (uint32_t c = CHUNKS; c-- > 0;) {
       look_at(w, c);
-      if (c == 3 && check_random(&seed) % 5 == 0) ptn_engine_read_ahead(w->engine, check_random(&seed) % 2);
+      if (c < 6 && check_random(&seed) % 5 == 0) ptn_engine_read_ahead(w->engine, check_random(&seed) % 2);
       for (uint32_t i = PER_CHUNK; i-- > 0;) {
         uint32_t number = c * PER_CHUNK + i;
         bool unused = check_random(&seed) % 8 == 0;
