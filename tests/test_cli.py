@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from protrain import tensorfiles
 from protrain.cli import machine, model, words
 from protrain.cli.bench_worker import materialize
+from protrain.errors import PlanError
 
 MIB = 1 << 20
 
@@ -196,7 +197,7 @@ def test_a_tensor_that_is_not_the_one_expected_is_refused(tmp_path: Path, change
         "shape": [(name, tensor[:-1]), *found[1:]],
         "type": [(name, tensor.to(torch.bfloat16)), *found[1:]],
     }[change]
-    with pytest.raises(words.CommandError, match="nothing was saved"):
+    with pytest.raises(PlanError, match="nothing was saved"):
         tensorfiles.write_tensors(tmp_path, tensorfiles.entries(built), found)
 
 
