@@ -5,7 +5,7 @@ VENV ?= .venv
 # The torch that is installed first, so that no other package chooses it.
 TORCH ?= 2.13.0
 # What `make demo` runs, after $(VENV)/bin/protrain.
-DEMO ?= train --model gpt2-demo --memory 340MiB --seq 128 --batch 1 --steps 30 --out demo-model
+DEMO ?= train --model gpt2-demo --memory 340MiB --seq 128 --batch 1 --steps 50 --out demo-model
 # What `make bench` runs, after $(VENV)/bin/protrain bench.
 BENCH ?= step
 # More words for pytest: make test PYTEST="-k adam".
