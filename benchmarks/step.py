@@ -64,7 +64,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "system": platform.machine()}
-    results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv), "machine": machine, "cases": {}}
+    results: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"benchmarks/step.py --rounds {arguments.rounds}",
+        "machine": machine,
+        "cases": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         for name, case in CASES.items():
