@@ -100,7 +100,6 @@ class Frame:
         self.random_state = torch.get_rng_state()
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
-        self.done = False
 
     # ---- forward ----
 

@@ -27,7 +27,7 @@ from .errors import BudgetError, PlanError, StepError
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of, state_names
 from .parameters import DisableTorchFunction, enchain, mark_views, release
-from .planning import Arrangement, Plan, arrange, linear_accesses, refuse
+from .planning import Arrangement, Plan, arrange, refuse
 
 UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
 
@@ -467,11 +467,7 @@ class Session:
             p.grad = None
             if grad is None:
                 return
-            if grad.layout != torch.strided or grad.dtype != torch.float32:
-                raise PlanError(
-                    f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported"
-                )
-            grad = grad.contiguous()
+            grad = self._dense(number, grad)
             last = self.passes == self.settings.accumulate
             use = UPDATE if last and self._updates_behind_backward else SPILL
             if last and self.settings.max_grad_norm is not None:
@@ -479,6 +475,17 @@ class Session:
                 self._norms[number] = torch._foreach_norm([grad], 2.0)[0]
             self.engine.gradient(number, grad.data_ptr(), grad, use)
             self._taken.add(number)
+
+    def _dense(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient as the kernels take it.
+
+        Raises:
+            PlanError: it is sparse, or not fp32.
+        """
+        if grad.layout != torch.strided or grad.dtype != torch.float32:
+            name = self.layout.entries[number].name
+            raise PlanError(f"the gradient of {name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported")
+        return grad.contiguous()
 
     def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
         """The sum of this step's gradients of one parameter: those on disk came first."""
@@ -525,6 +532,11 @@ class Session:
         return norm
 
     def _make_step(self) -> torch.Tensor | None:
+        in_memory = [  # looked at before anything is updated: updates in memory are not undone
+            (number, self._dense(number, p.grad))
+            for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True))
+            if entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None and entry.count
+        ]
         self.engine.flush()
         norm, scale = self._clip() if self.settings.max_grad_norm is not None else (None, 1.0)
         hypers = [hyper_of(self.kind, group) for group in self.groups]
@@ -540,14 +552,8 @@ class Session:
         if not self._updates_behind_backward or self.settings.accumulate > 1:
             self.engine.update_spilled(scale)
         self.engine.wait()
-        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
-            if entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None and entry.count:
-                grad = p.grad.contiguous()
-                if grad.dtype != torch.float32 or grad.layout != torch.strided:
-                    raise PlanError(
-                        f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense float32 is supported"
-                    )
-                self.engine.update_in_memory(number, grad.data_ptr(), scale)
+        for number, grad in in_memory:
+            self.engine.update_in_memory(number, grad.data_ptr(), scale)
         self.engine.commit()
         if self.late is None and (not same or self.steps + 1 >= PROBED_STEPS):
             self.late = not same
@@ -757,6 +763,3 @@ def covers(known: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ..
     if len(known) != len(shapes):
         return False
     return all(len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True))
-
-
-__all__ = ["Session", "Settings", "linear_accesses", "uncounted"]

@@ -363,3 +363,20 @@ def test_save_and_load_under_another_budget(gpt2: Any, token_batches: Any, tmp_p
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in other.named_parameters()}
+
+
+def test_a_gradient_that_cannot_be_used_changes_nothing(gpt2: Any, token_batches: Any) -> None:
+    """A sparse gradient is refused before any parameter in memory is updated."""
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=AMPLE)
+    first, second = token_batches(2)
+    fit([first])(model, optimizer, False)
+    assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss_of(model, second).backward()
+    last = list(model.parameters())[-1]
+    last.grad = last.grad.to_sparse()
+    with pytest.raises(protrain.PlanError, match="sparse"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    protrain.unwrap(model)

@@ -90,7 +90,7 @@ typedef struct job {
   job_grad grads[];
 } job;
 
-typedef enum piece_state { PIECE_FREE, PIECE_READING, PIECE_READ, PIECE_WRITING } piece_state;
+typedef enum piece_state { PIECE_FREE, PIECE_READING, PIECE_WRITING } piece_state;
 enum { PIECE_PARAM, PIECE_STATE, PIECE_GRAD = PIECE_STATE + PTN_STATE_MAX, PIECE_ARRAYS };
 
 typedef struct piece {
