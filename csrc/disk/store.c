@@ -12,7 +12,7 @@
  * Invariants: a request is in a queue exactly while own.next_bytes < bytes; done is called by whoever brings
  * own.in_flight_count to 0 once it is in no queue; a piece is either in flight or in the list of free pieces. The queue lock
  * is never held across I/O, a start of the engine or a call of done. The space lock is held while the file is resized, and
- * only those who reserve or release take it.
+ * only those who reserve, release or trim take it.
  */
 #define _GNU_SOURCE
 #include "disk/store.h"
@@ -321,11 +321,19 @@ void ptn_store_release(ptn_store *store, ptn_extent *extent) {
   if (extent->bytes == 0) return;
   ptn_lock(&store->space_mutex);
   ptn_space_give(&store->space, *extent);
-  uint64_t end_bytes = ptn_round_up(ptn_space_used_end(&store->space), GROWTH_BYTES);
-  /* Space that cannot be given back to the disk stays the store's, to be used again. */
-  if (end_bytes < store->file.bytes && ptn_file_resize(&store->file, end_bytes) == PTN_OK) set_end(store);
   ptn_unlock(&store->space_mutex);
   *extent = (ptn_extent){0};
+}
+
+void ptn_store_trim(ptn_store *store, uint64_t spare_bytes) {
+  ptn_lock(&store->space_mutex);
+  uint64_t used_bytes = ptn_space_used_end(&store->space);
+  if (spare_bytes < store->file.bytes - used_bytes) {
+    uint64_t end_bytes = ptn_round_up(used_bytes + spare_bytes, GROWTH_BYTES);
+    /* Space that cannot be given back to the disk stays the store's, to be used again. */
+    if (end_bytes < store->file.bytes && ptn_file_resize(&store->file, end_bytes) == PTN_OK) set_end(store);
+  }
+  ptn_unlock(&store->space_mutex);
 }
 
 /* ---- the whole ---- */

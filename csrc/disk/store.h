@@ -64,11 +64,15 @@ void ptn_store_destroy(ptn_store *store);
 const char *ptn_store_folder(const ptn_store *store);
 const char *ptn_store_engine_name(const ptn_store *store); /* "io_uring" or "threads" */
 
-/* Space for bytes (rounded up to pages), contiguous, reserved on the disk: PTN_DISK with ENOSPC where there is none. What
- * has been released is used again; released space at the end of the file is given back, in steps of 64 MiB. What has been
- * reserved and never written reads as zeros or as what an earlier owner wrote. Release only what no request uses. */
+/* Space for bytes (rounded up to pages), contiguous, reserved on the disk: PTN_DISK with ENOSPC where there is none. What has
+ * been released is used again, and goes back to the disk with ptn_store_trim: growing and shrinking a file in every step costs
+ * more than keeping it. What has been reserved and never written reads as zeros or as what an earlier owner wrote. Release
+ * only what no request uses. */
 ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out);
 void ptn_store_release(ptn_store *store, ptn_extent *extent); /* sets *extent to none */
+/* Gives released space at the end of the file back, in steps of 64 MiB, but for spare_bytes there that are expected to be needed
+ * again. Never fails: what the disk does not take back is kept, and used again. */
+void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);
 
 /* Starts io; never fails itself: failures arrive in io->status. What lies outside of the reserved space is PTN_INVALID. */
 void ptn_store_submit(ptn_store *store, ptn_io *io);

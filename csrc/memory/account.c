@@ -93,6 +93,27 @@ uint64_t ptn_account_missing(const ptn_account *account, uint64_t bytes) {
   return bytes > free_bytes ? bytes - free_bytes : 0;
 }
 
+uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes) {
+  if (account->goal_bytes == 0) return 0;
+  uint64_t wanted_bytes = bytes > UINT64_MAX - account->live_bytes ? UINT64_MAX : account->live_bytes + bytes;
+  return wanted_bytes > account->goal_bytes ? wanted_bytes - account->goal_bytes : 0;
+}
+
+void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) {
+  ptn_lock(&ptn_arena_mutex);
+  account->goal_bytes = goal_bytes;
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+uint64_t ptn_account_room(const ptn_account *account) {
+  ptn_lock(&ptn_arena_mutex);
+  uint64_t most_bytes = account->goal_bytes > 0 ? account->goal_bytes : UINT64_MAX;
+  if (limited(account)) most_bytes = ptn_min_u64(most_bytes, account->limit_bytes);
+  uint64_t room_bytes = most_bytes > account->live_bytes ? most_bytes - account->live_bytes : 0;
+  ptn_unlock(&ptn_arena_mutex);
+  return most_bytes == UINT64_MAX ? UINT64_MAX : room_bytes;
+}
+
 void ptn_account_count(ptn_account *account, uint64_t bytes) {
   account->block_count++;
   account->live_bytes += bytes;
@@ -112,16 +133,21 @@ void ptn_account_uncount(ptn_account *account, uint64_t bytes) {
 }
 
 uint64_t ptn_resident_ceiling(void) {
-  if (ptn_totals.limited_count == 0) return ptn_totals.high_water_bytes;
+  uint64_t high_bytes = ptn_totals.high_water_bytes + ptn_totals.high_water_bytes / PTN_RESIDENT_PART;
+  if (ptn_totals.limited_count == 0) return high_bytes;
   uint64_t unlimited = ptn_totals.unlimited_live_bytes;
   uint64_t limits = ptn_totals.limit_bytes > UINT64_MAX - unlimited ? UINT64_MAX : ptn_totals.limit_bytes + unlimited;
-  return ptn_min_u64(ptn_totals.high_water_bytes, limits);
+  return ptn_min_u64(high_bytes, limits);
 }
 
 void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out) {
   ptn_lock(&ptn_arena_mutex);
-  *out = (ptn_account_stats){account->limit_bytes, account->live_bytes, account->peak_bytes, account->interval_peak_bytes,
-                             account->refused_count};
+  *out = (ptn_account_stats){.limit_bytes = account->limit_bytes,
+                             .goal_bytes = account->goal_bytes,
+                             .live_bytes = account->live_bytes,
+                             .peak_bytes = account->peak_bytes,
+                             .interval_peak_bytes = account->interval_peak_bytes,
+                             .refused_count = account->refused_count};
   ptn_unlock(&ptn_arena_mutex);
 }
 

@@ -17,7 +17,7 @@ struct ptn_slab;
 struct ptn_account {
   ptn_account *next; /* among those that may be used again */
   bool open;         /* between create and destroy */
-  uint64_t limit_bytes, live_bytes, peak_bytes, interval_peak_bytes, refused_count, block_count;
+  uint64_t limit_bytes, goal_bytes, live_bytes, peak_bytes, interval_peak_bytes, refused_count, block_count;
   ptn_pressure pressure;
   void *context;
   struct ptn_slab *open_slabs[PTN_SMALL_CLASSES]; /* with free slots */
@@ -39,6 +39,8 @@ extern ptn_account_totals ptn_totals;
 ptn_account *ptn_account_resolve(ptn_account *account);
 /* Bytes missing under the limit for a block of bytes more; 0 when it fits. */
 uint64_t ptn_account_missing(const ptn_account *account, uint64_t bytes);
+/* Bytes by which a block of bytes more would pass the goal; 0 where it does not or there is none. */
+uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes);
 void ptn_account_count(ptn_account *account, uint64_t bytes);
 void ptn_account_uncount(ptn_account *account, uint64_t bytes);
 /* What may be resident: see arena.h. Never below what is live. */

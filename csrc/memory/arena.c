@@ -1,12 +1,16 @@
 /* The arena: one lock, two ways to hand out a block, and the rule about what may be resident.
  *
- * A request is first held against the limit of its account; where it does not fit, the account's pressure is asked, without
- * the lock, as long as it can do something. Then slabs (small blocks) or stretches (whole pages) find room, and what is
+ * A request is first held against the goal of its account, then against its limit; where it does not fit, the account's
+ * pressure is asked, without the lock, as long as it can do something: once it could do nothing about the goal, this request
+ * asks for the limit's sake alone. Then slabs (small blocks) or stretches (whole pages) find room, and what is
  * resident beyond the ceiling is purged before the block is handed out: it is not touched yet, so memory that is resident in
  * truth does not pass the ceiling in between.
  *
  * The ceiling is the high-water mark of live bytes, and the sum of the limits where that is lower. The free slots of slabs
  * are all that can stay above it (slack_bytes): they are pages that other small blocks keep alive.
+ *
+ * A block of whole pages is given back with its last hold. Who holds one is not recorded: a hold given up too often is seen
+ * only when the block is gone.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -73,26 +77,36 @@ static ptn_status refuse(ptn_account *account, size_t bytes) {
 ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out) {
   size_t rounded_bytes = ptn_arena_rounded_bytes(bytes);
   *out = NULL;
-  for (;;) {
+  for (bool must = false, refused = false;;) {
     ptn_lock(&ptn_arena_mutex);
     ptn_account *owner = ptn_account_resolve(account);
-    uint64_t missing_bytes = ptn_account_missing(owner, rounded_bytes);
     ptn_pressure pressure = owner->pressure;
     void *context = owner->context;
+    uint64_t missing_bytes = pressure && !must ? ptn_account_beyond_goal(owner, rounded_bytes) : 0;
+    if (missing_bytes == 0) {
+      must = true;
+      missing_bytes = ptn_account_missing(owner, rounded_bytes);
+    }
     ptn_status status = missing_bytes == 0 ? hand_out(owner, rounded_bytes, out) : PTN_BUDGET;
     ptn_unlock(&ptn_arena_mutex);
     if (missing_bytes == 0) return status;
-    if (!pressure || !pressure(context, missing_bytes)) return refuse(owner, rounded_bytes);
+    if (pressure && !refused && pressure(context, missing_bytes, must)) continue;
+    if (refused) return refuse(owner, rounded_bytes);
+    refused = must; /* other threads may have freed memory meanwhile: one more look */
+    must = true;
   }
 }
 
-static ptn_stretch *live_stretch(uintptr_t word, uintptr_t address) {
-  ptn_stretch *stretch = (ptn_stretch *)word;
-  if (!stretch || stretch->begin != address || stretch->state != PTN_STRETCH_LIVE) {
-    fprintf(stderr, "protrain: freed %p, which is no block in use of the arena (freed twice?)\n", (void *)address);
-    abort();
-  }
-  return stretch;
+/* The live stretch that begins at address, or NULL. */
+static ptn_stretch *stretch_at(uintptr_t word, uintptr_t address) {
+  ptn_stretch *stretch = word & PTN_MAP_SLAB ? NULL : (ptn_stretch *)word;
+  return stretch && stretch->begin == address && stretch->state == PTN_STRETCH_LIVE ? stretch : NULL;
+}
+
+static void must_live(const ptn_stretch *stretch, uintptr_t address, const char *what) {
+  if (stretch) return;
+  fprintf(stderr, "protrain: %s %p, which is no block in use of the arena (freed twice?)\n", what, (void *)address);
+  abort();
 }
 
 void ptn_arena_free(void *block) {
@@ -107,11 +121,42 @@ void ptn_arena_free(void *block) {
     ptn_slab_give(slab, address);
     ptn_account_uncount(owner, bytes);
   } else {
-    ptn_stretch *stretch = live_stretch(word, address);
-    ptn_account_uncount(stretch->owner, stretch->bytes);
-    ptn_stretch_give(stretch);
+    ptn_stretch *stretch = stretch_at(word, address);
+    must_live(stretch, address, "freed");
+    if (--stretch->hold_count == 0) {
+      ptn_account_uncount(stretch->owner, stretch->bytes);
+      ptn_stretch_give(stretch);
+    }
   }
   if (ptn_totals.limited_count > 0) ptn_arena_settle(); /* what nobody had counted is cached now, and under the limits */
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+bool ptn_arena_find(const void *address, ptn_block *out) {
+  ptn_lock(&ptn_arena_mutex);
+  const ptn_stretch *stretch = ptn_stretch_find((uintptr_t)address);
+  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use};
+  ptn_unlock(&ptn_arena_mutex);
+  return stretch != NULL;
+}
+
+bool ptn_arena_hold(const ptn_block *block) {
+  uintptr_t address = (uintptr_t)block->memory;
+  ptn_lock(&ptn_arena_mutex);
+  ptn_stretch *stretch = stretch_at(ptn_map_get(address), address);
+  bool lives = stretch && stretch->serial == block->serial;
+  if (lives) stretch->hold_count++;
+  ptn_unlock(&ptn_arena_mutex);
+  return lives;
+}
+
+void ptn_arena_set_use(void *memory, ptn_block_use use) {
+  uintptr_t address = (uintptr_t)memory;
+  ptn_lock(&ptn_arena_mutex);
+  uintptr_t word = ptn_map_get(address);
+  ptn_stretch *stretch = stretch_at(word, address);
+  if (stretch) stretch->use = use;
+  else if (!(word & PTN_MAP_SLAB)) must_live(NULL, address, "set the use of");
   ptn_unlock(&ptn_arena_mutex);
 }
 

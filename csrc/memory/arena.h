@@ -9,7 +9,8 @@
  *   resident  live + cached
  *
  * Invariants: live <= limit of each account, at every moment; the arena's resident bytes never exceed the highest sum of
- * live bytes since the last ptn_arena_trim (so resident memory tells the same story as the peak); a block of
+ * live bytes since the last ptn_arena_trim by more than a 64th, nor the limits at all (so resident memory tells the same story as
+ * the peak, and a holey arena need not give pages back only to fault them in again); a block of
  * PTN_PAGE_BYTES or more starts on a page and has whole pages of its own, so that a disk can read and write it directly;
  * every other block starts at a multiple of PTN_TENSOR_ALIGN_BYTES.
  *
@@ -24,14 +25,18 @@
 
 #include "base/status.h"
 
+#define PTN_RESIDENT_PART 64
+
 typedef struct ptn_account ptn_account;
 
 /* Frees memory that can be done without (bytes are missing), returns true when it did something worth a retry. Called
- * with no lock of the arena held, on the thread that allocates; it may wait, and may free blocks. */
-typedef bool (*ptn_pressure)(void *context, uint64_t missing_bytes);
+ * with no lock of the arena held, on the thread that allocates; it may wait, and may free blocks. must: the request is refused
+ * unless something is freed; without it the request only passes the account's goal. */
+typedef bool (*ptn_pressure)(void *context, uint64_t missing_bytes, bool must);
 
 typedef struct ptn_account_stats {
   uint64_t limit_bytes;
+  uint64_t goal_bytes;
   uint64_t live_bytes;
   uint64_t peak_bytes;          /* highest live since the account was created */
   uint64_t interval_peak_bytes; /* highest live since ptn_account_mark */
@@ -52,14 +57,42 @@ ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_press
 /* Blocks may outlive their account: they are then counted nowhere but in the arena. */
 void ptn_account_destroy(ptn_account *account);
 void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
+/* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that returns false,
+ * and is then met up to the limit. */
+void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes);
+/* Bytes until the goal, or until the limit where there is no goal or it is beyond; 0 when it is passed. UINT64_MAX where there is
+ * neither. */
+uint64_t ptn_account_room(const ptn_account *account);
 /* Starts an interval: returns the highest live bytes of the last one. */
 uint64_t ptn_account_mark(ptn_account *account);
 
 /* bytes is at least 1. account NULL: counted in no budget. On PTN_BUDGET and PTN_MEMORY *out is NULL and nothing changed;
  * before PTN_BUDGET the account's pressure has been asked until it returned false. */
 ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out);
-void ptn_arena_free(void *block); /* NULL is allowed */
+/* Gives up one hold, and the block with its last. NULL is allowed. */
+void ptn_arena_free(void *block);
 size_t ptn_arena_rounded_bytes(size_t bytes); /* what a request of bytes counts */
+
+/* ---- blocks of a page or more, seen from outside ---- */
+
+/* What a block is for. Nobody writes STATIC ones to disk to save memory: they live on. */
+typedef enum ptn_block_use { PTN_BLOCK_PLAIN = 0, PTN_BLOCK_STATIC } ptn_block_use;
+
+typedef struct ptn_block {
+  void *memory;    /* where it begins */
+  uint64_t bytes;  /* whole pages */
+  uint64_t serial; /* no other block, earlier or later, has this one */
+  ptn_block_use use;
+} ptn_block;
+
+/* The block in use in which address lies, anywhere; false for small blocks and for memory that is not the arena's. The block may
+ * be gone right after unless the caller knows that somebody has it. */
+bool ptn_arena_find(const void *address, ptn_block *out);
+/* A block handed out has one hold. One more keeps it in use, and counted, until as many calls of ptn_arena_free. False, and
+ * nothing changes, where the block that had this serial is gone. */
+bool ptn_arena_hold(const ptn_block *block);
+/* Of the block that begins there, which is in use; ends with the block. Small blocks have no use: nothing changes. */
+void ptn_arena_set_use(void *memory, ptn_block_use use);
 
 /* The account that tensors made by torch belong to from now on, in every thread; NULL: none. Returns the one before. */
 ptn_account *ptn_arena_use(ptn_account *account);

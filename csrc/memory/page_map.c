@@ -24,7 +24,7 @@ static ptn_status cover(uintptr_t begin, size_t bytes) {
   for (uintptr_t number = begin >> PTN_MAP_LEAF_BITS; number <= last; number++) {
     if (ptn_map_root[number]) continue;
     void *leaf;
-    PTN_TRY(ptn_metadata_map(((size_t)1 << PTN_MAP_LEAF_BITS) / PTN_PAGE_BYTES * sizeof(uintptr_t), &leaf));
+    PTN_TRY(ptn_metadata_map((PTN_MAP_LEAF_PAGES + PTN_MAP_LEAF_GRANULES) * sizeof(uintptr_t), &leaf));
     ptn_map_root[number] = leaf;
   }
   return PTN_OK;

@@ -4,6 +4,10 @@
  * resident). The page map knows the first and the last page of each, which finds a block's stretch when it is freed and its
  * neighbours when it is merged. Free neighbours of one kind are always merged; dirty and clean ones lie side by side in a run.
  *
+ * A live stretch is also found from any address inside: the granules that begin in it are its own in the page map. They are
+ * written when it is handed out, and only those that are not its own from an earlier time. Nothing is erased: what is found is
+ * believed only where it is live and contains the address, and records are never anything but stretches.
+ *
  * A request is met, in this order, by: a stretch freed a moment ago with exactly its size; the smallest dirty stretch that
  * holds it; the part of a run that holds it with the fewest clean pages; a new range. Training repeats its requests, so
  * after the first steps almost all are met without clean pages, that is, without page faults.
@@ -17,7 +21,7 @@
  *
  * Invariants (ptn_stretches_check): stretches of a range are adjacent and cover it; no two neighbours are both dirty or both
  * clean; each dirty stretch is in the tree by bytes and in the list by age, each first stretch of a run in the tree of runs;
- * the sums equal what a walk finds.
+ * the granules within marked_bytes, which are all of a live stretch, point to it; the sums equal what a walk finds.
  */
 #include "memory/stretches.h"
 
@@ -51,6 +55,7 @@ static ptn_stretch *oldest, *newest;
 static ptn_stretch *recent[RECENT_COUNT];
 static size_t recent_bytes[RECENT_COUNT]; /* 0: none; beside the pointers for the search */
 static size_t recent_next, recent_used;
+static uint64_t last_serial;
 static ptn_metadata_pool pool = {.record_bytes = sizeof(ptn_stretch)};
 
 #define stretch_of(node, member) ((ptn_stretch *)(void *)((char *)(node) - offsetof(ptn_stretch, member)))
@@ -71,6 +76,28 @@ static ptn_stretch *stretch_after(const ptn_stretch *stretch) { return at_page(e
 static void map_edges(ptn_stretch *stretch) {
   ptn_map_set(stretch->begin, (uintptr_t)stretch);
   ptn_map_set(end_of(stretch) - 1, (uintptr_t)stretch);
+}
+
+static void mark_granules(ptn_stretch *stretch) {
+  uintptr_t at = (uintptr_t)ptn_round_up(stretch->begin + stretch->marked_bytes, PTN_MAP_GRANULE_BYTES);
+  for (; at < end_of(stretch); at += PTN_MAP_GRANULE_BYTES) ptn_map_set_granule(at, (uintptr_t)stretch);
+  stretch->marked_bytes = stretch->bytes;
+}
+
+static bool lives_at(const ptn_stretch *stretch, uintptr_t address) {
+  return stretch && stretch->state == PTN_STRETCH_LIVE && address - stretch->begin < stretch->bytes;
+}
+
+/* It covers the first byte of the address' granule, or it begins in this granule at or below the address. */
+ptn_stretch *ptn_stretch_find(uintptr_t address) {
+  ptn_stretch *stretch = (ptn_stretch *)ptn_map_get_granule(address);
+  if (lives_at(stretch, address)) return stretch;
+  uintptr_t page = address / PTN_PAGE_BYTES * PTN_PAGE_BYTES;
+  for (; page % PTN_MAP_GRANULE_BYTES != 0; page -= PTN_PAGE_BYTES) {
+    stretch = at_page(page);
+    if (lives_at(stretch, address)) return stretch;
+  }
+  return NULL;
 }
 
 /* ---- the two trees and the list by age ---- */
@@ -108,6 +135,7 @@ static void unlist_run(ptn_stretch *head) { ptn_fit_remove(&run_tree, &head->by_
 static void absorb(ptn_stretch *left, ptn_stretch *right) {
   left->bytes += right->bytes;
   ptn_map_set(end_of(left) - 1, (uintptr_t)left);
+  right->bytes = 0; /* the map still points to it: it contains nothing */
   ptn_metadata_give(&pool, right);
 }
 
@@ -121,6 +149,7 @@ static ptn_stretch *split(ptn_stretch *left, uintptr_t at) {
   right->bytes = end_of(left) - at;
   right->state = left->state;
   left->bytes = at - left->begin;
+  left->marked_bytes = (size_t)ptn_min_u64(left->marked_bytes, left->bytes);
   map_edges(left);
   map_edges(right);
   if (dirty) {
@@ -314,8 +343,12 @@ ptn_status ptn_stretch_take(size_t bytes, ptn_account *owner, ptn_stretch **out)
     }
     stretch = carve(from, bytes);
   }
+  mark_granules(stretch);
   stretch->state = PTN_STRETCH_LIVE;
   stretch->owner = owner;
+  stretch->serial = ++last_serial;
+  stretch->hold_count = 1;
+  stretch->use = PTN_BLOCK_PLAIN;
   ptn_stretch_sums.live_bytes += bytes;
   *out = stretch;
   return PTN_OK;
@@ -393,13 +426,23 @@ static void check_run(const ptn_stretch *head, walk *found) {
   found->run_count++;
 }
 
+static void check_granules(const ptn_stretch *stretch) {
+  must(stretch->marked_bytes <= stretch->bytes, "a stretch is in the page map beyond its end");
+  uintptr_t at = (uintptr_t)ptn_round_up(stretch->begin, PTN_MAP_GRANULE_BYTES), end = stretch->begin + stretch->marked_bytes;
+  for (; at < end; at += PTN_MAP_GRANULE_BYTES)
+    must(ptn_map_get_granule(at) == (uintptr_t)stretch, "a granule has a wrong stretch");
+}
+
 static void check_stretch(ptn_stretch *stretch, const ptn_stretch *before, walk *found) {
   must(stretch && stretch->bytes > 0 && stretch->bytes % PTN_PAGE_BYTES == 0, "a stretch is missing or has no whole pages");
   must(at_page(stretch->begin) == stretch && at_page(end_of(stretch) - 1) == stretch, "the page map has a wrong stretch");
   must(!is_free(stretch) || !before || before->state != stretch->state, "two free neighbours are not merged");
+  check_granules(stretch);
   if (is_free(stretch) && !is_free(before)) check_run(stretch, found);
   if (stretch->state == PTN_STRETCH_LIVE) {
     must(stretch->owner != NULL, "a block has no owner");
+    must(stretch->hold_count > 0 && stretch->marked_bytes == stretch->bytes, "a block has no hold, or cannot be found");
+    must(stretch->serial > 0 && stretch->serial <= last_serial, "a block has a wrong serial");
     found->live_bytes += stretch->bytes;
   } else if (stretch->state != PTN_STRETCH_CLEAN) {
     found->cached_bytes += stretch->bytes;

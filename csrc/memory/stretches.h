@@ -21,7 +21,11 @@ typedef struct ptn_stretch {
   uintptr_t begin;
   size_t bytes;
   ptn_stretch_state state;
-  ptn_account *owner;                /* live */
+  ptn_account *owner;                /* live, as the next three */
+  uint64_t serial;                   /* never 0 */
+  uint32_t hold_count;
+  ptn_block_use use;
+  size_t marked_bytes;               /* from begin: the granules that begin there are its own in the page map */
   ptn_fit_node by_bytes;             /* dirty: in the tree of dirty stretches */
   ptn_fit_node by_run;               /* first of a run of free stretches: in the tree of runs */
   struct ptn_stretch *older, *newer;  /* dirty: in the order they were freed */
@@ -40,6 +44,7 @@ extern ptn_stretch_totals ptn_stretch_sums;
 /* bytes: a multiple of PTN_PAGE_BYTES. The caller counts it and then purges what is resident above the ceiling. */
 ptn_status ptn_stretch_take(size_t bytes, ptn_account *owner, ptn_stretch **out);
 void ptn_stretch_give(ptn_stretch *stretch);
+ptn_stretch *ptn_stretch_find(uintptr_t address); /* the live one in which address lies, or NULL */
 /* Gives up to bytes of dirty memory back, rarely a little more; returns how much it was. */
 uint64_t ptn_stretches_purge(uint64_t bytes);
 void ptn_stretches_check(void); /* aborts */

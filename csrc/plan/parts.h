@@ -2,6 +2,7 @@
  *
  *   slots.c  which slot each chunk on disk is loaded into
  *   peak.c   what a candidate holds at its highest moment
+ *   swap.c   what a plan writes to disk of activations, and the memory it works in while they are read ahead
  *   rule.c   which candidate is taken
  */
 #ifndef PTN_PLAN_PARTS_H
@@ -27,8 +28,15 @@ void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint
 
 /* ---- peak.c ---- */
 
+/* What the block saves is away from memory between its forward and its backward, dropped or on disk: the checkpoint run stands
+ * for it, else the keep run. */
+static inline bool ptn_mode_away(ptn_mode mode) { return mode != PTN_KEEP; }
+
 /* For each forward phase the backward phase that consumes it (n_phases: none does); for all others n_phases. */
 void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase);
+
+/* What is held more after phase i than before it, in the checkpoint run (away) or the keep run; 0 for the last phase. */
+int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, bool away);
 
 /* The peak of each phase, without parameters, for these modes. */
 void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
@@ -38,6 +46,13 @@ void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_
 uint64_t ptn_peak_without_slots(const ptn_plan_request *request, const int64_t *phase_bytes, uint32_t n_persist,
                                 int64_t *scratch);
 
-static inline bool ptn_mode_recomputes(ptn_mode mode) { return mode == PTN_CHECKPOINT || mode == PTN_CHECKPOINT_SWAP; }
+/* ---- swap.c ---- */
+
+/* What the blocks of swap modes write in one step. */
+uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes);
+
+/* How far the backward of a block rises above where it began; above_static_bytes: of the peak. */
+uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *modes);
+uint64_t ptn_swap_headroom_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes);
 
 #endif

@@ -7,6 +7,17 @@
  * correction is the sum of retained(its mode) - retained(the mode of the run that the phase is taken from), so that it is
  * nothing where all blocks have one mode: then the figures are those of the run.
  *
+ * The runs are two, the modes four. keep is the keep run; checkpoint, swap and checkpoint_swap are all counted as the checkpoint
+ * run, which is an upper bound of what the swap modes cannot do without:
+ *   - Between its forward and its backward a checkpointed block holds its input. A block of a swap mode has that on disk too, or
+ *     is waited for until it is.
+ *   - The forward of a swap block needs, beside what is being written, what the forward of a checkpointed block needs: its
+ *     temporaries, and what is saved is free once it is on disk. Where the disk is slower than forward, forward waits for it
+ *     rather than pass the peak.
+ *   - The backward of a swap block needs at most all the activations of that block at once, which is what a checkpointed block
+ *     holds when it has been recomputed. What a step holds less than its peak is room to read ahead.
+ *   - A checkpoint_swap block is a checkpointed block, but for its input, which comes back when it is recomputed.
+ *
  * Outside of blocks the two runs say nearly the same; where modes are mixed the higher counts.
  *
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the phase that
@@ -17,12 +28,12 @@
 #include "base/bytes.h"
 #include "plan/parts.h"
 
-static int64_t entry_of(const ptn_phase *phase, bool recompute) {
-  return (int64_t)(recompute ? phase->checkpoint_entry_bytes : phase->keep_entry_bytes);
+static int64_t entry_of(const ptn_phase *phase, bool away) {
+  return (int64_t)(away ? phase->checkpoint_entry_bytes : phase->keep_entry_bytes);
 }
 
-static int64_t peak_of(const ptn_phase *phase, bool recompute) {
-  return (int64_t)(recompute ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+static int64_t peak_of(const ptn_phase *phase, bool away) {
+  return (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
 }
 
 void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase) {
@@ -39,12 +50,17 @@ void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase
   }
 }
 
-/* How much more phase i retains in its block's mode than in the given one. */
-static int64_t correction(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, bool recompute) {
+int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, bool away) {
+  if (i + 1 == request->n_phases) return 0;
+  return entry_of(&request->phases[i + 1], away) - entry_of(&request->phases[i], away);
+}
+
+/* How much more phase i retains in its block's mode than in the given run. */
+static int64_t correction(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, bool away) {
   const ptn_phase *phase = &request->phases[i];
-  if (phase->block < 0 || phase->backward || i + 1 == request->n_phases) return 0;
-  bool own = ptn_mode_recomputes(modes[phase->block]);
-  return entry_of(phase + 1, own) - entry_of(phase, own) - entry_of(phase + 1, recompute) + entry_of(phase, recompute);
+  if (phase->block < 0 || phase->backward) return 0;
+  bool own = ptn_mode_away(modes[phase->block]);
+  return ptn_peak_retained_bytes(request, i, own) - ptn_peak_retained_bytes(request, i, away);
 }
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -53,21 +69,21 @@ void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_
                       int64_t *phase_bytes) {
   bool keeps = request->n_blocks == 0, mixed = false;
   for (uint32_t i = 0; i < request->n_blocks; i++) {
-    keeps |= !ptn_mode_recomputes(modes[i]);
-    mixed |= ptn_mode_recomputes(modes[i]) != ptn_mode_recomputes(modes[0]);
+    keeps |= !ptn_mode_away(modes[i]);
+    mixed |= ptn_mode_away(modes[i]) != ptn_mode_away(modes[0]);
   }
   uint32_t n_phases = request->n_phases;
   int64_t corrections[2] = {0, 0}; /* to the keep run, to the checkpoint run, of what is retained now */
   for (uint32_t i = 0; i < n_phases; i++) phase_bytes[i] = 0;
   for (uint32_t i = 0; i < n_phases; i++) {
     const ptn_phase *phase = &request->phases[i];
-    bool recompute = phase->block < 0 ? !keeps : ptn_mode_recomputes(modes[phase->block]);
+    bool away = phase->block < 0 ? !keeps : ptn_mode_away(modes[phase->block]);
     /* phase_bytes[i] != 0 here: the phase consumes a forward phase, whose number was left in it. */
     if (phase_bytes[i] != 0) {
       uint32_t consumed = (uint32_t)(phase_bytes[i] - 1);
       for (int run = 0; run < 2; run++) corrections[run] -= correction(request, consumed, modes, run == 1);
     }
-    phase_bytes[i] = peak_of(phase, recompute) + corrections[recompute];
+    phase_bytes[i] = peak_of(phase, away) + corrections[away];
     if (phase->block < 0 && mixed) phase_bytes[i] = higher(phase_bytes[i], peak_of(phase, true) + corrections[1]);
     for (int run = 0; run < 2; run++) corrections[run] += correction(request, i, modes, run == 1);
     if (consumer_of_phase[i] < n_phases) phase_bytes[consumer_of_phase[i]] = (int64_t)i + 1;

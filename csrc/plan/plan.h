@@ -49,6 +49,7 @@ typedef struct ptn_phase {
   int32_t block;    /* -1: none */
   bool backward;
   uint64_t keep_entry_bytes, keep_peak_bytes;
+  uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
 } ptn_phase;
 
@@ -77,9 +78,13 @@ typedef struct ptn_plan {
   uint64_t piece_bytes;      /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
   uint32_t n_pieces;         /* in the ring */
   uint64_t ring_bytes;
+  uint64_t static_bytes;     /* of the peak, live always: parameters and state of persistent chunks, slots, ring */
   uint64_t peak_bytes;       /* predicted, all that counts */
   uint64_t smallest_bytes;   /* the smallest budget for which this request has a plan (with modes and n_persist free) */
-  uint64_t disk_bytes;
+  uint64_t stash_bytes;      /* about what blocks of swap modes write in one step; 0 also where n_phases is */
+  uint64_t rise_bytes;       /* by which backward of a block rises above its begin; 0 where nothing swaps */
+  uint64_t headroom_bytes;   /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */
+  uint64_t disk_bytes;       /* homes and shadows of the chunks that are not persistent, and the stash */
   /* The caller's arrays: n_chunks and n_blocks entries, n_slots <= n_chunks. */
   int32_t *slot_of_chunk;    /* -1: persistent */
   uint64_t *slot_bytes;
@@ -87,8 +92,8 @@ typedef struct ptn_plan {
 } ptn_plan;
 
 /* PTN_BUDGET (needed, budget, smallest) where nothing fits; PTN_PLAN where modes or n_persist are wrong in themselves;
- * PTN_INVALID where the description of the model or of its phases is. Swap modes are counted as the same modes without swap:
- * an upper bound. */
+ * PTN_INVALID where the description of the model or of its phases is. Swap modes are never chosen here, only given; the memory of
+ * a block that swaps is counted as that of one that is recomputed, an upper bound (why: peak.c). */
 ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out);
 
 #endif

@@ -326,7 +326,13 @@ static int64_t measure_choices(search *at, uint32_t n_choices) {
   return least_bytes;
 }
 
-static uint64_t disk_bytes(const ptn_plan_request *request, uint32_t n_persist) {
+static uint64_t persistent_bytes(const ptn_plan_request *request, uint32_t n_persist) {
+  uint64_t total_bytes = 0;
+  for (uint32_t i = 0; i < n_persist; i++) total_bytes += request->chunks[i].param_bytes + request->chunks[i].state_bytes;
+  return total_bytes;
+}
+
+static uint64_t homes_bytes(const ptn_plan_request *request, uint32_t n_persist) {
   uint64_t total_bytes = 0;
   for (uint32_t i = n_persist; i < request->n_chunks; i++) {
     const ptn_plan_chunk *chunk = &request->chunks[i];
@@ -350,8 +356,12 @@ static void write_plan(search *at, const choice *of, uint32_t n_keep, ptn_plan *
   for (uint32_t i = 0; i < at->n_blocks; i++) out->modes[i] = at->modes[i];
   out->piece_bytes = out->ring_bytes = out->n_pieces = 0;
   if (has_ring(at, out->n_persist)) choose_ring(at, needed_bytes, out);
+  out->static_bytes = persistent_bytes(at->request, out->n_persist) + out->slot_bytes_total + out->ring_bytes;
   out->peak_bytes = (uint64_t)needed_bytes + out->ring_bytes;
-  out->disk_bytes = disk_bytes(at->request, out->n_persist);
+  out->stash_bytes = ptn_swap_stash_bytes(at->request, at->consumer_of_phase, at->modes);
+  out->rise_bytes = ptn_swap_rise_bytes(at->request, at->modes);
+  out->headroom_bytes = ptn_swap_headroom_bytes(at->request, at->modes, out->peak_bytes - out->static_bytes);
+  out->disk_bytes = homes_bytes(at->request, out->n_persist) + out->stash_bytes;
 }
 
 static ptn_status make(search *at, ptn_plan *out) {

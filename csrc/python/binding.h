@@ -10,13 +10,17 @@
 #include "runtime/engine.h"
 
 typedef struct ptn_module_state {
-  PyObject *region_type, *engine_type;
+  PyObject *region_type, *engine_type, *saved_type, *saved_tensors_type;
 } ptn_module_state;
+
+/* How often this process was forked off from another one since the module was loaded: what has threads is of one process, and
+ * asking for its id would cost a system call each time. */
+extern int ptn_python_forks;
 
 /* Sets the Python exception that the thread's error record describes and returns NULL; needs the GIL. */
 PyObject *ptn_python_raise(void);
 
-extern PyType_Spec ptn_region_spec, ptn_engine_spec;
+extern PyType_Spec ptn_region_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec;
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 
@@ -26,11 +30,26 @@ int ptn_python_hyper(PyObject *tuple, ptn_hyper *out);
 /* A list of non-negative integers as a malloc'ed array of uint64; NULL with an exception set. Free with PyMem_Free. */
 uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
 
+/* The engine of an Engine; NULL with an exception set where it is none, closed, or of a parent process. The driver stays. */
+ptn_engine *ptn_python_engine(PyObject *object);
+ptn_account *ptn_python_account(PyObject *object); /* of an Engine that ptn_python_engine gave the engine of; borrowed */
+
+/* Methods of Engine about memory and figures (engine_memory.c). */
+PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
+PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
+PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
+PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number);
+PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
+PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
+
 /* Functions of the module. */
 PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords);
 PyObject *ptn_python_layout(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_trace_events(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_trace_add(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_now_ns(PyObject *module, PyObject *unused);
 
 #define PTN_WITHOUT_GIL(status, call) \
   do {                                \

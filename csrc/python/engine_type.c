@@ -6,7 +6,6 @@
  */
 #include <pthread.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "python/binding.h"
 
@@ -14,7 +13,7 @@ typedef struct engine_object {
   PyObject_HEAD
   ptn_engine *engine;
   ptn_account *account;
-  pid_t process;
+  int forks; /* of the process that made it */
   pthread_t driver; /* the thread that drives the step: the only one that may wait for memory */
 } engine_object;
 
@@ -25,16 +24,17 @@ static void give_back(void *owner) {
 }
 
 /* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
-static bool relieve(void *context, uint64_t missing_bytes) {
+static bool relieve(void *context, uint64_t missing_bytes, bool must) {
   engine_object *self = context;
   (void)missing_bytes;
-  return self->engine && pthread_equal(self->driver, pthread_self()) && ptn_engine_relieve(self->engine);
+  if (!self->engine || !pthread_equal(self->driver, pthread_self())) return false;
+  return ptn_stash_relieve(ptn_engine_stash(self->engine), must) || (must && ptn_engine_relieve(self->engine));
 }
 
 static void close_engine(engine_object *self) {
   ptn_engine *engine = self->engine;
   self->engine = NULL;
-  if (engine && self->process == getpid()) {
+  if (engine && self->forks == ptn_python_forks) {
     Py_BEGIN_ALLOW_THREADS
     ptn_engine_destroy(engine);
     Py_END_ALLOW_THREADS
@@ -53,15 +53,26 @@ static void engine_dealloc(PyObject *object) {
   Py_DECREF(type);
 }
 
-static ptn_engine *open_engine(PyObject *object) {
+ptn_engine *ptn_python_engine(PyObject *object) {
   engine_object *self = (engine_object *)object;
-  if (!self->engine || self->process != getpid()) {
+  if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) != (void *)engine_dealloc) { /* the type cannot be subclassed */
+    PyErr_SetString(PyExc_TypeError, "an Engine is wanted");
+    return NULL;
+  }
+  if (!self->engine || self->forks != ptn_python_forks) {
     PyErr_SetString(PyExc_RuntimeError,
                     self->engine ? "a wrapped model cannot be used in a forked process" : "this model's engine is closed");
     return NULL;
   }
-  self->driver = pthread_self();
   return self->engine;
+}
+
+ptn_account *ptn_python_account(PyObject *object) { return ((engine_object *)object)->account; }
+
+static ptn_engine *open_engine(PyObject *object) {
+  ptn_engine *engine = ptn_python_engine(object);
+  if (engine) ((engine_object *)object)->driver = pthread_self();
+  return engine;
 }
 
 /* ---- construction ---- */
@@ -116,7 +127,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     self = PyObject_New(engine_object, type);
     if (self) {
       memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));
-      self->process = getpid();
+      self->forks = ptn_python_forks;
       self->driver = pthread_self();
       ptn_engine_config config = {.folder = folder,
                                   .disk_engine = (ptn_disk_engine)disk_engine,
@@ -456,30 +467,6 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
-static PyObject *engine_stats(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  ptn_engine_stats stats;
-  ptn_store_stats store;
-  ptn_account_stats account;
-  ptn_engine_get_stats(engine, &stats);
-  ptn_store_get_stats(ptn_engine_store(engine), &store);
-  ptn_account_get_stats(((engine_object *)object)->account, &account);
-  return Py_BuildValue("{s:L,s:L,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "wait_ns", (long long)stats.wait_ns,
-                       "update_ns", (long long)stats.update_ns, "loaded_bytes", stats.loaded_bytes, "loads", stats.loads, "hits",
-                       stats.hits, "disk_bytes", stats.disk_bytes, "disk_read_bytes", store.read_bytes, "disk_write_bytes",
-                       store.write_bytes, "disk_read_ns", store.read_ns, "disk_write_ns", store.write_ns, "live_bytes",
-                       account.live_bytes, "peak_bytes", account.peak_bytes, "limit_bytes", account.limit_bytes, "disk_engine",
-                       ptn_store_engine_name(ptn_engine_store(engine)));
-}
-
-static PyObject *engine_mark(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  (void)engine;
-  return PyLong_FromUnsignedLongLong(ptn_account_mark(((engine_object *)object)->account));
-}
-
 static PyMethodDef engine_methods[] = {
     {"close", engine_close, METH_NOARGS, NULL},
     {"in_memory", engine_in_memory, METH_VARARGS, NULL},
@@ -513,8 +500,12 @@ static PyMethodDef engine_methods[] = {
     {"drop", engine_drop, METH_NOARGS, NULL},
     {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},
-    {"stats", engine_stats, METH_NOARGS, NULL},
-    {"mark", engine_mark, METH_NOARGS, NULL},
+    {"stats", ptn_python_stats, METH_NOARGS, NULL},
+    {"mark", ptn_python_mark, METH_NOARGS, NULL},
+    {"set_goal", ptn_python_set_goal, METH_O, NULL},
+    {"set_headroom", ptn_python_set_headroom, METH_O, NULL},
+    {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},
+    {"stash_end", ptn_python_stash_end, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,11 @@
 #include "python/binding.h"
 #include "torch/allocator.h"
 
+int ptn_python_forks;
+static pthread_once_t watch_once = PTHREAD_ONCE_INIT;
+static void count_fork(void) { ptn_python_forks++; }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+
 /* torch asks for memory with or without the GIL and gets an exception with it. */
 static void raise_from_allocator(ptn_status status) {
   (void)status; /* the thread's record has it */
@@ -58,6 +63,16 @@ static PyObject *swap_account(PyObject *module, PyObject *capsule) {
   return PyCapsule_New(before, "protrain.account", NULL);
 }
 
+/* The block in which this address lies is written to no disk to save memory: it lives on (arena.h). */
+static PyObject *mark_static(PyObject *module, PyObject *number) {
+  (void)module;
+  const void *address = PyLong_AsVoidPtr(number);
+  if (PyErr_Occurred()) return NULL;
+  ptn_block block;
+  if (ptn_arena_find(address, &block)) ptn_arena_set_use(block.memory, PTN_BLOCK_STATIC);
+  Py_RETURN_NONE;
+}
+
 static PyObject *cpu_features(PyObject *module, PyObject *unused) {
   (void)module;
   (void)unused;
@@ -72,11 +87,15 @@ static PyMethodDef module_methods[] = {
     {"memory_stats", memory_stats, METH_NOARGS, NULL},
     {"trim", trim, METH_O, NULL},
     {"swap_account", swap_account, METH_O, NULL},
+    {"mark_static", mark_static, METH_O, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
     {"update", (PyCFunction)(void (*)(void))ptn_python_update, METH_VARARGS | METH_KEYWORDS, NULL},
     {"layout", ptn_python_layout, METH_VARARGS, NULL},
     {"make_plan", ptn_python_make_plan, METH_VARARGS, NULL},
     {"disk_bench", ptn_python_disk_bench, METH_VARARGS, NULL},
+    {"trace_events", ptn_python_trace_events, METH_VARARGS, NULL},
+    {"trace_add", ptn_python_trace_add, METH_VARARGS, NULL},
+    {"now_ns", ptn_python_now_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -89,14 +108,19 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 static int exec_module(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
   ptn_torch_raise = raise_from_allocator;
+  pthread_once(&watch_once, watch_forks);
   if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;
-  return add_type(module, &ptn_engine_spec, "Engine", &state->engine_type);
+  if (add_type(module, &ptn_engine_spec, "Engine", &state->engine_type) < 0) return -1;
+  if (add_type(module, &ptn_saved_spec, "Saved", &state->saved_type) < 0) return -1;
+  return add_type(module, &ptn_saved_tensors_spec, "SavedTensors", &state->saved_tensors_type);
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
   ptn_module_state *state = PyModule_GetState(module);
   Py_VISIT(state->region_type);
   Py_VISIT(state->engine_type);
+  Py_VISIT(state->saved_type);
+  Py_VISIT(state->saved_tensors_type);
   return 0;
 }
 
@@ -104,6 +128,8 @@ static int clear(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
   Py_CLEAR(state->region_type);
   Py_CLEAR(state->engine_type);
+  Py_CLEAR(state->saved_type);
+  Py_CLEAR(state->saved_tensors_type);
   return 0;
 }
 

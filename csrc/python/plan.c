@@ -78,13 +78,15 @@ static int read_lists(PyObject *chunks, PyObject *phases, PyObject *accesses, Py
   }
   for (Py_ssize_t i = 0; i < PyList_Size(phases); i++) {
     int block, backward;
-    unsigned long long entry[2], peak[2];
-    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "ipKKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1]))
+    unsigned long long entry[2], peak[2], working = 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "ipKKKK|K", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
+                          &working))
       return 0;
     arrays->phases[i] = (ptn_phase){.block = block,
                                     .backward = backward != 0,
                                     .keep_entry_bytes = entry[0],
                                     .keep_peak_bytes = peak[0],
+                                    .keep_working_bytes = working,
                                     .checkpoint_entry_bytes = entry[1],
                                     .checkpoint_peak_bytes = peak[1]};
   }
@@ -117,11 +119,12 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
     Py_XDECREF(modes);
     return NULL;
   }
-  return Py_BuildValue("{s:I,s:I,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:N}", "n_persist", plan->n_persist, "n_buffer",
-                       plan->n_buffer, "piece_bytes", plan->piece_bytes, "n_pieces", plan->n_pieces, "slot_bytes_total",
-                       plan->slot_bytes_total, "ring_bytes", plan->ring_bytes, "peak_bytes", plan->peak_bytes, "smallest_bytes",
-                       plan->smallest_bytes, "disk_bytes", plan->disk_bytes, "slot_of_chunk", slots, "slot_bytes", bytes, "modes",
-                       modes);
+  return Py_BuildValue("{s:I,s:I,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:N}", "n_persist", plan->n_persist,
+                       "n_buffer", plan->n_buffer, "piece_bytes", plan->piece_bytes, "n_pieces", plan->n_pieces,
+                       "slot_bytes_total", plan->slot_bytes_total, "ring_bytes", plan->ring_bytes, "static_bytes",
+                       plan->static_bytes, "peak_bytes", plan->peak_bytes, "smallest_bytes", plan->smallest_bytes, "stash_bytes",
+                       plan->stash_bytes, "rise_bytes", plan->rise_bytes, "headroom_bytes", plan->headroom_bytes, "disk_bytes",
+                       plan->disk_bytes, "slot_of_chunk", slots, "slot_bytes", bytes, "modes", modes);
 }
 
 /* make_plan(budget, fixed, chunks, phases, accesses, n_together, n_arrays, n_blocks, modes or None, n_persist or -1,

@@ -4,6 +4,9 @@
 
 #include "runtime/internal.h"
 
+/* Some ten steps of a large model. */
+#define TRACE_EVENTS_COUNT ((size_t)1 << 16)
+
 static ptn_status out_of_memory(void) { return ptn_fail(PTN_MEMORY, "no memory for the engine's own tables"); }
 
 static ptn_status check_config(const ptn_engine_config *config) {
@@ -88,7 +91,9 @@ ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config) 
   ptn_condition_create(&engine->changed);
   ptn_condition_create(&engine->lane_work);
   ptn_status status = copy_config(engine, config);
+  if (status == PTN_OK) status = ptn_trace_create(&engine->trace, TRACE_EVENTS_COUNT);
   if (status == PTN_OK) status = ptn_store_create(&engine->store, config->folder, config->disk_engine);
+  if (status == PTN_OK) status = ptn_stash_create(&engine->stash, engine->store, engine->account, engine->trace);
   if (status == PTN_OK) status = ptn_team_create(&engine->team, 0);
   if (status == PTN_OK) status = ptn_lane_start(engine);
   if (status != PTN_OK) {
@@ -114,8 +119,11 @@ void ptn_engine_destroy(ptn_engine *engine) {
     ptn_region_release(engine->chunks[i].params);
     ptn_arena_free(engine->chunks[i].states);
   }
+  ptn_stash_close(engine->stash);
   ptn_store_destroy(engine->store);
+  ptn_stash_release(engine->stash);
   ptn_team_destroy(engine->team);
+  ptn_trace_destroy(engine->trace); /* no thread is left that adds to it */
   ptn_condition_destroy(&engine->lane_work);
   ptn_condition_destroy(&engine->changed);
   ptn_mutex_destroy(&engine->mutex);
@@ -133,10 +141,15 @@ void ptn_engine_destroy(ptn_engine *engine) {
 }
 
 ptn_store *ptn_engine_store(ptn_engine *engine) { return engine->store; }
+ptn_stash *ptn_engine_stash(ptn_engine *engine) { return engine->stash; }
+ptn_trace *ptn_engine_trace(ptn_engine *engine) { return engine->trace; }
 
 void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
+  ptn_stash_stats stash;
+  ptn_stash_get_stats(engine->stash, &stash);
   ptn_lock(&engine->mutex);
-  *out = (ptn_engine_stats){.wait_ns = engine->wait_ns,
+  *out = (ptn_engine_stats){.wait_ns = engine->wait_ns + stash.wait_ns,
+                            .disk_bytes = stash.disk_bytes,
                             .update_ns = engine->update_ns,
                             .loaded_bytes = engine->loaded_bytes,
                             .loads = engine->loads,

@@ -20,9 +20,11 @@
 
 #include "base/status.h"
 #include "base/threads.h"
+#include "base/trace.h"
 #include "disk/store.h"
 #include "memory/arena.h"
 #include "optim/optim.h"
+#include "runtime/stash.h"
 
 typedef struct ptn_engine ptn_engine;
 
@@ -64,7 +66,7 @@ typedef struct ptn_engine_config {
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
-  int64_t wait_ns;         /* the driving thread waited, since create */
+  int64_t wait_ns;         /* the driving thread waited, since create, for the stash too */
   int64_t update_ns;       /* the lane computed updates, since create */
   uint64_t loaded_bytes;   /* parameters read into slots */
   uint64_t loads, hits;    /* demands that had to load, that found the chunk there or under way */
@@ -75,6 +77,8 @@ ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config);
 void ptn_engine_destroy(ptn_engine *engine); /* waits for what is under way; nothing is committed */
 void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out);
 ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */
+ptn_stash *ptn_engine_stash(ptn_engine *engine); /* borrowed */
+ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine did when, the last 64 Ki events */
 
 /* ---- homes and slots; between steps only (runtime/homes.c) ---- */
 

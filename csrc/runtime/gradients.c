@@ -90,7 +90,7 @@ static void wait_for_room(ptn_engine *engine) {
   if (engine->n_jobs && engine->job_bytes > engine->pending_bytes) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes > engine->pending_bytes) ptn_wait(&engine->changed, &engine->mutex);
-    engine->wait_ns += ptn_now_ns() - begin;
+    ptn_waited(engine, PTN_TRACE_MEMORY, -1, begin);
   }
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
@@ -181,7 +181,7 @@ ptn_status ptn_engine_wait(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   int64_t begin = ptn_now_ns();
   ptn_lane_settle(engine);
-  engine->wait_ns += ptn_now_ns() - begin;
+  ptn_waited(engine, PTN_TRACE_UPDATE, -1, begin);
   ptn_status status = engine->lane_status == PTN_OK ? PTN_OK : ptn_error_restore(&engine->lane_error);
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
@@ -203,6 +203,13 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
   ptn_update_run(engine->team, &update, values, states, grad, ptn_span_whole(param->count));
   param->steps++;
   return PTN_OK;
+}
+
+/* A step is over: the file gives space back, but for what the stash had at most in this step or the one before. */
+static void trim_disk(ptn_engine *engine) {
+  uint64_t most_bytes = ptn_stash_mark(engine->stash);
+  ptn_store_trim(engine->store, ptn_max_u64(most_bytes, engine->stash_bytes));
+  engine->stash_bytes = most_bytes;
 }
 
 void ptn_engine_commit(ptn_engine *engine) {
@@ -231,6 +238,7 @@ void ptn_engine_commit(ptn_engine *engine) {
   engine->updates = order;
   engine->n_updates = 0;
   ptn_unlock(&engine->mutex);
+  trim_disk(engine);
 }
 
 void ptn_engine_read_ahead(ptn_engine *engine, bool on) {
@@ -273,6 +281,7 @@ void ptn_engine_drop(ptn_engine *engine) {
   engine->any_shadow = false;
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
+  trim_disk(engine);
 }
 
 bool ptn_engine_has_gradients(ptn_engine *engine) { return engine->gradients > 0; }
@@ -294,7 +303,7 @@ bool ptn_engine_relieve(ptn_engine *engine) {
   if (!useful && held) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
-    engine->wait_ns += ptn_now_ns() - begin;
+    ptn_waited(engine, PTN_TRACE_MEMORY, -1, begin);
     useful = true;
   }
   ptn_unlock(&engine->mutex);

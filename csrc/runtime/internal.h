@@ -111,7 +111,10 @@ struct ptn_engine {
   ptn_condition changed; /* loads finished, jobs finished: the driving thread waits on it */
   ptn_condition lane_work; /* a job came, a piece's I/O finished: the lane waits on it */
   ptn_account *account;
+  ptn_trace *trace; /* its lock is a leaf: events are added with and without the mutex */
   ptn_store *store;
+  ptn_stash *stash;
+  uint64_t stash_bytes; /* on disk at most in the step before */
   ptn_team *team;
   void (*release)(void *owner);
   uint32_t n_chunks, n_params, n_groups, n_states;
@@ -155,6 +158,10 @@ struct ptn_engine {
   int64_t wait_ns, update_ns;
   uint64_t loaded_bytes, loads, hits;
 };
+
+/* waiting.c */
+/* locked: the driving thread waited from begin_ns until now; number: of the chunk, -1 for none */
+void ptn_waited(ptn_engine *engine, ptn_trace_kind kind, int32_t number, int64_t begin_ns);
 
 /* residency.c */
 void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */

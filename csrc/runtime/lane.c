@@ -128,9 +128,28 @@ void ptn_lane_settle(ptn_engine *engine) {
 
 /* ---- a piece ---- */
 
+static void note_piece_io(ptn_engine *engine, const piece *piece, const ptn_io *io) {
+  if (io->status != PTN_OK) return;
+  ptn_trace_add(engine->trace, (ptn_trace_event){.start_ns = io->start_ns,
+                                                 .end_ns = io->end_ns,
+                                                 .bytes = io->bytes,
+                                                 .number = (int32_t)piece->job->chunk,
+                                                 .lane = io->write ? PTN_LANE_WRITE : PTN_LANE_READ,
+                                                 .kind = io == &piece->io[PIECE_GRAD] ? PTN_TRACE_GRADIENTS : PTN_TRACE_STATE});
+}
+
+static void note_computed(ptn_engine *engine, const piece *piece, int64_t start_ns, int64_t end_ns) {
+  ptn_trace_add(engine->trace, (ptn_trace_event){.start_ns = start_ns,
+                                                 .end_ns = end_ns,
+                                                 .number = (int32_t)piece->job->chunk,
+                                                 .lane = PTN_LANE_UPDATE,
+                                                 .kind = PTN_TRACE_UPDATE});
+}
+
 static void on_piece_io(ptn_io *io) {
   piece *piece = io->context;
   ptn_engine *engine = piece->engine;
+  note_piece_io(engine, piece, io); /* while a request is in flight, a piece keeps its job */
   ptn_lock(&engine->mutex);
   if (io->status != PTN_OK && piece->status == PTN_OK) {
     piece->status = io->status;
@@ -392,6 +411,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   int64_t begin = ptn_now_ns();
   compute_piece(engine, piece);
   int64_t end = ptn_now_ns();
+  note_computed(engine, piece, begin, end);
   uint32_t mask = prepare_writes(engine, piece);
   ptn_lock(&engine->mutex);
   engine->update_ns += end - begin;

@@ -16,6 +16,7 @@ ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **
     free(region);
     return status;
   }
+  ptn_arena_set_use(region->memory, PTN_BLOCK_STATIC); /* the stash leaves it alone, whoever saves a tensor in it */
   atomic_init(&region->references, 1);
   *out = region;
   return PTN_OK;

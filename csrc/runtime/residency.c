@@ -19,9 +19,20 @@ static slot *slot_of(ptn_engine *engine, uint32_t number) {
   return slot < 0 ? NULL : &engine->slots[slot];
 }
 
+static void note_load(ptn_engine *engine, uint32_t number, const ptn_io *io) {
+  if (io->status != PTN_OK) return;
+  ptn_trace_add(engine->trace, (ptn_trace_event){.start_ns = io->start_ns,
+                                                 .end_ns = io->end_ns,
+                                                 .bytes = io->bytes,
+                                                 .number = (int32_t)number,
+                                                 .lane = PTN_LANE_READ,
+                                                 .kind = PTN_TRACE_PARAMETERS});
+}
+
 static void on_loaded(ptn_io *io) {
   slot *slot = io->context;
   ptn_engine *engine = slot->engine;
+  note_load(engine, slot->chunk, io); /* while it loads, a slot keeps its chunk */
   ptn_lock(&engine->mutex);
   slot->status = io->status;
   if (io->status != PTN_OK) slot->error = io->error;
@@ -155,7 +166,7 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
     loaded = true;
     submit_all(engine, &slot, 1);
   }
-  if (begin) engine->wait_ns += ptn_now_ns() - begin;
+  if (begin) ptn_waited(engine, PTN_TRACE_PARAMETERS, (int32_t)number, begin);
   else engine->hits++;
   if (status == PTN_OK && !*conflict) {
     slot->in_use++;

@@ -1,4 +1,4 @@
-/* The arena's contract, one property at a time: rounding, alignment, limits, pressure, what may be resident, fork. */
+/* The arena's contract, one property at a time: rounding, alignment, limits, goals, pressure, what may be resident, fork. */
 /* sources: csrc/device/?*.c csrc/memory/?*.c */
 #include <stdbool.h>
 #include <string.h>
@@ -92,13 +92,14 @@ static void intervals_have_their_own_peak(void) {
 
 typedef struct hoard {
   void *blocks[4];
-  int held, asked;
+  int held, asked, asked_for_goal;
   uint64_t missing_bytes;
 } hoard;
 
-static bool give_one(void *context, uint64_t missing_bytes) {
+static bool give_one(void *context, uint64_t missing_bytes, bool must) {
   hoard *mine = context;
   mine->asked++;
+  mine->asked_for_goal += !must;
   mine->missing_bytes = missing_bytes;
   if (mine->held == 0) return false;
   ptn_arena_free(mine->blocks[--mine->held]);
@@ -115,8 +116,87 @@ static void pressure_is_asked_until_it_can_do_no_more(void) {
   CHECK(mine.asked == 2 && mine.held == 2 && mine.missing_bytes == PTN_PAGE_BYTES);
   CHECK(ptn_arena_alloc(limited, 9 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET);
   CHECK(mine.held == 0 && mine.asked == 5 && stats_of(limited).refused_count == 1);
+  CHECK(mine.asked_for_goal == 0);
   ptn_arena_free(block);
   ptn_account_destroy(limited);
+}
+
+static void a_goal_asks_first_and_never_refuses(void) {
+  hoard mine = {.held = 2};
+  ptn_account *limited;
+  CHECK_OK(ptn_account_create(&limited, 8 * PTN_PAGE_BYTES, give_one, &mine));
+  ptn_account_set_goal(limited, 4 * PTN_PAGE_BYTES);
+  CHECK(stats_of(limited).goal_bytes == 4 * PTN_PAGE_BYTES);
+  for (int i = 0; i < 2; i++) mine.blocks[i] = take(limited, PTN_PAGE_BYTES);
+  void *within = take(limited, 2 * PTN_PAGE_BYTES), *refused;
+  CHECK(mine.asked == 0); /* the goal is reached, not passed */
+  void *freed_for = take(limited, 100);
+  CHECK(mine.asked == 1 && mine.asked_for_goal == 1 && mine.held == 1 && mine.missing_bytes == 128);
+  void *beyond = take(limited, 4 * PTN_PAGE_BYTES); /* one is given, then nothing; it fits the limit */
+  CHECK(mine.asked == 3 && mine.asked_for_goal == 3 && mine.held == 0);
+  CHECK(mine.missing_bytes == 2 * PTN_PAGE_BYTES + 128 && stats_of(limited).live_bytes == 6 * PTN_PAGE_BYTES + 128);
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && refused == NULL);
+  CHECK(mine.asked == 5 && mine.asked_for_goal == 4 && mine.missing_bytes == 128); /* the last one for the limit */
+  CHECK(ptn_arena_alloc(limited, SIZE_MAX, &refused) == PTN_BUDGET && mine.asked_for_goal == 5);
+  CHECK(stats_of(limited).refused_count == 2);
+  ptn_account_set_goal(limited, 0);
+  void *last = take(limited, PTN_PAGE_BYTES);
+  CHECK(mine.asked == 7);
+  ptn_arena_free(last);
+  ptn_arena_free(beyond);
+  ptn_arena_free(freed_for);
+  ptn_arena_free(within);
+  ptn_account_destroy(limited);
+  ptn_arena_check();
+}
+
+/* What the limit is asked to give is not asked again for the goal's sake. */
+static void a_goal_and_a_limit_are_asked_in_turn(void) {
+  hoard mine = {.held = 3};
+  ptn_account *limited;
+  CHECK_OK(ptn_account_create(&limited, 4 * PTN_PAGE_BYTES, give_one, &mine));
+  for (int i = 0; i < 3; i++) mine.blocks[i] = take(limited, PTN_PAGE_BYTES);
+  ptn_account_set_goal(limited, 8 * PTN_PAGE_BYTES); /* beyond the limit: never asked */
+  void *block = take(limited, 2 * PTN_PAGE_BYTES);
+  CHECK(mine.asked == 1 && mine.asked_for_goal == 0 && mine.held == 2);
+  ptn_arena_free(block);
+  ptn_account_set_goal(limited, 3 * PTN_PAGE_BYTES);
+  void *refused;
+  hoard all = mine;
+  mine.held = 0;
+  CHECK(ptn_arena_alloc(limited, SIZE_MAX, &refused) == PTN_BUDGET && mine.asked_for_goal == 1); /* no sum overflows */
+  mine = all;
+  ptn_account_set_goal(limited, 1);
+  block = take(limited, 4 * PTN_PAGE_BYTES);
+  CHECK(mine.held == 0 && mine.asked == 4 && mine.asked_for_goal == 3); /* two gave, the third ended the asking; then it fits */
+  ptn_arena_free(block);
+  ptn_account_destroy(limited);
+
+  ptn_account *silent = account(2 * PTN_PAGE_BYTES); /* nobody to ask */
+  ptn_account_set_goal(silent, 1);
+  ptn_arena_free(take(silent, 2 * PTN_PAGE_BYTES));
+  ptn_account_destroy(silent);
+  ptn_account *again = account(2 * PTN_PAGE_BYTES); /* a struct used again has no goal of before */
+  CHECK(stats_of(again).goal_bytes == 0);
+  ptn_account_destroy(again);
+}
+
+static void room_is_what_is_left_until_goal_or_limit(void) {
+  ptn_account *limited = account(8 * PTN_PAGE_BYTES), *free_one = account(0);
+  void *block = take(limited, 2 * PTN_PAGE_BYTES), *other = take(free_one, PTN_PAGE_BYTES);
+  CHECK(ptn_account_room(limited) == 6 * PTN_PAGE_BYTES && ptn_account_room(free_one) == UINT64_MAX);
+  ptn_account_set_goal(limited, 5 * PTN_PAGE_BYTES);
+  CHECK(ptn_account_room(limited) == 3 * PTN_PAGE_BYTES);
+  ptn_account_set_goal(limited, PTN_PAGE_BYTES);
+  CHECK(ptn_account_room(limited) == 0);
+  ptn_account_set_goal(limited, 9 * PTN_PAGE_BYTES);
+  CHECK(ptn_account_room(limited) == 6 * PTN_PAGE_BYTES);
+  ptn_account_set_goal(free_one, 3 * PTN_PAGE_BYTES);
+  CHECK(ptn_account_room(free_one) == 2 * PTN_PAGE_BYTES);
+  ptn_arena_free(block);
+  ptn_arena_free(other);
+  ptn_account_destroy(limited);
+  ptn_account_destroy(free_one);
 }
 
 static void blocks_outlive_their_account(void) {
@@ -158,7 +238,7 @@ static void resident_memory_stays_at_the_high_water_mark(void) {
     size_t bytes = (size_t)(64 + check_random(&state) % 1000) * PTN_PAGE_BYTES;
     for (int i = 0; i < 16; i++) memset(blocks[i] = take(NULL, bytes), 1, bytes);
     ptn_arena_stats now = stats();
-    CHECK(now.resident_bytes <= now.high_water_bytes + now.slack_bytes);
+    CHECK(now.resident_bytes <= now.high_water_bytes + now.high_water_bytes / PTN_RESIDENT_PART + now.slack_bytes);
     CHECK(now.resident_bytes == now.live_bytes + now.cached_bytes);
     CHECK(resident_bytes() - outside_bytes < now.resident_bytes + 6 * PTN_MIB);
     for (int i = 0; i < 16; i++) ptn_arena_free(blocks[(5 * i) % 16]);
@@ -305,6 +385,9 @@ int main(void) {
   a_limit_holds_to_the_byte();
   intervals_have_their_own_peak();
   pressure_is_asked_until_it_can_do_no_more();
+  a_goal_asks_first_and_never_refuses();
+  a_goal_and_a_limit_are_asked_in_turn();
+  room_is_what_is_left_until_goal_or_limit();
   blocks_outlive_their_account();
   resident_memory_stays_at_the_high_water_mark();
   huge_pages_bring_nothing_that_is_not_counted();

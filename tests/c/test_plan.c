@@ -1,6 +1,6 @@
 /* The planner on random requests: never over budget, monotonic, deterministic, the smallest budget works and one byte less does
- * not; and the peak it states against a second, plainer computation. */
-/* sources: csrc/plan/peak.c csrc/plan/rule.c csrc/plan/slots.c */
+ * not; and what it states against second, plainer computations. Blocks that swap need the memory of recomputed ones. */
+/* sources: csrc/plan/peak.c csrc/plan/rule.c csrc/plan/slots.c csrc/plan/swap.c */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -37,7 +37,7 @@ static void ask(const model *of, uint64_t budget_bytes, answer *out) {
   out->plan.slot_bytes = out->slot_bytes;
   out->plan.modes = out->modes;
   out->status = ptn_plan_make(&request, &out->plan);
-  for (uint32_t i = 0; out->status == PTN_OK && i < request.n_blocks; i++) out->n_keep += !ptn_mode_recomputes(out->modes[i]);
+  for (uint32_t i = 0; out->status == PTN_OK && i < request.n_blocks; i++) out->n_keep += out->modes[i] == PTN_KEEP;
 }
 
 static uint64_t upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
@@ -101,23 +101,23 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
 static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) {
   const ptn_phase *phases = of->phases, *phase = &phases[at];
   uint32_t n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
-  bool any_keep = n_blocks == 0, any_recompute = false;
+  bool any_keep = n_blocks == 0, any_away = false;
   for (uint32_t i = 0; i < n_blocks; i++) {
-    any_keep |= !ptn_mode_recomputes(modes[i]);
-    any_recompute |= ptn_mode_recomputes(modes[i]);
+    any_keep |= modes[i] == PTN_KEEP;
+    any_away |= modes[i] != PTN_KEEP;
   }
-  bool recompute = phase->block < 0 ? !any_keep : ptn_mode_recomputes(modes[phase->block]);
-  int64_t now = (int64_t)(recompute ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
-  int64_t other = any_recompute && any_keep && phase->block < 0 ? (int64_t)phase->checkpoint_peak_bytes : 0;
+  bool away = phase->block < 0 ? !any_keep : modes[phase->block] != PTN_KEEP;
+  int64_t now = (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+  int64_t other = any_away && any_keep && phase->block < 0 ? (int64_t)phase->checkpoint_peak_bytes : 0;
   for (uint32_t b = 0; b < n_blocks; b++) {
     uint32_t forward = 1 + b, backward = n_phases - 2 - b;
     if (forward >= at || backward <= at) continue;
     int64_t kept = (int64_t)(phases[forward + 1].keep_entry_bytes - phases[forward].keep_entry_bytes);
     int64_t dropped = (int64_t)(phases[forward + 1].checkpoint_entry_bytes - phases[forward].checkpoint_entry_bytes);
-    now += (ptn_mode_recomputes(modes[b]) ? dropped : kept) - (recompute ? dropped : kept);
-    other += (ptn_mode_recomputes(modes[b]) ? dropped : kept) - dropped;
+    now += (modes[b] != PTN_KEEP ? dropped : kept) - (away ? dropped : kept);
+    other += (modes[b] != PTN_KEEP ? dropped : kept) - dropped;
   }
-  return now > other || !(any_recompute && any_keep && phase->block < 0) ? now : other;
+  return now > other || !(any_away && any_keep && phase->block < 0) ? now : other;
 }
 
 static uint64_t plain_peak(const model *of, const answer *given) {
@@ -141,9 +141,30 @@ static uint64_t plain_peak(const model *of, const answer *given) {
   return always + highest;
 }
 
+/* What swap blocks write, and how far backward rises, from what the model was drawn with. */
+static void check_swap(const model *of, const answer *given) {
+  const ptn_plan_request *request = &of->request;
+  const ptn_plan *plan = &given->plan;
+  uint64_t stash = 0, rise = 0, room = (plan->peak_bytes - plan->static_bytes) / 2;
+  bool any = false;
+  for (uint32_t b = 0; b < request->n_blocks; b++) {
+    const ptn_phase *forward = &of->phases[1 + b], *backward = &of->phases[request->n_phases - 2 - b];
+    bool again = given->modes[b] == PTN_CHECKPOINT || given->modes[b] == PTN_CHECKPOINT_SWAP;
+    bool swaps = given->modes[b] == PTN_SWAP || given->modes[b] == PTN_CHECKPOINT_SWAP;
+    uint64_t retained = again ? forward[1].checkpoint_entry_bytes - forward[0].checkpoint_entry_bytes
+                              : forward[1].keep_entry_bytes - forward[0].keep_entry_bytes;
+    if (swaps) stash += (retained + 65535) / 65536 * 65536;
+    any |= swaps;
+    rise = ptn_max_u64(rise, again ? backward->checkpoint_peak_bytes - backward->checkpoint_entry_bytes
+                                   : backward->keep_peak_bytes - backward->keep_entry_bytes);
+  }
+  CHECK(plan->stash_bytes == stash);
+  CHECK(plan->headroom_bytes == (any ? ptn_min_u64(rise, room) : 0));
+}
+
 static void check_answer(const model *of, const answer *given, uint64_t budget_bytes) {
   const ptn_plan *plan = &given->plan;
-  uint64_t slots = 0, disk = 0;
+  uint64_t slots = 0, disk = plan->stash_bytes, still = plan->ring_bytes;
   bool trained = false;
   CHECK(plan->peak_bytes <= budget_bytes && plan->smallest_bytes <= budget_bytes);
   CHECK(plan->peak_bytes == plain_peak(of, given));
@@ -157,7 +178,10 @@ static void check_answer(const model *of, const answer *given, uint64_t budget_b
     if (of->request.grads_outlive_backward) disk += ptn_round_up(of->chunks[i].grad_bytes, PTN_PAGE_BYTES);
   }
   for (uint32_t i = 0; i < plan->n_buffer; i++) slots += given->slot_bytes[i];
+  for (uint32_t i = 0; i < plan->n_persist; i++) still += of->chunks[i].param_bytes + of->chunks[i].state_bytes;
   CHECK(slots == plan->slot_bytes_total && disk == plan->disk_bytes);
+  CHECK(plan->static_bytes == still + slots && plan->static_bytes <= plan->peak_bytes);
+  check_swap(of, given);
   CHECK(trained == (plan->ring_bytes > 0));
   CHECK(plan->ring_bytes == plan->n_pieces * of->request.n_arrays * plan->piece_bytes);
   if (trained) {
@@ -222,6 +246,43 @@ static void check_given(const model *of, uint64_t *random) {
   }
 }
 
+/* A block that swaps counts as one that is recomputed: the same plan for every budget, and beside it the stash on the disk. */
+static void check_swapped(const model *of, uint64_t *random) {
+  model with = *of, without = *of;
+  ptn_mode modes[MOST_BLOCKS], plain[MOST_BLOCKS];
+  uint32_t n_blocks = of->request.n_blocks;
+  for (uint32_t i = 0; i < n_blocks; i++) {
+    modes[i] = (ptn_mode)upto(random, 3);
+    plain[i] = modes[i] == PTN_KEEP ? PTN_KEEP : PTN_CHECKPOINT;
+  }
+  with.request.modes = modes;
+  without.request.modes = plain;
+  with.request.n_persist = without.request.n_persist = upto(random, 1) ? -1 : (int64_t)upto(random, of->request.n_chunks);
+  answer a, b, before = {.status = PTN_BUDGET};
+  ask(&with, 0, &a);
+  uint64_t needed = ptn_last_error()->needed_bytes, smallest = ptn_last_error()->smallest_bytes;
+  ask(&without, 0, &b);
+  CHECK(a.status == PTN_BUDGET && b.status == PTN_BUDGET);
+  CHECK(ptn_last_error()->needed_bytes == needed && ptn_last_error()->smallest_bytes == smallest);
+  for (uint64_t budget = needed; budget < needed + 64 * PTN_MIB; budget += 1 + budget / 8 + upto(random, 1 << 20)) {
+    ask(&with, budget, &a);
+    ask(&without, budget, &b);
+    CHECK(a.status == PTN_OK && b.status == PTN_OK);
+    check_answer(&with, &a, budget);
+    CHECK(memcmp(a.modes, modes, n_blocks * sizeof *modes) == 0);
+    CHECK(a.plan.peak_bytes == b.plan.peak_bytes && a.plan.n_persist == b.plan.n_persist);
+    CHECK(a.plan.static_bytes == b.plan.static_bytes && a.plan.piece_bytes == b.plan.piece_bytes);
+    CHECK(memcmp(a.slot_of_chunk, b.slot_of_chunk, sizeof a.slot_of_chunk) == 0);
+    CHECK(b.plan.stash_bytes == 0 && b.plan.headroom_bytes == 0);
+    CHECK(a.plan.disk_bytes == b.plan.disk_bytes + a.plan.stash_bytes);
+    if (before.status == PTN_OK) {
+      CHECK(a.plan.n_persist >= before.plan.n_persist && a.plan.stash_bytes == before.plan.stash_bytes);
+      CHECK(a.plan.disk_bytes <= before.plan.disk_bytes);
+    }
+    before = a;
+  }
+}
+
 /* With n blocks that are alike there are 2^n mode vectors: none that keeps as many blocks as the plan has a lower peak, and none
  * that keeps more fits what the plan had to spend. */
 static void check_brute_force(const model *of) {
@@ -265,9 +326,9 @@ static void check_uniform(const model *of) {
   for (int mode = PTN_KEEP; mode <= PTN_CHECKPOINT_SWAP; mode++) {
     for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
     ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
-    bool recompute = ptn_mode_recomputes((ptn_mode)mode) && of->request.n_blocks > 0;
+    bool away = mode != PTN_KEEP && of->request.n_blocks > 0;
     for (uint32_t i = 0; i < of->request.n_phases; i++) {
-      CHECK(phase_bytes[i] == (int64_t)(recompute ? of->phases[i].checkpoint_peak_bytes : of->phases[i].keep_peak_bytes));
+      CHECK(phase_bytes[i] == (int64_t)(away ? of->phases[i].checkpoint_peak_bytes : of->phases[i].keep_peak_bytes));
     }
   }
 }
@@ -314,6 +375,7 @@ int main(void) {
     draw_model(&of, &random, round % 4 == 0 ? 30 : 6, round % 4 == 1 ? 30 : 8, round % 2 == 0);
     check_ladder(&of, &random);
     check_given(&of, &random);
+    check_swapped(&of, &random);
     check_uniform(&of);
   }
   for (int round = 0; round < 60; round++) {

@@ -116,6 +116,7 @@ static void bytes_come_back(ptn_disk_engine engine) {
     ptn_store_release(store, &cells[i].extent);
     CHECK(cells[i].extent.bytes == 0);
   }
+  ptn_store_trim(store, 0);
   ptn_store_stats stats;
   ptn_store_get_stats(store, &stats);
   CHECK(stats.reserved_bytes == 0); /* all of it was at the end */
@@ -310,30 +311,75 @@ static void figures_are_the_kernels(ptn_disk_engine engine) {
   ptn_store_destroy(store);
 }
 
-static void space_is_used_again_and_given_back(void) {
+static uint64_t reserved_bytes(ptn_store *store) {
+  ptn_store_stats stats;
+  ptn_store_get_stats(store, &stats);
+  return stats.reserved_bytes;
+}
+
+static void released_space_is_used_again_and_trimmed(void) {
   ptn_store *store;
   CHECK_OK(ptn_store_create(&store, folder, PTN_DISK_AUTO));
+  ptn_store_trim(store, 0); /* of nothing */
+  CHECK(reserved_bytes(store) == 0);
   ptn_extent a, b, c, d;
-  ptn_store_stats stats;
   CHECK_OK(ptn_store_reserve(store, 100 * PTN_MIB, &a));
   CHECK_OK(ptn_store_reserve(store, 100 * PTN_MIB, &b));
   CHECK_OK(ptn_store_reserve(store, 100 * PTN_MIB, &c));
-  ptn_store_get_stats(store, &stats);
-  uint64_t most = stats.reserved_bytes;
+  uint64_t most = reserved_bytes(store);
   CHECK(most >= 300 * PTN_MIB && most <= 400 * PTN_MIB);
   uint64_t hole = b.offset;
   ptn_store_release(store, &b);
   CHECK_OK(ptn_store_reserve(store, 60 * PTN_MIB, &d));
   CHECK(d.offset == hole);
-  ptn_store_get_stats(store, &stats);
-  CHECK(stats.reserved_bytes == most);
+  CHECK(reserved_bytes(store) == most);
+  ptn_store_trim(store, 0); /* c is at the end, and in use */
+  CHECK(reserved_bytes(store) == 320 * PTN_MIB);
   ptn_store_release(store, &c);
-  ptn_store_get_stats(store, &stats);
-  CHECK(stats.reserved_bytes >= 160 * PTN_MIB && stats.reserved_bytes < 160 * PTN_MIB + 64 * PTN_MIB);
+  CHECK(reserved_bytes(store) == 320 * PTN_MIB); /* releasing keeps the file */
+  ptn_store_trim(store, 160 * PTN_MIB);
+  CHECK(reserved_bytes(store) == 320 * PTN_MIB); /* 160 in use, 160 to spare */
+  ptn_store_trim(store, ~(uint64_t)0);
+  CHECK(reserved_bytes(store) == 320 * PTN_MIB);
+  ptn_store_trim(store, 40 * PTN_MIB);
+  CHECK(reserved_bytes(store) == 256 * PTN_MIB);
+  ptn_store_trim(store, 160 * PTN_MIB); /* never grows */
+  CHECK(reserved_bytes(store) == 256 * PTN_MIB);
+  CHECK_OK(ptn_store_reserve(store, 90 * PTN_MIB, &c)); /* from what was spared */
+  CHECK(c.offset == 160 * PTN_MIB && reserved_bytes(store) == 256 * PTN_MIB);
+  ptn_store_release(store, &c);
+  ptn_store_trim(store, 0);
+  CHECK(reserved_bytes(store) == 192 * PTN_MIB); /* 160, in steps of 64 */
   ptn_store_release(store, &d);
   ptn_store_release(store, &a);
-  ptn_store_get_stats(store, &stats);
-  CHECK(stats.reserved_bytes == 0);
+  CHECK(reserved_bytes(store) == 192 * PTN_MIB);
+  ptn_store_trim(store, 0);
+  CHECK(reserved_bytes(store) == 0);
+  ptn_store_destroy(store);
+}
+
+/* What is in use keeps its bytes when the file is cut behind it and grows again, and what was cut off is refused. */
+static void trimming_leaves_what_is_in_use(ptn_disk_engine engine) {
+  ptn_store *store;
+  CHECK_OK(ptn_store_create(&store, folder, engine));
+  unsigned char *memory = pages(1);
+  ptn_extent kept, gone;
+  CHECK_OK(ptn_store_reserve(store, PTN_PAGE_BYTES, &kept));
+  fill_page(memory, 1, 0, 1);
+  CHECK_OK(ptn_store_transfer(store, memory, kept.offset, PTN_PAGE_BYTES, true));
+  for (uint64_t round = 2; round < 6; round++) {
+    CHECK_OK(ptn_store_reserve(store, 70 * PTN_MIB, &gone));
+    uint64_t last_page = gone.offset + gone.bytes - PTN_PAGE_BYTES;
+    fill_page(memory, 1, 1, round);
+    CHECK_OK(ptn_store_transfer(store, memory, last_page, PTN_PAGE_BYTES, true));
+    ptn_store_release(store, &gone);
+    ptn_store_trim(store, 0);
+    CHECK(reserved_bytes(store) == 64 * PTN_MIB);
+    CHECK(ptn_store_transfer(store, memory, last_page, PTN_PAGE_BYTES, false) == PTN_INVALID);
+    CHECK_OK(ptn_store_transfer(store, memory, kept.offset, PTN_PAGE_BYTES, false));
+    check_page(memory, 1, 0, 1);
+  }
+  free(memory);
   ptn_store_destroy(store);
 }
 
@@ -374,17 +420,21 @@ static void run(ptn_disk_engine engine) {
   urgent_first_then_in_order(engine);
   done_may_submit(engine);
   wrong_requests_are_refused(engine);
+  trimming_leaves_what_is_in_use(engine);
   figures_are_the_kernels(engine);
   nothing_stays_behind(engine);
 }
 
 int main(void) {
   const char *given = getenv("TMPDIR");
-  folder = given ? given : "/tmp";
+  char own[4096];
+  int length = snprintf(own, sizeof own, "%s/protrain-store-XXXXXX", given ? given : "/tmp");
+  CHECK(length > 0 && (size_t)length < sizeof own && mkdtemp(own)); /* its names are counted, so nobody else may make any */
+  folder = own;
   ptn_mutex_create(&mutex);
   ptn_condition_create(&condition);
   run(PTN_DISK_THREADS);
-  space_is_used_again_and_given_back();
+  released_space_is_used_again_and_trimmed();
   ptn_store *store;
   if (ptn_store_create(&store, folder, PTN_DISK_URING) == PTN_OK) {
     CHECK(strcmp(ptn_store_engine_name(store), "io_uring") == 0);
@@ -396,5 +446,6 @@ int main(void) {
   }
   ptn_condition_destroy(&condition);
   ptn_mutex_destroy(&mutex);
+  CHECK(rmdir(folder) == 0);
   return 0;
 }

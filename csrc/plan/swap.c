@@ -1,0 +1,67 @@
+/* Swap: what the plan says to the stash.
+ *
+ * Problem: blocks of the modes swap and checkpoint_swap write what they save to disk in forward and have it read ahead in
+ * backward. The disk space of one step should be known before it, and reading ahead should leave the memory in which backward
+ * works. Design: both are read from the phases that also give the peak (peak.c).
+ *
+ *   stash      Each forward of a swap block writes what the keep run retains of it, each of a checkpoint_swap block what the
+ *              checkpoint run does. A forward that no backward consumes saves nothing. It is an estimate: tensors that stay in
+ *              memory because they are small are in it; what was made before the blocks and is saved by one of them is not,
+ *              in place of which the output of the last block is. Each forward is rounded up for the alignment of its records.
+ *   headroom   What the backward of a block makes beside its saved tensors, at most: what was read ahead and left so much free
+ *              need not give way to the operations of any block, of whatever mode. Where saved tensors are in memory when the
+ *              backward begins (keep, swap) their going hides a part of it from the peak, and what is read ahead takes their
+ *              place at once: so it is what was made in the phase itself. A block that recomputes rises by what it recomputes.
+ *              The head is not in it: backward through it ends before the first block asks for anything.
+ *   rise       The same without what going hides: what is kept in memory to the end of forward, and not refilled, leaves that.
+ *
+ * Invariants: all are 0 where no block swaps, and where no phases are known; headroom is at most half of what the peak leaves
+ * beside static bytes: room to read ahead into is worth more than the certainty that nothing gives way.
+ */
+#include "base/bytes.h"
+#include "plan/parts.h"
+
+#define STASH_UNIT_BYTES ((uint64_t)64 << 10)
+
+static bool swaps(ptn_mode mode) { return mode == PTN_SWAP || mode == PTN_CHECKPOINT_SWAP; }
+static bool recomputes(ptn_mode mode) { return mode == PTN_CHECKPOINT || mode == PTN_CHECKPOINT_SWAP; }
+
+uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes) {
+  uint64_t total_bytes = 0;
+  for (uint32_t i = 0; i < request->n_phases; i++) {
+    int32_t block = request->phases[i].block;
+    if (consumer_of_phase[i] == request->n_phases || !swaps(modes[block])) continue; /* only blocks have consumers */
+    int64_t bytes = ptn_peak_retained_bytes(request, i, recomputes(modes[block]));
+    if (bytes > 0) total_bytes += ptn_round_up((uint64_t)bytes, STASH_UNIT_BYTES);
+  }
+  return total_bytes;
+}
+
+static uint64_t rise_bytes(const ptn_phase *phase, ptn_mode mode) {
+  return recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes
+                          : phase->keep_peak_bytes - phase->keep_entry_bytes;
+}
+
+static uint64_t working_bytes(const ptn_phase *phase, ptn_mode mode) {
+  return recomputes(mode) ? rise_bytes(phase, mode) : ptn_max_u64(phase->keep_working_bytes, rise_bytes(phase, mode));
+}
+
+static uint64_t highest(const ptn_plan_request *request, const ptn_mode *modes,
+                        uint64_t (*of)(const ptn_phase *phase, ptn_mode mode)) {
+  bool any = false;
+  for (uint32_t i = 0; i < request->n_blocks; i++) any |= swaps(modes[i]);
+  uint64_t highest_bytes = 0;
+  for (uint32_t i = 0; any && i < request->n_phases; i++) {
+    const ptn_phase *phase = &request->phases[i];
+    if (phase->block >= 0 && phase->backward) highest_bytes = ptn_max_u64(highest_bytes, of(phase, modes[phase->block]));
+  }
+  return highest_bytes;
+}
+
+uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *modes) {
+  return highest(request, modes, rise_bytes);
+}
+
+uint64_t ptn_swap_headroom_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes) {
+  return ptn_min_u64(highest(request, modes, working_bytes), above_static_bytes / 2);
+}

@@ -1,0 +1,130 @@
+/* Engine's methods about memory: its account's goal, the stash around a forward, and all figures. */
+#include "python/binding.h"
+#include "runtime/stash.h"
+
+/* ---- figures ---- */
+
+typedef struct figure {
+  const char *name;
+  long long value;
+} figure;
+
+static bool add_figures(PyObject *dict, const figure *figures, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    PyObject *value = PyLong_FromLongLong(figures[i].value);
+    bool added = value && PyDict_SetItemString(dict, figures[i].name, value) == 0;
+    Py_XDECREF(value);
+    if (!added) return false;
+  }
+  return true;
+}
+
+#define ADD(dict, figures) add_figures(dict, figures, sizeof(figures) / sizeof *(figures))
+
+static bool add_engine(PyObject *dict, ptn_engine *engine) {
+  ptn_engine_stats stats;
+  ptn_engine_get_stats(engine, &stats);
+  const figure figures[] = {
+      {"wait_ns", stats.wait_ns},        {"update_ns", stats.update_ns},  {"loaded_bytes", (long long)stats.loaded_bytes},
+      {"loads", (long long)stats.loads}, {"hits", (long long)stats.hits}, {"disk_bytes", (long long)stats.disk_bytes},
+  };
+  return ADD(dict, figures);
+}
+
+static bool add_store(PyObject *dict, ptn_store *store) {
+  ptn_store_stats stats;
+  ptn_store_get_stats(store, &stats);
+  const figure figures[] = {
+      {"disk_read_bytes", (long long)stats.read_bytes},
+      {"disk_write_bytes", (long long)stats.write_bytes},
+      {"disk_read_ns", (long long)stats.read_ns},
+      {"disk_write_ns", (long long)stats.write_ns},
+  };
+  PyObject *name = PyUnicode_FromString(ptn_store_engine_name(store));
+  bool added = name && PyDict_SetItemString(dict, "disk_engine", name) == 0;
+  Py_XDECREF(name);
+  return added && ADD(dict, figures);
+}
+
+static bool add_account(PyObject *dict, const ptn_account *account) {
+  ptn_account_stats stats;
+  ptn_account_get_stats(account, &stats);
+  const figure figures[] = {
+      {"live_bytes", (long long)stats.live_bytes},
+      {"peak_bytes", (long long)stats.peak_bytes},
+      {"limit_bytes", (long long)stats.limit_bytes},
+      {"goal_bytes", (long long)stats.goal_bytes},
+  };
+  return ADD(dict, figures);
+}
+
+static bool add_stash(PyObject *dict, ptn_stash *stash) {
+  ptn_stash_stats stats;
+  ptn_stash_get_stats(stash, &stats);
+  const figure figures[] = {
+      {"stash_put_count", (long long)stats.put_count},
+      {"stash_record_count", (long long)stats.record_count},
+      {"stash_put_bytes", (long long)stats.put_bytes},
+      {"stash_written_bytes", (long long)stats.written_bytes},
+      {"stash_read_bytes", (long long)stats.read_bytes},
+      {"stash_forwarded_bytes", (long long)stats.forwarded_bytes},
+      {"stash_memory_bytes", (long long)stats.memory_bytes},
+      {"stash_disk_bytes", (long long)stats.disk_bytes},
+      {"stash_most_disk_bytes", (long long)stats.most_disk_bytes},
+      {"stash_wait_ns", stats.wait_ns},
+      {"stash_checksum_ns", stats.checksum_ns},
+  };
+  return ADD(dict, figures);
+}
+
+PyObject *ptn_python_stats(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  PyObject *dict = engine ? PyDict_New() : NULL;
+  if (!dict) return NULL;
+  if (!add_engine(dict, engine) || !add_store(dict, ptn_engine_store(engine)) || !add_account(dict, ptn_python_account(object)) ||
+      !add_stash(dict, ptn_engine_stash(engine)))
+    Py_CLEAR(dict);
+  return dict;
+}
+
+PyObject *ptn_python_mark(PyObject *object, PyObject *unused) {
+  (void)unused;
+  if (!ptn_python_engine(object)) return NULL;
+  return PyLong_FromUnsignedLongLong(ptn_account_mark(ptn_python_account(object)));
+}
+
+/* ---- the goal, and the stash around a forward ---- */
+
+PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) {
+  if (!ptn_python_engine(object)) return NULL;
+  unsigned long long goal_bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  ptn_account_set_goal(ptn_python_account(object), goal_bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number) {
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  unsigned long long headroom_bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  ptn_stash_set_headroom(ptn_engine_stash(engine), headroom_bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  ptn_stash_begin(ptn_engine_stash(engine));
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  ptn_stash_end(ptn_engine_stash(engine));
+  Py_RETURN_NONE;
+}

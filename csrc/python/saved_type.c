@@ -1,0 +1,357 @@
+/* SavedTensors: the saved-tensor hooks of a block's forward, and Saved: what they give autograd to keep.
+ *
+ * Autograd calls pack for each tensor that it saves and unpack when backward asks for it. By where the tensor's memory lies it is
+ *
+ *   a parameter   in memory that lives on (PTN_BLOCK_STATIC): `saved_parameter` may know it as one whose chunk is on disk, and
+ *                 what that returns goes to autograd; its unpacking is `unpack_parameter`'s, the demand for the chunk;
+ *   stashed       in a block of least_bytes or more: a use of a record of the stash (runtime/stash.h). Nothing of ours keeps the
+ *                 tensor alive, so its memory is the stash's alone once the program has dropped it;
+ *   kept          anything else: an alias, so that no output of a node keeps its own graph alive.
+ *
+ * Autograd does not look at versions where hooks are set, so unpack does. A record of the stash has an owner for that: an alias
+ * of the tensor that shares its version counter but lies over no memory. The last use of the record gives it up.
+ *
+ * A tensor comes back with the type, sizes, strides and place in its block that it had, over memory that it gives back to the
+ * arena itself, whenever and on whatever thread it dies.
+ *
+ * Invariants: a Saved is kept (alias set, record NULL) or stashed (record set, alias NULL). All Python objects are touched with
+ * the GIL; it is released where the stash may wait. In a forked process the stash's threads are gone: records are left alone.
+ */
+#include <string.h>
+
+#include "python/binding.h"
+#include "runtime/stash.h"
+#include "torch/dlpack.h"
+
+#include <structmember.h> /* wants Python.h before it */
+
+typedef struct saved_tensors_object {
+  PyObject_HEAD
+  PyObject *engine;
+  PyObject *saved_parameter; /* None: no parameter's chunk is on disk */
+  PyObject *unpack_parameter;
+  PyObject *saved_type;
+  PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
+  PyObject *empty;                                   /* a tensor without memory */
+  PyObject *version_name, *data_name;
+  const ptn_dlpack_exchange *exchange;
+  unsigned long long least_bytes; /* 0: nothing is stashed */
+  int block;                      /* number of the model's block, for the trace */
+} saved_tensors_object;
+
+typedef struct saved_object {
+  PyObject_VAR_HEAD /* of geometry */
+      PyObject *alias;
+  ptn_record *record;
+  uint64_t offset_bytes; /* of the tensor's first element in its block */
+  uint32_t version;
+  int forks;    /* of the process that made it */
+  int32_t ndim; /* where stashed */
+  ptn_dlpack_type type;
+  bool asked;
+  int64_t geometry[]; /* sizes, then strides, in elements */
+} saved_object;
+
+/* ---- Saved ---- */
+
+static saved_object *new_saved(const saved_tensors_object *self, Py_ssize_t n_geometry, uint32_t version) {
+  saved_object *saved = PyObject_NewVar(saved_object, (PyTypeObject *)self->saved_type, n_geometry);
+  if (!saved) return NULL;
+  saved->alias = NULL;
+  saved->record = NULL;
+  saved->version = version;
+  saved->forks = ptn_python_forks;
+  saved->asked = false;
+  return saved;
+}
+
+static void saved_dealloc(PyObject *object) {
+  saved_object *saved = (saved_object *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  Py_XDECREF(saved->alias);
+  if (saved->record && saved->forks == ptn_python_forks) Py_XDECREF((PyObject *)ptn_record_drop(saved->record, saved->asked));
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+static PyObject *saved_stashed(PyObject *object, void *unused) {
+  (void)unused;
+  return PyBool_FromLong(((saved_object *)object)->record != NULL);
+}
+
+static PyGetSetDef saved_getset[] = {
+    {"stashed", saved_stashed, NULL, "Whether the stash has it; else it stays in memory.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot saved_slots[] = {
+    {Py_tp_dealloc, (void *)saved_dealloc},
+    {Py_tp_getset, saved_getset},
+    {Py_tp_doc, "A tensor that autograd saved: kept in memory, or a use of a record of the stash."},
+    {0, NULL},
+};
+
+PyType_Spec ptn_saved_spec = {
+    .name = "protrain._core.Saved",
+    .basicsize = sizeof(saved_object),
+    .itemsize = sizeof(int64_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = saved_slots,
+};
+
+/* ---- versions ---- */
+
+static bool read_version(const saved_tensors_object *self, PyObject *tensor, uint32_t *version) {
+  PyObject *number = PyObject_GetAttr(tensor, self->version_name);
+  if (!number) return false;
+  *version = (uint32_t)PyLong_AsUnsignedLong(number);
+  Py_DECREF(number);
+  return !PyErr_Occurred();
+}
+
+static PyObject *shape_of(const saved_object *saved) {
+  if (saved->alias) return PyObject_GetAttrString(saved->alias, "shape");
+  PyObject *shape = PyList_New(saved->ndim);
+  for (int32_t i = 0; shape && i < saved->ndim; i++) PyList_SetItem(shape, i, PyLong_FromLongLong(saved->geometry[i]));
+  return shape;
+}
+
+/* Whether the tensor that was saved is still at its version; it shares the counter of `owner`. The words are Python's. */
+static bool check_version(const saved_tensors_object *self, const saved_object *saved, PyObject *owner) {
+  uint32_t now;
+  if (!read_version(self, owner, &now)) return false;
+  if (now == saved->version) return true;
+  PyObject *shape = shape_of(saved), *module = shape ? PyImport_ImportModule("protrain.activations") : NULL;
+  PyObject *nothing =
+      module ? PyObject_CallMethod(module, "check_version", "IIO", (unsigned int)now, (unsigned int)saved->version, shape) : NULL;
+  Py_XDECREF(nothing); /* it raises */
+  Py_XDECREF(module);
+  Py_XDECREF(shape);
+  return false;
+}
+
+/* ---- pack ---- */
+
+static PyObject *keep(const saved_tensors_object *self, PyObject *tensor) {
+  uint32_t version;
+  if (!read_version(self, tensor, &version)) return NULL;
+  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
+  if (!alias) return NULL;
+  saved_object *saved = new_saved(self, 0, version);
+  if (!saved) {
+    Py_DECREF(alias);
+    return NULL;
+  }
+  saved->alias = alias;
+  return (PyObject *)saved;
+}
+
+static PyObject *pack_static(const saved_tensors_object *self, PyObject *tensor) {
+  if (self->saved_parameter != Py_None) {
+    PyObject *found = PyObject_CallFunctionObjArgs(self->saved_parameter, tensor, NULL);
+    if (found != Py_None) return found; /* also NULL */
+    Py_DECREF(found);
+  }
+  return keep(self, tensor);
+}
+
+/* Bits of a tensor that say "the conjugate, the negative of what lies in memory" are not among the facts that DLPack has. 1, 0,
+ * or -1 with an exception set. */
+static int is_lazy(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_type type) {
+  PyObject *const methods[] = {self->is_neg, type.code == PTN_DLPACK_COMPLEX ? self->is_conj : NULL};
+  for (int i = 0; i < 2 && methods[i]; i++) {
+    PyObject *found = PyObject_CallFunctionObjArgs(methods[i], tensor, NULL);
+    if (!found) return -1;
+    int lazy = found == Py_True;
+    Py_DECREF(found);
+    if (lazy) return 1;
+  }
+  return 0;
+}
+
+/* An alias with the tensor's version counter over no memory. */
+static PyObject *make_owner(const saved_tensors_object *self, PyObject *tensor) {
+  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
+  if (alias && PyObject_SetAttr(alias, self->data_name, self->empty) < 0) Py_CLEAR(alias);
+  return alias;
+}
+
+static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts,
+                       const ptn_block *block) {
+  uint32_t version;
+  ptn_engine *engine = ptn_python_engine(self->engine);
+  if (!engine || !read_version(self, tensor, &version)) return NULL;
+  size_t ndim = (size_t)facts->ndim;
+  saved_object *saved = new_saved(self, 2 * (Py_ssize_t)ndim, version);
+  if (!saved) return NULL;
+  saved->offset_bytes = (uint64_t)((const char *)facts->data - (const char *)block->memory);
+  saved->type = facts->type;
+  saved->ndim = facts->ndim;
+  memcpy(saved->geometry, facts->shape, ndim * sizeof(int64_t));
+  memcpy(saved->geometry + ndim, facts->strides, ndim * sizeof(int64_t));
+  bool fresh = false;
+  if (ptn_stash_put(ptn_engine_stash(engine), block, version, self->block, &saved->record, &fresh) != PTN_OK) {
+    saved->record = NULL;
+    ptn_python_raise();
+    Py_DECREF(saved);
+    return NULL;
+  }
+  PyObject *owner = fresh ? make_owner(self, tensor) : NULL;
+  if (owner) ptn_record_set_owner(saved->record, owner);
+  if (fresh && !owner) Py_CLEAR(saved); /* its only use: the record goes with it */
+  return (PyObject *)saved;
+}
+
+/* False, with no exception set, where DLPack cannot describe the tensor: sparse, on another device, of a type unknown to it. */
+static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_tensor *facts) {
+  if (self->exchange->tensor_from_object(tensor, facts) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  facts->data = (char *)facts->data + facts->byte_offset;
+  return facts->device_type == PTN_DLPACK_CPU && (facts->ndim == 0 || (facts->shape && facts->strides));
+}
+
+static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
+  const saved_tensors_object *self = (saved_tensors_object *)object;
+  PyTypeObject *wanted = (PyTypeObject *)self->tensor_type;
+  if (Py_TYPE(tensor) != wanted && !PyType_IsSubtype(Py_TYPE(tensor), wanted))
+    return PyErr_Format(PyExc_TypeError, "pack takes a tensor, %R is none", tensor);
+  ptn_dlpack_tensor facts;
+  ptn_block block;
+  if (!read_facts(self, tensor, &facts) || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
+  if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
+  /* An instance of a subclass would come back without what makes it one. */
+  if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
+  int lazy = is_lazy(self, tensor, facts.type);
+  if (lazy != 0) return lazy > 0 ? keep(self, tensor) : NULL;
+  return stash(self, tensor, &facts, &block);
+}
+
+/* ---- unpack ---- */
+
+static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
+  PyObject *owner = ptn_record_owner(saved->record);
+  if (!check_version(self, saved, owner)) return NULL;
+  bool first = !saved->asked;
+  saved->asked = true;
+  void *memory = NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_stash_get(saved->record, first, &memory));
+  if (status != PTN_OK) return ptn_python_raise();
+  return ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
+}
+
+static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
+  const saved_tensors_object *self = (saved_tensors_object *)object;
+  if ((PyObject *)Py_TYPE(packed) != self->saved_type) return PyObject_CallFunctionObjArgs(self->unpack_parameter, packed, NULL);
+  saved_object *saved = (saved_object *)packed;
+  if (saved->alias) return check_version(self, saved, saved->alias) ? Py_NewRef(saved->alias) : NULL;
+  if (saved->forks != ptn_python_forks) {
+    PyErr_SetString(PyExc_RuntimeError, "a wrapped model cannot be used in a forked process");
+    return NULL;
+  }
+  Py_INCREF(packed); /* while it waits, another thread may drop the graph */
+  PyObject *tensor = bring(self, saved);
+  Py_DECREF(packed);
+  return tensor;
+}
+
+/* ---- construction ---- */
+
+static bool find_torch(saved_tensors_object *self) {
+  PyObject *torch = PyImport_ImportModule("torch"), *core = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
+  PyObject *base = core ? PyObject_GetAttrString(core, "TensorBase") : NULL; /* its methods are C's, with nothing around them */
+  bool found =
+      base && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
+      (self->detach = PyObject_GetAttrString(base, "detach")) && (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
+      (self->is_neg = PyObject_GetAttrString(base, "is_neg")) && (self->empty = PyObject_CallMethod(torch, "empty", "i", 0)) &&
+      (self->version_name = PyUnicode_InternFromString("_version")) && (self->data_name = PyUnicode_InternFromString("data")) &&
+      (self->exchange = ptn_dlpack_find(self->tensor_type));
+  Py_XDECREF(base);
+  Py_XDECREF(core);
+  Py_XDECREF(torch);
+  return found;
+}
+
+static PyObject *saved_tensors_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"engine", "saved_parameter", "unpack_parameter", "least_bytes", NULL};
+  PyObject *engine, *saved_parameter, *unpack_parameter;
+  unsigned long long least_bytes;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOK", names, &engine, &saved_parameter, &unpack_parameter,
+                                   &least_bytes) ||
+      !ptn_python_engine(engine))
+    return NULL;
+  saved_tensors_object *self = PyObject_GC_New(saved_tensors_object, type);
+  if (!self) return NULL;
+  memset(&self->engine, 0, sizeof *self - offsetof(saved_tensors_object, engine));
+  self->engine = Py_NewRef(engine);
+  self->saved_parameter = Py_NewRef(saved_parameter);
+  self->unpack_parameter = Py_NewRef(unpack_parameter);
+  self->saved_type = Py_NewRef(((ptn_module_state *)PyType_GetModuleState(type))->saved_type);
+  self->least_bytes = least_bytes;
+  self->block = -1;
+  PyObject_GC_Track((PyObject *)self);
+  if (!find_torch(self)) Py_CLEAR(self);
+  return (PyObject *)self;
+}
+
+static int saved_tensors_traverse(PyObject *object, visitproc visit, void *arg) {
+  const saved_tensors_object *self = (saved_tensors_object *)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->engine);
+  Py_VISIT(self->saved_parameter);
+  Py_VISIT(self->unpack_parameter);
+  Py_VISIT(self->saved_type);
+  return 0;
+}
+
+/* Breaks the cycle through the session; what is called after that fails. */
+static int saved_tensors_clear(PyObject *object) {
+  saved_tensors_object *self = (saved_tensors_object *)object;
+  Py_CLEAR(self->saved_parameter);
+  Py_CLEAR(self->unpack_parameter);
+  return 0;
+}
+
+static void saved_tensors_dealloc(PyObject *object) {
+  saved_tensors_object *self = (saved_tensors_object *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  saved_tensors_clear(object);
+  PyObject *const held[] = {self->engine, self->saved_type, self->tensor_type,  self->detach,   self->is_conj,
+                            self->is_neg, self->empty,      self->version_name, self->data_name};
+  for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+static PyMethodDef saved_tensors_methods[] = {
+    {"pack", saved_tensors_pack, METH_O, "What autograd keeps of a tensor that it saves."},
+    {"unpack", saved_tensors_unpack, METH_O, "The tensor again."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef saved_tensors_members[] = {
+    {"block", T_INT, offsetof(saved_tensors_object, block), 0,
+     "Number of the block whose forward runs, for the trace; -1: none."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot saved_tensors_slots[] = {
+    {Py_tp_new, (void *)saved_tensors_new},
+    {Py_tp_dealloc, (void *)saved_tensors_dealloc},
+    {Py_tp_traverse, (void *)saved_tensors_traverse},
+    {Py_tp_clear, (void *)saved_tensors_clear},
+    {Py_tp_methods, saved_tensors_methods},
+    {Py_tp_members, saved_tensors_members},
+    {Py_tp_doc, "Saved-tensor hooks: csrc/python/saved_type.c; types in _core.pyi."},
+    {0, NULL},
+};
+
+PyType_Spec ptn_saved_tensors_spec = {
+    .name = "protrain._core.SavedTensors",
+    .basicsize = sizeof(saved_tensors_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = saved_tensors_slots,
+};

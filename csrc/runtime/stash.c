@@ -1,0 +1,488 @@
+/* The stash: records and passes. See stash.h for what it promises, stash_io.c for what moves when.
+ *
+ * A record in memory is held through the arena: the block stays in use, whoever else frees it, until the stash lets go. So nothing
+ * is copied, nothing of torch is touched from another thread, and a block that a tensor still has can be handed back as long as
+ * it lives, though the stash let go of it long ago: its serial tells whether it is still the same.
+ *
+ * A record in no tier but memory is held until its last use is dropped, since its bytes could not be had again: backward may ask
+ * twice (retain_graph). One that is on disk is held only while uses wait that did not ask yet; the last of them takes the hold.
+ *
+ * Invariants: held (record_is_held) and counted in stats.memory_bytes are one; a record is in the queue exactly in state QUEUED;
+ * its extent is reserved from QUEUED on until it is destroyed, or until it is known that it will not be written; a record with
+ * no use is gone, or in flight and marked dropped; a pass is freed when it has no record and is neither current nor asked.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "runtime/stash_internal.h"
+
+/* ---- the whole ---- */
+
+ptn_status ptn_stash_create(ptn_stash **out, ptn_store *store, ptn_account *account, ptn_trace *trace) {
+  ptn_stash *stash = *out = calloc(1, sizeof *stash);
+  if (!stash) return ptn_fail(PTN_MEMORY, "no memory for a stash");
+  ptn_mutex_create(&stash->mutex);
+  ptn_condition_create(&stash->changed);
+  stash->references = 1;
+  stash->store = store;
+  stash->account = account;
+  stash->trace = trace;
+  return PTN_OK;
+}
+
+static void free_pass(pass *pass) {
+  free(pass->moments);
+  free(pass);
+}
+
+/* Unlocks. */
+static void unreference(ptn_stash *stash) {
+  bool last = --stash->references == 0;
+  ptn_unlock(&stash->mutex);
+  if (!last) return;
+  while (stash->passes) {
+    pass *next = stash->passes->next;
+    free_pass(stash->passes);
+    stash->passes = next;
+  }
+  free(stash->last_moments);
+  free(stash->keep);
+  ptn_condition_destroy(&stash->changed);
+  ptn_mutex_destroy(&stash->mutex);
+  free(stash);
+}
+
+void ptn_stash_release(ptn_stash *stash) {
+  if (!stash) return;
+  ptn_lock(&stash->mutex);
+  unreference(stash);
+}
+
+static ptn_record *any_with_something(const ptn_stash *stash) {
+  for (const pass *pass = stash->passes; pass; pass = pass->next)
+    for (ptn_record *record = pass->first; record; record = record->after)
+      if (record_is_held(record) || record->extent.bytes > 0) return record;
+  return NULL;
+}
+
+void ptn_stash_close(ptn_stash *stash) {
+  if (!stash) return;
+  ptn_lock(&stash->mutex);
+  stash->closed = true;
+  while (stash->queue_first) {
+    ptn_record *record = stash->queue_first;
+    ptn_stash_unqueue(stash, record);
+    ptn_record_release_space(record);
+  }
+  while (stash->writes.in_flight_count + stash->reads.in_flight_count > 0 || stash->finishing_count > 0 || stash->advancing ||
+         stash->starting)
+    ptn_wait(&stash->changed, &stash->mutex);
+  for (;;) {
+    ptn_record *record = any_with_something(stash);
+    if (!record && stash->outside_count == 0) break;
+    if (!record) {
+      ptn_wait(&stash->changed, &stash->mutex); /* others use the store, and may come back with more */
+      continue;
+    }
+    if (record_is_held(record)) ptn_record_let_go(record);
+    record->state = RECORD_ON_DISK;
+    ptn_record_release_space(record);
+  }
+  ptn_broadcast(&stash->changed);
+  ptn_unlock(&stash->mutex);
+}
+
+/* ---- passes ---- */
+
+static void remove_pass(ptn_stash *stash, pass *gone) {
+  pass **at = &stash->passes;
+  while (*at != gone) at = &(*at)->next;
+  *at = gone->next;
+  if (stash->backward == gone) stash->backward = NULL;
+  free_pass(gone);
+}
+
+static void apply_rule(ptn_stash *stash) {
+  double write = stash->writes.bytes_per_s, read = stash->reads.bytes_per_s;
+  if (write > 0 && read > 0) ptn_stash_rule(stash->last_moments, stash->n_last, write, read, stash->spare_bytes, stash->keep);
+}
+
+/* What the pass teaches about the next, when backward has asked for its first record. */
+static void learn(ptn_stash *stash, const pass *pass) {
+  bool *keep = calloc(pass->n_moments + 1, sizeof *keep);
+  ptn_stash_moment *moments = malloc((pass->n_moments + 1) * sizeof *moments);
+  if (!keep || !moments) { /* without it everything is written */
+    free(keep);
+    free(moments);
+    return;
+  }
+  free(stash->keep);
+  free(stash->last_moments);
+  if (pass->n_moments) memcpy(moments, pass->moments, pass->n_moments * sizeof *moments);
+  stash->keep = keep;
+  stash->last_moments = moments;
+  stash->n_last = pass->n_moments;
+  stash->spare_bytes = pass->spare_bytes > pass->forced_bytes ? pass->spare_bytes - pass->forced_bytes : 0;
+  apply_rule(stash);
+}
+
+static void forget_if_empty(ptn_stash *stash, pass *pass) {
+  if (pass->records > 0 || pass == stash->current) return;
+  bool backward_came = false;
+  for (size_t i = 0; i < pass->n_moments; i++) {
+    if (pass->moments[i].get_ns != 0) backward_came = true;
+    else pass->moments[i].get_ns = INT64_MAX;
+  }
+  if (backward_came) learn(stash, pass);
+  remove_pass(stash, pass);
+}
+
+static bool new_pass(ptn_stash *stash) {
+  pass *made = calloc(1, sizeof *made);
+  if (!made) return false;
+  pass *before = stash->current;
+  memset(stash->table, 0, sizeof stash->table);
+  stash->current = made;
+  made->next = stash->passes;
+  stash->passes = made;
+  if (before) forget_if_empty(stash, before);
+  ptn_stash_new_window(stash);
+  apply_rule(stash);
+  return true;
+}
+
+void ptn_stash_begin(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  if (!stash->closed) {
+    stash->backward = NULL;
+    stash->turned = stash->hold_back = false;
+    if (!stash->current || stash->current->n_moments > 0) new_pass(stash); /* where it fails the pass before goes on */
+    ptn_stash_write(stash, false);
+  }
+  ptn_unlock(&stash->mutex);
+}
+
+void ptn_stash_end(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  if (!stash->closed && stash->current && !stash->turned) {
+    stash->turned = true;
+    uint64_t room_bytes = ptn_account_room(stash->account);
+    uint64_t could_bytes = room_bytes < UINT64_MAX / 2 ? room_bytes + stash->stats.memory_bytes : UINT64_MAX / 2;
+    stash->current->spare_bytes = could_bytes > stash->headroom_bytes ? could_bytes - stash->headroom_bytes : 0;
+    if (!stash->backward) { /* until something is asked for the last pass is the likeliest */
+      stash->current->ahead = stash->current->last;
+      stash->backward = stash->current;
+    }
+    ptn_stash_advance(stash);
+  }
+  ptn_unlock(&stash->mutex);
+}
+
+/* ---- records: their lists ---- */
+
+static ptn_record **bucket(ptn_stash *stash, uint64_t serial) { return &stash->table[serial * 0x9e3779b97f4a7c15u >> 54]; }
+
+static ptn_record *look_up(ptn_stash *stash, uint64_t serial, uint32_t version) {
+  ptn_record *record = *bucket(stash, serial);
+  while (record && (record->serial != serial || record->version != version)) record = record->table_next;
+  return record;
+}
+
+static void remove_from_table(ptn_stash *stash, const ptn_record *record) {
+  if (record->pass != stash->current) return; /* the table was emptied when its pass ended */
+  ptn_record **at = bucket(stash, record->serial);
+  while (*at && *at != record) at = &(*at)->table_next;
+  if (*at) *at = record->table_next;
+}
+
+static void append(pass *pass, ptn_record *record) {
+  record->before = pass->last;
+  record->after = NULL;
+  *(pass->last ? &pass->last->after : &pass->first) = record;
+  pass->last = record;
+}
+
+static void unlink_from(pass *pass, ptn_record *record) {
+  if (pass->ahead == record) pass->ahead = record->before;
+  *(record->before ? &record->before->after : &pass->first) = record->after;
+  *(record->after ? &record->after->before : &pass->last) = record->before;
+}
+
+void ptn_record_let_go(ptn_record *record) {
+  record->stash->stats.memory_bytes -= record->block.bytes;
+  ptn_arena_free(record->block.memory);
+}
+
+/* Around calls of the store, which close waits for. */
+static void go_outside(ptn_stash *stash) {
+  stash->outside_count++;
+  ptn_unlock(&stash->mutex);
+}
+
+static void come_back(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  if (--stash->outside_count == 0 && stash->closed) ptn_broadcast(&stash->changed);
+}
+
+void ptn_record_release_space(ptn_record *record) {
+  ptn_stash *stash = record->stash;
+  ptn_extent extent = record->extent;
+  record->extent = (ptn_extent){0};
+  if (extent.bytes == 0) return;
+  stash->stats.disk_bytes -= extent.bytes;
+  go_outside(stash);
+  ptn_store_release(stash->store, &extent);
+  come_back(stash);
+}
+
+void ptn_record_destroy(ptn_record *record) {
+  ptn_stash *stash = record->stash;
+  pass *pass = record->pass;
+  if (record->state == RECORD_QUEUED) ptn_stash_unqueue(stash, record);
+  if (record_is_held(record)) ptn_record_let_go(record);
+  record->state = RECORD_ON_DISK;
+  remove_from_table(stash, record);
+  unlink_from(pass, record);
+  ptn_record_release_space(record);
+  pass->records--; /* after the unlocked moment: it keeps the pass */
+  forget_if_empty(stash, pass);
+  free(record);
+  stash->references--; /* never the last: the caller has one, or a request in flight keeps close waiting */
+}
+
+void ptn_record_set_owner(ptn_record *record, void *owner) { record->owner = owner; }
+void *ptn_record_owner(const ptn_record *record) { return record->owner; }
+uint64_t ptn_record_bytes(const ptn_record *record) { return record->block.bytes; }
+
+/* ---- put ---- */
+
+static ptn_status report_failure(ptn_stash *stash) {
+  if (stash->failure == PTN_OK) return PTN_OK;
+  stash->failure = PTN_OK;
+  return ptn_error_restore(&stash->failure_error);
+}
+
+static bool note_moment(pass *pass, uint64_t bytes) {
+  if (pass->n_moments == pass->max_moments) {
+    size_t more = pass->max_moments ? 2 * pass->max_moments : 64;
+    ptn_stash_moment *grown = realloc(pass->moments, more * sizeof *grown);
+    if (!grown) return false;
+    pass->moments = grown;
+    pass->max_moments = more;
+  }
+  pass->moments[pass->n_moments++] = (ptn_stash_moment){.bytes = bytes, .put_ns = ptn_now_ns()};
+  return true;
+}
+
+static bool kept_by_rule(const ptn_stash *stash, const ptn_record *record) {
+  return record->place < stash->n_last && stash->keep[record->place] &&
+         stash->last_moments[record->place].bytes == record->block.bytes;
+}
+
+static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out) {
+  ptn_record *record = calloc(1, sizeof *record);
+  if (!record || (!stash->current && !new_pass(stash)) || !note_moment(stash->current, block->bytes)) {
+    free(record);
+    return ptn_fail(PTN_MEMORY, "no memory to note a saved tensor");
+  }
+  if (!ptn_arena_hold(block)) {
+    stash->current->n_moments--;
+    free(record);
+    return ptn_fail(PTN_INVALID, "a saved tensor's memory was given back before it could be taken over");
+  }
+  pass *pass = stash->current;
+  *record = (ptn_record){.stash = stash,
+                         .pass = pass,
+                         .state = RECORD_IN_MEMORY,
+                         .block = *block,
+                         .serial = block->serial,
+                         .version = version,
+                         .number = number,
+                         .place = (uint32_t)pass->n_moments - 1,
+                         .uses = 1,
+                         .waiting = 1};
+  stash->references++;
+  stash->stats.record_count++;
+  stash->stats.put_bytes += block->bytes;
+  stash->stats.memory_bytes += block->bytes;
+  ptn_record **at = bucket(stash, record->serial);
+  record->table_next = *at;
+  *at = record;
+  append(pass, record);
+  pass->records++;
+  *out = record;
+  return PTN_OK;
+}
+
+/* Space for it on the disk, also where the rule keeps it: memory may need it to go after all. Unlocks meanwhile; the caller's use
+ * keeps the record. */
+static ptn_status reserve(ptn_stash *stash, ptn_record *record) {
+  ptn_extent extent;
+  go_outside(stash);
+  ptn_status status = ptn_store_reserve(stash->store, record->block.bytes, &extent);
+  come_back(stash);
+  if (status != PTN_OK) return status;
+  record->extent = extent;
+  stash->stats.disk_bytes += extent.bytes;
+  stash->stats.most_disk_bytes = ptn_max_u64(stash->stats.most_disk_bytes, stash->stats.disk_bytes);
+  return PTN_OK;
+}
+
+static ptn_status put_fresh(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out) {
+  PTN_TRY(make_record(stash, block, version, number, out));
+  ptn_status status = reserve(stash, *out);
+  ptn_record *record = *out;
+  if (status != PTN_OK) {
+    record->waiting--;
+    if (--record->uses > 0) return status; /* another thread saved it too, and has it in memory */
+    stash->stats.record_count--;
+    stash->stats.put_bytes -= record->block.bytes;
+    if (record->place + 1 == record->pass->n_moments) record->pass->n_moments--;
+    ptn_record_destroy(record);
+    return status;
+  }
+  if (stash->closed || record->asked || kept_by_rule(stash, record)) return PTN_OK;
+  ptn_stash_enqueue(stash, record);
+  ptn_stash_write(stash, false);
+  return PTN_OK;
+}
+
+ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out,
+                         bool *fresh) {
+  *out = NULL;
+  *fresh = false;
+  ptn_lock(&stash->mutex);
+  ptn_status status =
+      stash->closed ? ptn_fail(PTN_STEP, "a tensor was saved for a model that is not wrapped any more") : report_failure(stash);
+  ptn_record *record = status == PTN_OK ? look_up(stash, block->serial, version) : NULL;
+  if (record) {
+    record->uses++;
+    record->waiting++;
+    unlink_from(record->pass, record); /* it is asked for with the last that saved it */
+    append(record->pass, record);
+  } else if (status == PTN_OK) {
+    status = put_fresh(stash, block, version, number, &record);
+    *fresh = status == PTN_OK;
+  }
+  if (status == PTN_OK) {
+    stash->stats.put_count++;
+    *out = record;
+  }
+  ptn_unlock(&stash->mutex);
+  return status;
+}
+
+/* ---- get ---- */
+
+/* A second hold for the caller on what the stash holds; or the stash's own, where it needs none any more. */
+static void *hand_over(ptn_stash *stash, ptn_record *record) {
+  if (record->state == RECORD_IN_BOTH && record->waiting == 0) {
+    record->state = RECORD_ON_DISK;
+    stash->stats.memory_bytes -= record->block.bytes;
+  } else if (!ptn_arena_hold(&record->block)) {
+    abort(); /* the stash's own hold is gone: memory would be handed out that is somebody else's */
+  }
+  return record->block.memory;
+}
+
+static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
+  for (;;) {
+    if (stash->closed) return ptn_fail(PTN_STEP, "backward needs activations of a model that is not wrapped any more");
+    if (record->status != PTN_OK) {
+      record->status = PTN_OK;
+      return ptn_error_restore(&record->error);
+    }
+    if (record->state == RECORD_QUEUED) {
+      ptn_stash_unqueue(stash, record); /* needed before its write began: it is not made */
+      ptn_record_release_space(record);
+      continue;
+    }
+    if (record_is_held(record)) {
+      *memory = hand_over(stash, record);
+      return PTN_OK;
+    }
+    if (record->state == RECORD_ON_DISK && ptn_arena_hold(&record->block)) { /* somebody else has it still */
+      *memory = record->block.memory;
+      stash->stats.forwarded_bytes += record->block.bytes;
+      return PTN_OK;
+    }
+    if (record->state == RECORD_ON_DISK) PTN_TRY(ptn_stash_read(stash, record, true));
+    else ptn_stash_wait(stash, PTN_TRACE_ACTIVATIONS, record->number);
+  }
+}
+
+ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
+  ptn_stash *stash = record->stash;
+  *memory = NULL;
+  ptn_lock(&stash->mutex);
+  ptn_status status = stash->closed ? PTN_OK : report_failure(stash);
+  if (status == PTN_OK) {
+    pass *pass = record->pass;
+    if (!record->asked) {
+      record->asked = true;
+      if (!stash->closed) pass->moments[record->place].get_ns = ptn_now_ns();
+      if (record->state == RECORD_IN_MEMORY || record->state == RECORD_QUEUED || record->state == RECORD_WRITING)
+        stash->stats.forwarded_bytes += record->block.bytes;
+    }
+    if (stash->backward != pass) {
+      stash->backward = pass;
+      pass->ahead = record->before;
+    }
+    if (first) record->waiting--;
+    status = get(stash, record, memory);
+    if (status != PTN_OK && first) record->waiting++;
+    stash->hold_back = false;
+    if (status == PTN_OK) ptn_stash_advance(stash);
+  }
+  ptn_unlock(&stash->mutex);
+  return status;
+}
+
+void *ptn_record_drop(ptn_record *record, bool asked) {
+  ptn_stash *stash = record->stash;
+  void *owner = NULL;
+  ptn_lock(&stash->mutex);
+  if (!asked) record->waiting--;
+  if (--record->uses > 0) {
+    if (record->waiting == 0 && record->state == RECORD_IN_BOTH) {
+      ptn_record_let_go(record);
+      record->state = RECORD_ON_DISK;
+    }
+  } else {
+    owner = record->owner;
+    if (record->state == RECORD_WRITING || record->state == RECORD_READING) {
+      record->dropped = true;
+      remove_from_table(stash, record);
+    } else {
+      stash->references++;
+      ptn_record_destroy(record);
+      unreference(stash);
+      return owner;
+    }
+  }
+  ptn_unlock(&stash->mutex);
+  return owner;
+}
+
+/* ---- figures ---- */
+
+void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes) {
+  ptn_lock(&stash->mutex);
+  stash->headroom_bytes = headroom_bytes;
+  ptn_unlock(&stash->mutex);
+}
+
+void ptn_stash_get_stats(ptn_stash *stash, ptn_stash_stats *out) {
+  ptn_lock(&stash->mutex);
+  *out = stash->stats;
+  ptn_unlock(&stash->mutex);
+}
+
+uint64_t ptn_stash_mark(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  uint64_t most_bytes = stash->stats.most_disk_bytes;
+  stash->stats.most_disk_bytes = stash->stats.disk_bytes;
+  ptn_unlock(&stash->mutex);
+  return most_bytes;
+}

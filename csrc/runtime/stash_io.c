@@ -1,0 +1,350 @@
+/* What the stash moves, and when.
+ *
+ * Writes go out in the order of the forward pass, a few at a time, so that a record that is asked for before its turn need not be
+ * written. Once forward is over only what memory needs is written: the rest is asked for soonest, and the disk is for reading.
+ * Reading ahead walks the records from the last back to the first and stops where the account has no room under its goal beside
+ * what an operation may need; each record that backward asks for moves it on. Backward that asks for records in another order is
+ * served as well, only later.
+ *
+ * The checksum is taken from memory after the write has ended, on the store's thread: the block is held until then, and a change
+ * in between would be caught by the version of the tensor. It is compared on the same threads when a read has ended.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "runtime/stash_internal.h"
+
+/* In flight at the store: enough to keep its threads busy while one request ends, little enough to change one's mind. */
+#define WRITES_IN_FLIGHT_BYTES (24 * PTN_MIB)
+#define READS_IN_FLIGHT_BYTES (24 * PTN_MIB)
+/* So much is read ahead, as time of the disk: what an operation asks for at once is there, and the rest of the memory is left to
+ * others. Until the disk is known there is no such bound. */
+#define AHEAD_SECONDS (1.0 / 16)
+#define LEAST_AHEAD_BYTES (32 * PTN_MIB)
+/* A window that moved less says nothing about the disk. */
+#define TELLING_BYTES (8 * PTN_MIB)
+#define SHORTEST_WAIT_NS 1000
+
+static void write_done(ptn_io *io);
+
+/* On a thread of the store, inside a callback: it must not wait for what only it can end. */
+static _Thread_local bool on_store_thread;
+
+/* ---- traffic ---- */
+
+static void traffic_in(traffic *traffic, uint64_t bytes) {
+  if (traffic->in_flight_count++ == 0) traffic->since_ns = ptn_now_ns();
+  traffic->in_flight_bytes += bytes;
+}
+
+static void traffic_out(traffic *traffic, uint64_t bytes) {
+  traffic->in_flight_bytes -= bytes;
+  traffic->window_bytes += bytes;
+  int64_t now_ns = ptn_now_ns();
+  if (--traffic->in_flight_count == 0) traffic->window_ns += now_ns - traffic->since_ns;
+}
+
+static void new_window(traffic *traffic) {
+  if (traffic->window_bytes >= TELLING_BYTES && traffic->window_ns > 0)
+    traffic->bytes_per_s = (double)traffic->window_bytes / (double)traffic->window_ns * 1e9;
+  traffic->window_bytes = 0;
+  traffic->window_ns = 0;
+}
+
+void ptn_stash_new_window(ptn_stash *stash) {
+  new_window(&stash->writes);
+  new_window(&stash->reads);
+}
+
+static void trace_io(ptn_stash *stash, const ptn_record *record, ptn_trace_lane lane) {
+  ptn_trace_add(stash->trace, (ptn_trace_event){.start_ns = record->io.start_ns,
+                                                .end_ns = record->io.end_ns,
+                                                .bytes = record->io.bytes,
+                                                .number = record->number,
+                                                .lane = lane,
+                                                .kind = PTN_TRACE_ACTIVATIONS});
+}
+
+void ptn_stash_wait(ptn_stash *stash, ptn_trace_kind kind, int32_t number) {
+  int64_t start_ns = ptn_now_ns();
+  ptn_wait(&stash->changed, &stash->mutex);
+  int64_t end_ns = ptn_now_ns();
+  stash->stats.wait_ns += end_ns - start_ns;
+  if (end_ns - start_ns < SHORTEST_WAIT_NS) return;
+  ptn_trace_add(stash->trace,
+                (ptn_trace_event){.start_ns = start_ns, .end_ns = end_ns, .number = number, .lane = PTN_LANE_WAIT, .kind = kind});
+}
+
+/* ---- the queue of writes ---- */
+
+void ptn_stash_enqueue(ptn_stash *stash, ptn_record *record) {
+  record->state = RECORD_QUEUED;
+  record->queue_before = stash->queue_last;
+  record->queue_after = NULL;
+  *(stash->queue_last ? &stash->queue_last->queue_after : &stash->queue_first) = record;
+  stash->queue_last = record;
+}
+
+void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record) {
+  *(record->queue_before ? &record->queue_before->queue_after : &stash->queue_first) = record->queue_after;
+  *(record->queue_after ? &record->queue_after->queue_before : &stash->queue_last) = record->queue_before;
+  record->queue_before = record->queue_after = NULL;
+  record->state = RECORD_IN_MEMORY;
+}
+
+void ptn_stash_write(ptn_stash *stash, bool pressed) {
+  stash->pressed |= pressed;
+  stash->start_again = true;
+  if (stash->starting) return; /* one thread at a time, so that writes go out in order */
+  stash->starting = true;
+  while (stash->start_again) {
+    stash->start_again = false;
+    ptn_record *record = stash->queue_first;
+    if (!record || stash->closed) break;
+    uint64_t bytes = record->block.bytes;
+    if (stash->writes.in_flight_count > 0 && stash->writes.in_flight_bytes + bytes > WRITES_IN_FLIGHT_BYTES) break;
+    if (stash->turned && !stash->pressed && ptn_account_room(stash->account) >= stash->headroom_bytes) break;
+    ptn_stash_unqueue(stash, record);
+    record->state = RECORD_WRITING;
+    record->io = (ptn_io){.memory = record->block.memory,
+                          .offset = record->extent.offset,
+                          .bytes = bytes,
+                          .write = true,
+                          .done = write_done,
+                          .context = record};
+    traffic_in(&stash->writes, bytes);
+    stash->start_again = true;
+    ptn_unlock(&stash->mutex);
+    ptn_store_submit(stash->store, &record->io);
+    ptn_lock(&stash->mutex);
+  }
+  stash->starting = stash->pressed = false;
+}
+
+/* ---- what has ended, on a thread of the store ---- */
+
+static void end_of_io(ptn_stash *stash, traffic *traffic, uint64_t bytes) {
+  traffic_out(traffic, bytes);
+  stash->finishing_count++; /* close waits: the lock is given up in between */
+  on_store_thread = true;
+  ptn_stash_write(stash, false);
+  ptn_stash_advance(stash);
+  on_store_thread = false;
+  stash->finishing_count--;
+  ptn_broadcast(&stash->changed);
+}
+
+/* A record was written. Those that reading ahead has passed stay, as long as there is room: they are needed soon. */
+static void settle_written(ptn_stash *stash, ptn_record *record) {
+  record->state = RECORD_IN_BOTH;
+  if (record->waiting > 0 && record->asked) return; /* the rest of its uses will ask at once */
+  bool soon = stash->turned && record->passed && record->pass == stash->backward && record->waiting > 0;
+  if (soon && ptn_account_room(stash->account) >= stash->headroom_bytes) return;
+  ptn_record_let_go(record);
+  record->state = RECORD_ON_DISK;
+  if (soon) record->pass->ahead = record;
+}
+
+static void write_done(ptn_io *io) {
+  ptn_record *record = io->context;
+  ptn_stash *stash = record->stash;
+  uint64_t bytes = io->bytes;
+  int64_t start_ns = ptn_now_ns();
+  if (io->status == PTN_OK) record->checksum = ptn_checksum_of(io->memory, bytes);
+  int64_t end_ns = ptn_now_ns();
+  trace_io(stash, record, PTN_LANE_WRITE);
+  ptn_lock(&stash->mutex);
+  stash->ended_count++;
+  if (io->status == PTN_OK) {
+    stash->stats.written_bytes += bytes;
+    stash->stats.checksum_ns += end_ns - start_ns;
+    settle_written(stash, record);
+  } else {
+    record->state = RECORD_IN_MEMORY; /* nothing is lost; the next who calls is told */
+    if (stash->failure == PTN_OK) {
+      stash->failure = io->status;
+      stash->failure_error = io->error;
+    }
+  }
+  if (record->dropped) ptn_record_destroy(record);
+  else if (record->state == RECORD_IN_MEMORY) ptn_record_release_space(record);
+  end_of_io(stash, &stash->writes, bytes);
+  ptn_unlock(&stash->mutex);
+}
+
+static void compare(ptn_stash *stash, ptn_record *record) {
+  ptn_io *io = &record->io;
+  if (io->status != PTN_OK || ptn_checksum_equal(ptn_checksum_of(io->memory, io->bytes), record->checksum)) return;
+  io->status = ptn_fail_disk(EBADMSG, ptn_store_folder(stash->store), io->bytes, "read");
+  snprintf(
+      ptn_last_error()->message, sizeof ptn_last_error()->message,
+      "activations of block %d that were read from the disk are not those that were written: %llu bytes at %llu of the file in "
+      "%s have another checksum; the disk or its memory is faulty",
+      (int)record->number, (unsigned long long)io->bytes, (unsigned long long)io->offset, ptn_store_folder(stash->store));
+  ptn_error_save(&io->error);
+}
+
+static void read_done(ptn_io *io) {
+  ptn_record *record = io->context;
+  ptn_stash *stash = record->stash;
+  uint64_t bytes = io->bytes;
+  int64_t start_ns = ptn_now_ns();
+  compare(stash, record);
+  int64_t end_ns = ptn_now_ns();
+  trace_io(stash, record, PTN_LANE_READ);
+  ptn_lock(&stash->mutex);
+  stash->stats.checksum_ns += end_ns - start_ns;
+  stash->reads_moving_count--;
+  stash->ended_count++;
+  record->state = RECORD_IN_BOTH;
+  if (io->status == PTN_OK) {
+    stash->stats.read_bytes += bytes;
+  } else {
+    ptn_record_let_go(record);
+    record->state = RECORD_ON_DISK; /* may be tried again */
+    record->status = io->status;
+    record->error = io->error;
+  }
+  if (record->dropped) ptn_record_destroy(record);
+  end_of_io(stash, &stash->reads, bytes);
+  ptn_unlock(&stash->mutex);
+}
+
+/* ---- reads ---- */
+
+ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record, bool urgent) {
+  uint64_t bytes = record->block.bytes;
+  void *memory = NULL;
+  ptn_block block;
+  record->state = RECORD_READING;
+  traffic_in(&stash->reads, bytes); /* from here on close waits */
+  bool waits = !on_store_thread;    /* where memory is short */
+  if (!waits) stash->reads_moving_count++;
+  ptn_unlock(&stash->mutex);
+  ptn_status status = ptn_arena_alloc(stash->account, bytes, &memory);
+  if (status == PTN_OK && !ptn_arena_find(memory, &block)) {
+    ptn_arena_free(memory);
+    status = ptn_fail(PTN_INVALID, "a record of %llu bytes is too small for the stash", (unsigned long long)bytes);
+  }
+  ptn_lock(&stash->mutex);
+  if (status != PTN_OK) {
+    record->state = RECORD_ON_DISK;
+    if (!waits) stash->reads_moving_count--;
+    stash->ended_count++;
+    if (!urgent) record->pass->ahead = record;
+    if (record->dropped) ptn_record_destroy(record);
+    stash->reads.window_bytes -= bytes; /* traffic_out counts them */
+    traffic_out(&stash->reads, bytes);
+    ptn_broadcast(&stash->changed);
+    return status;
+  }
+  record->block = block;
+  stash->stats.memory_bytes += bytes;
+  record->io = (ptn_io){
+      .memory = memory, .offset = record->extent.offset, .bytes = bytes, .urgent = urgent, .done = read_done, .context = record};
+  if (waits) stash->reads_moving_count++;
+  ptn_unlock(&stash->mutex);
+  ptn_store_submit(stash->store, &record->io); /* the record may be gone after this */
+  ptn_lock(&stash->mutex);
+  return PTN_OK;
+}
+
+/* Bytes in memory that backward has not asked for, beyond which nothing is read ahead. */
+static uint64_t most_ahead_bytes(const ptn_stash *stash) {
+  double bytes = stash->reads.bytes_per_s * AHEAD_SECONDS;
+  if (bytes == 0) return UINT64_MAX;
+  return bytes > (double)LEAST_AHEAD_BYTES ? (uint64_t)bytes : LEAST_AHEAD_BYTES;
+}
+
+/* The next record to read ahead, or NULL where there is none, no room or enough under way. */
+static ptn_record *next_ahead(ptn_stash *stash) {
+  pass *pass = stash->backward;
+  if (!stash->turned || stash->closed || stash->hold_back || !pass) return NULL;
+  for (ptn_record *record; (record = pass->ahead); pass->ahead = record->before) {
+    record->passed = true;
+    if (record->state != RECORD_ON_DISK || record->waiting == 0 || record->status != PTN_OK) continue;
+    if (ptn_arena_hold(&record->block)) { /* somebody has it still: no need to read, if it stays */
+      record->state = RECORD_IN_BOTH;
+      stash->stats.memory_bytes += record->block.bytes;
+      stash->stats.forwarded_bytes += record->block.bytes;
+      continue;
+    }
+    uint64_t bytes = record->block.bytes;
+    if (stash->reads.in_flight_count > 0 && stash->reads.in_flight_bytes + bytes > READS_IN_FLIGHT_BYTES) return NULL;
+    if (stash->stats.memory_bytes > 0 && stash->stats.memory_bytes + bytes > most_ahead_bytes(stash)) return NULL;
+    uint64_t room_bytes = ptn_account_room(stash->account);
+    if (room_bytes < bytes || room_bytes - bytes < stash->headroom_bytes) return NULL;
+    pass->ahead = record->before;
+    return record;
+  }
+  return NULL;
+}
+
+void ptn_stash_advance(ptn_stash *stash) {
+  stash->advance_again = true;
+  if (stash->advancing) return;
+  stash->advancing = true;
+  while (stash->advance_again) {
+    stash->advance_again = false;
+    ptn_record *record;
+    while ((record = next_ahead(stash)))
+      if (ptn_stash_read(stash, record, false) != PTN_OK) break; /* others took the room: it is read when it is asked for */
+  }
+  stash->advancing = false;
+}
+
+/* ---- pressure ---- */
+
+/* What was read ahead and is needed last goes first; it is read again in its turn. */
+static bool give_up_ahead(ptn_stash *stash, bool must) {
+  for (pass *pass = stash->passes; pass; pass = pass->next) {
+    for (ptn_record *record = pass->first; record; record = record->after) {
+      if (record->state != RECORD_IN_BOTH || (record->asked && !must)) continue;
+      ptn_record_let_go(record);
+      record->state = RECORD_ON_DISK;
+      pass->ahead = record;
+      return true;
+    }
+  }
+  return false;
+}
+
+/* What the rule kept back goes after all, the first that was put first. */
+static bool send_kept(ptn_stash *stash) {
+  for (pass *pass = stash->passes; pass; pass = pass->next) {
+    for (ptn_record *record = pass->first; record; record = record->after) {
+      if (record->state != RECORD_IN_MEMORY || record->asked || record->extent.bytes == 0) continue;
+      ptn_stash_enqueue(stash, record);
+      pass->forced_bytes += record->block.bytes;
+      return true;
+    }
+  }
+  return false;
+}
+
+/* Waits until something that was under way has ended. */
+static void wait_for_one(ptn_stash *stash) {
+  uint64_t ended_count = stash->ended_count;
+  while (stash->ended_count == ended_count && stash->writes.in_flight_count + stash->reads_moving_count > 0)
+    ptn_stash_wait(stash, PTN_TRACE_MEMORY, -1);
+}
+
+bool ptn_stash_relieve(ptn_stash *stash, bool must) {
+  if (on_store_thread) return false;
+  bool something = true;
+  ptn_lock(&stash->mutex);
+  stash->hold_back |= must && stash->turned;
+  if (stash->closed) {
+    something = false;
+  } else if (stash->queue_first || stash->writes.in_flight_count > 0) {
+    ptn_stash_write(stash, true);
+    wait_for_one(stash);
+  } else if ((!must && stash->turned) || (!give_up_ahead(stash, must) && !send_kept(stash))) {
+    something = must && stash->reads_moving_count > 0;
+    if (something) wait_for_one(stash); /* then it can be given up */
+  }
+  ptn_unlock(&stash->mutex);
+  return something;
+}
