@@ -1,8 +1,9 @@
 """The C core. What each call means stands in the header that its comment names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
+from torch import Tensor
 from typing_extensions import CapsuleType
 
 class Stats(TypedDict):
@@ -22,6 +23,18 @@ class Stats(TypedDict):
     peak_bytes: int
     limit_bytes: int
     disk_engine: str
+    goal_bytes: int
+    stash_put_count: int
+    stash_record_count: int
+    stash_put_bytes: int
+    stash_written_bytes: int
+    stash_read_bytes: int
+    stash_forwarded_bytes: int
+    stash_memory_bytes: int
+    stash_disk_bytes: int
+    stash_most_disk_bytes: int
+    stash_wait_ns: int
+    stash_checksum_ns: int
 
 class MemoryStats(TypedDict):
     live_bytes: int
@@ -42,8 +55,12 @@ class PlanResult(TypedDict):
     n_pieces: int
     slot_bytes_total: int
     ring_bytes: int
+    static_bytes: int
     peak_bytes: int
     smallest_bytes: int
+    stash_bytes: int
+    rise_bytes: int
+    headroom_bytes: int
     disk_bytes: int
     slot_of_chunk: list[int]
     slot_bytes: list[int]
@@ -116,11 +133,42 @@ class Engine:
     def use_account(self, on: bool, /) -> None: ...
     def stats(self) -> Stats: ...
     def mark(self) -> int: ...
+    # the stash, csrc/runtime/stash.h
+    def set_goal(self, goal_bytes: int, /) -> None: ...
+    def set_headroom(self, headroom_bytes: int, /) -> None: ...
+    def stash_begin(self) -> None: ...
+    def stash_end(self) -> None: ...
+
+class Saved:
+    """What SavedTensors.pack gives for a tensor that is no parameter's: kept in memory, or stashed."""
+
+    @property
+    def stashed(self) -> bool: ...
+
+class SavedTensors:
+    """Saved-tensor hooks, csrc/python/saved_type.c: tensors in blocks of least_bytes or more are stashed; 0: none are.
+
+    What saved_parameter returns for a tensor in memory that lives on is packed as it is, and given to unpack_parameter again;
+    None means that it is no parameter on disk. saved_parameter is None where there is none.
+    """
+
+    block: int
+
+    def __init__(
+        self,
+        engine: Engine,
+        saved_parameter: Callable[[Tensor], object] | None,
+        unpack_parameter: Callable[[Any], Tensor],
+        least_bytes: int,
+    ) -> None: ...
+    def pack(self, tensor: Tensor, /) -> object: ...
+    def unpack(self, packed: object, /) -> Tensor: ...
 
 def install_allocator() -> None: ...
 def rounded_bytes(number: int, /) -> int: ...
 def memory_stats() -> MemoryStats: ...
 def trim(keep_bytes: int, /) -> None: ...
+def mark_static(address: int, /) -> None: ...
 def swap_account(account: CapsuleType | None, /) -> CapsuleType | None: ...
 def cpu_features() -> Features: ...
 def update(
@@ -138,7 +186,7 @@ def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
     chunks: list[tuple[int, int, int, int]],
-    phases: list[tuple[int, bool, int, int, int, int]],
+    phases: list[tuple[int, bool, int, int, int, int, int]] | list[tuple[int, bool, int, int, int, int]],
     accesses: list[int],
     n_together: int,
     n_arrays: int,
@@ -149,3 +197,8 @@ def make_plan(
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...
+
+# csrc/base/trace.h: an event is (start_ns, end_ns, bytes, number, lane, kind), the clock is now_ns
+def trace_events(engine: Engine, since_ns: int, /) -> list[tuple[int, int, int, int, int, int]]: ...
+def trace_add(engine: Engine, lane: int, kind: int, number: int, start_ns: int, end_ns: int, /) -> None: ...
+def now_ns() -> int: ...

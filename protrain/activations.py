@@ -1,20 +1,34 @@
-"""Activations: saved-tensor hooks around what reads parameters, and blocks whose activations are recomputed.
+"""Activations: what becomes of the tensors that autograd saves.
 
-Two kinds of things are saved for backward. Memory of a parameter is recognised and passed through: autograd gets a small
-record, and unpacking it in backward is the demand for the parameter's chunk. Everything else is left as it is in a block of
-mode keep; in a block of mode checkpoint only its place in the order of saved tensors is noted, and the block's forward runs
-again, with the same random numbers, when the first of them is asked for.
+Saved-tensor hooks see each of them. Memory of a parameter on disk is recognised and passed through: autograd gets a small record,
+and unpacking it in backward is the demand for the parameter's chunk. For everything else a block's mode decides:
 
-As torch's own non-reentrant checkpoint does, recomputation stops at the last tensor that was saved.
+    keep             it stays
+    swap             it goes to the stash (csrc/runtime/stash.h), and comes back before backward asks for it
+    checkpoint       only its place in the order of saved tensors is noted; the block's forward runs again, with the same random
+                     numbers, when the first of them is asked for
+    checkpoint_swap  the same, and the block's inputs go to the stash until then
+
+The hooks themselves are C (csrc/python/saved_type.c), but those of recomputed blocks. As torch's own non-reentrant checkpoint
+does, recomputation stops at the last tensor that was saved.
+
+The innermost hooks are the only ones that torch calls. Those that others push inside a block (torch.utils.checkpoint, for a part
+of it) get what is saved there; a block inside hooks of others is refused, because both would claim the same tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from . import _core
+from .errors import PlanError
 
 if TYPE_CHECKING:
     from .session import Session
@@ -23,6 +37,11 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+
+#: Smaller blocks of memory stay: what a direct write and a read cost besides their bytes is then more than the bytes are worth,
+#: and all of them together are a small part of what a block saves.
+STASH_LEAST_BYTES = 64 << 10
 
 
 class SavedParameter:
@@ -36,16 +55,6 @@ class SavedParameter:
         self.offset = offset  # in elements, from the parameter's first
         self.owner = weakref.ref(owner)
         self.version = owner._version
-
-
-class Kept:
-    """A saved tensor that stays: an alias, so that no output keeps its own graph alive, and the version it had."""
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = tensor._version
 
 
 class Recomputed:
@@ -75,28 +84,58 @@ class Stop(BaseException):
     """Ends a recomputation that has brought back all that was saved."""
 
 
-def operation_hooks(session: Session) -> Hooks:
-    """For one operation on parameters outside of recomputed blocks."""
+class Input:
+    """A tensor among a block's inputs that is in the stash until the block is recomputed."""
 
-    def pack(tensor: torch.Tensor) -> Any:
-        return session.saved_parameter(tensor) or Kept(tensor)
+    __slots__ = ("hooks", "requires_grad", "saved")
 
-    def unpack(saved: Any) -> torch.Tensor:
-        if type(saved) is SavedParameter:
-            return session.unpack_parameter(saved)
-        check_version(saved.alias._version, saved.version, saved.alias.shape)
-        alias: torch.Tensor = saved.alias
-        return alias
+    def __init__(self, hooks: _core.SavedTensors, saved: object, requires_grad: bool) -> None:
+        self.hooks, self.saved, self.requires_grad = hooks, saved, requires_grad
 
-    return pack, unpack
+    def bring(self) -> torch.Tensor:
+        return self.hooks.unpack(self.saved).requires_grad_(self.requires_grad)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Only plain containers are looked into: they can be made again."""
+    return type(value) not in (list, tuple, dict)
+
+
+def _stash_inputs(hooks: _core.SavedTensors, inputs: Any) -> Any:
+    """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input."""
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    taken: dict[int, Any] = {}
+    for leaf in leaves:
+        if type(leaf) is torch.Tensor and id(leaf) not in taken:
+            saved = hooks.pack(leaf)
+            taken[id(leaf)] = Input(hooks, saved, leaf.requires_grad) if getattr(saved, "stashed", False) else leaf
+    return tree_unflatten([taken.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _bring_inputs(inputs: Any) -> Any:
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    found = {id(leaf): leaf.bring() for leaf in {id(leaf): leaf for leaf in leaves if type(leaf) is Input}.values()}
+    return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 class Frame:
-    """One forward of one recomputed block: its inputs, the random state it started from, and what it saved."""
+    """One forward of one recomputed block: its inputs, the random state it started from, and what it saved.
 
-    def __init__(self, session: Session, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.session, self.forward, self.args, self.kwargs = session, forward, args, kwargs
-        self.versions = [(t, t._version) for t in _tensors(args, kwargs)]
+    stash: hooks by which inputs leave memory until the recomputation; None: they stay.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stash: _core.SavedTensors | None,
+    ) -> None:
+        self.session, self.forward = session, forward
+        inputs = (args, kwargs)
+        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
+        self.versions = [(leaf, leaf._version) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
         self.random_state = torch.get_rng_state()
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
@@ -114,7 +153,7 @@ class Frame:
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedParameter:
             return self.session.unpack_parameter(saved)
-        if saved.tensor is None:
+        if saved.tensor is None and self.inputs is not None:
             self.recompute()
         if saved.tensor is None:
             raise RuntimeError(
@@ -128,6 +167,7 @@ class Frame:
     def recompute(self) -> None:
         for tensor, version in self.versions:
             check_version(tensor._version, version, tensor.shape)
+        args, kwargs = _bring_inputs(self.inputs)
         now = torch.get_rng_state()
         torch.set_rng_state(self.random_state)
         enabled, dtype, cache = self.autocast
@@ -154,39 +194,119 @@ class Frame:
         def unpack(_saved: Any) -> torch.Tensor:
             raise RuntimeError("backward inside a recomputed block is not supported")
 
-        _push(pack, unpack)
-        before, self.session.frame = self.session.frame, self
         try:
             with torch.enable_grad(), torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache):
-                self.forward(*self.args, **self.kwargs)
+                _run_inside(self.session, self, (pack, unpack), self.forward, args, kwargs)
         except Stop:
             pass
         finally:
-            self.session.frame = before
-            _pop()
             torch.set_rng_state(now)
+        self.inputs, self.versions = None, []
 
 
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+# ---- running a block ----
 
 
-def run_checkpointed(session: Session, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a block's forward so that backward runs it again instead of keeping what it saves."""
-    frame = Frame(session, forward, args, kwargs)
-    _push(frame.pack, frame.unpack)
-    before, session.frame = session.frame, frame
+def _run_inside(
+    session: Session, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a block's forward with its hooks; `frame` says that they, not those of operations, see what is saved."""
+    before = session.frame, session.innermost
+    _push(*hooks)
+    session.frame, session.innermost = frame, hooks[0]
     try:
         return forward(*args, **kwargs)
     finally:
-        session.frame = before
+        session.frame, session.innermost = before
         _pop()
 
 
+def run_swapped(session: Session, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of block `number` so that what it saves goes to the stash."""
+    session.stash.block = number
+    return _run_inside(session, session.stash, session.stash_hooks, forward, args, kwargs)
+
+
+def run_checkpointed(
+    session: Session,
+    number: int,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stash_inputs: bool,
+) -> Any:
+    """Run the forward of block `number` so that backward runs it again instead of keeping what it saves.
+
+    Args:
+        stash_inputs: its inputs go to the stash until then.
+    """
+    session.stash.block = number
+    frame = Frame(session, forward, args, kwargs, session.stash if stash_inputs else None)
+    return _run_inside(session, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+
+
+@contextmanager
+def no_outer_hooks() -> Iterator[None]:
+    """What runs inside is seen by no saved-tensor hooks of others."""
+    outer: list[Hooks] = []
+    while (hooks := _top(True)) is not None:
+        _pop()
+        outer.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            _push(pack, unpack)
+
+
+def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
+    """Whether a block of a mode other than keep may run here.
+
+    Raises:
+        PlanError: it is inside saved-tensor hooks of others, runs in backward, as torch.utils.checkpoint makes it, or is a layer
+            of transformers that checkpoints itself.
+    """
+    itself = getattr(block, "gradient_checkpointing", False) and block.training
+    if _top(True) is None and torch._C._current_graph_task_id() == -1 and not itself:
+        return
+    raise PlanError(
+        f"block {name} of mode {mode} runs inside torch.utils.checkpoint or other saved-tensor hooks, which claim the same "
+        f"tensors: call model.gradient_checkpointing_disable(), end the hooks before the model's forward, or pass block_modes "
+        f"with keep for this block"
+    )
+
+
+# ---- running one operation outside of blocks ----
+
+
+class _SavedByOuter:
+    """What the hooks around an operation packed, and how they unpack it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+
+def _hooks_within(session: Session, outer: Hooks) -> Hooks:
+    """Parameters on disk are ours, everything else goes to the hooks of others that are around the operation."""
+    outer_pack, outer_unpack = outer
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return session.saved_parameter(tensor) or _SavedByOuter(outer_pack(tensor), outer_unpack)
+
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.unpack(saved.packed) if type(saved) is _SavedByOuter else session.unpack_parameter(saved)
+
+    return pack, unpack
+
+
 def run_operation(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operation on parameters with hooks that recognise their memory."""
-    _push(*session.hooks)
+    """Run one operation on parameters on disk with hooks that recognise their memory."""
+    outer = _top(True)
+    if outer is not None and outer[0] is session.innermost:
+        return func(*args, **kwargs)  # the block's own hooks do
+    _push(*(session.hooks if outer is None else _hooks_within(session, outer)))
     try:
         return func(*args, **kwargs)
     finally:

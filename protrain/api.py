@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,12 +15,13 @@ from torch import nn
 from . import _core, materialise
 from .blocks import find_blocks
 from .dryrun import DryRunError, dry_run
-from .errors import BudgetError, Error, PlanError
+from .errors import BudgetError, Error, PlanError, StepError
 from .layout import make_layout
 from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
 from .planning import Plan, arrange, check_modes, check_plan, refuse
 from .session import Session, Settings, takes_use_cache
 from .sizes import default_disk_folder, default_memory_bytes, parse_bytes
+from .timeline import StepTrace, Timeline
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,6 +53,26 @@ class Status:
     disk_engine: str
     predicted_peak_bytes: int
     predicted_step_seconds: float
+
+    # No field: figures can be compared, copied and written down, a step's events only be asked for.
+    _step = cast("StepTrace | None", None)
+
+    def timeline(self) -> Timeline:
+        """What the lanes did in the last completed step; ask soon, its events give way to those of later steps.
+
+        Raises:
+            StepError: no step is complete, its events are gone, or this is a copy of what `status` gave.
+        """
+        if self._step is None:
+            raise StepError(
+                "timeline: no step is complete yet; call it after optimizer.step()"
+                if self.steps == 0
+                else "timeline: no events came with this status; call protrain.status(model).timeline() after optimizer.step()"
+            )
+        return self._step.timeline()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_step"}
 
 
 def session_of(model: Any) -> Session:
@@ -307,7 +328,7 @@ def status(model: nn.Module) -> Status:
     session = session_of(model)
     stats = session.engine.stats()
     now = session.arrangement.plan
-    return Status(
+    found = Status(
         plan=now,
         steps=session.steps,
         step_seconds=session.step_seconds,
@@ -323,6 +344,8 @@ def status(model: nn.Module) -> Status:
         predicted_peak_bytes=now.peak_bytes,
         predicted_step_seconds=now.step_seconds,
     )
+    object.__setattr__(found, "_step", session.clock.step)
+    return found
 
 
 def unwrap(model: Model) -> Model:

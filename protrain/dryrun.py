@@ -45,7 +45,8 @@ class DryRunError(Error):
 @dataclass(frozen=True)
 class Phase:
     """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
-    recomputes. `block` is the number of the block, -1 outside of blocks."""
+    recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself. `block` is the
+    number of the block, -1 outside of blocks."""
 
     block: int
     backward: bool
@@ -53,6 +54,7 @@ class Phase:
     keep_peak_bytes: int
     checkpoint_entry_bytes: int
     checkpoint_peak_bytes: int
+    keep_working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class _Segment:
     entry: int
     peak: int
     pending: bool = False
+    born: int = 0  # live now of what was made in it
+    working: int = 0  # and the highest of that
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -119,6 +123,7 @@ class _Meter(TorchDispatchMode):
         if self.segments[-1].pending:
             end = self.segments.pop()
             self.segments[-1].peak = max(self.segments[-1].peak, end.peak)
+            self.segments[-1].working = max(self.segments[-1].working, end.working)
         self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes))
 
     def mark_end(self, block: int, backward: bool) -> None:
@@ -127,9 +132,10 @@ class _Meter(TorchDispatchMode):
         if last.block == block and last.backward == backward:
             self.segments.append(_Segment(-1, backward, self.live_bytes, self.live_bytes, pending=True))
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop(self, key: int, size: int, segment: _Segment) -> None:
         if self.known.pop(key, None) is not None:
             self.live_bytes -= size
+            segment.born -= size
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -138,11 +144,14 @@ class _Meter(TorchDispatchMode):
             return
         size = self.round_bytes(storage.nbytes()) if storage.nbytes() else 0
 
+        segment = self.segments[-1]
+
         def drop(_: Any, key: int = key, size: int = size) -> None:
-            self._drop(key, size)
+            self._drop(key, size, segment)
 
         self.known[key] = weakref.ref(storage, drop)
         self.live_bytes += size
+        segment.born += size
 
     def _read(self, inputs: Sequence[Any]) -> None:
         chunks: list[int] = []
@@ -171,9 +180,10 @@ class _Meter(TorchDispatchMode):
             raise DryRunError(f"{func._schema.name} keeps memory whose size only a real run shows")
         for tensor in outputs:
             self._count(tensor)
-        high = self.live_bytes + workspace_bytes(func._schema.name, inputs, outputs)
-        if high > self.segments[-1].peak:
-            self.segments[-1].peak = high
+        workspace = workspace_bytes(func._schema.name, inputs, outputs)
+        segment = self.segments[-1]
+        segment.peak = max(segment.peak, self.live_bytes + workspace)
+        segment.working = max(segment.working, segment.born + workspace)
         return result
 
 
@@ -472,7 +482,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
     phases = tuple(
-        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak)
+        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working)
         for a, b in zip(keep.segments, recompute.segments, strict=True)
     )
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time

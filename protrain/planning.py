@@ -1,7 +1,8 @@
 """The plan: what stays in memory, what shares slots, and each block's mode.
 
 Sizes come from a dry run of the batch (dryrun.py), decisions from the C core (csrc/plan). Today a simple rule decides: keep
-activations where they fit, then keep chunks in memory, the first in execution order first.
+activations where they fit, then keep chunks in memory, the first in execution order first. It never chooses the modes swap and
+checkpoint_swap; where they are given, it counts them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from .layout import Layout
 from .sizes import format_bytes
 
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
-SUPPORTED_MODES = ("keep", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A plan with what the engine needs to carry it out."""
+    """A plan with what the engine needs to carry it out.
+
+    static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
+    stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
+    rise_bytes: by how much the backward of a block rises above its begin; 0 where nothing swaps.
+    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes; 0 where nothing swaps.
+    """
 
     plan: Plan
     slot_of_chunk: list[int]
@@ -94,6 +100,9 @@ class Arrangement:
     accesses: list[int]
     static_bytes: int
     smallest_bytes: int
+    stash_bytes: int = 0
+    headroom_bytes: int = 0
+    rise_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
@@ -101,7 +110,6 @@ def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
 
     Raises:
         TypeError, ValueError: it is no list of known modes, one for each block.
-        PlanError: a mode that is not supported yet.
     """
     if block_modes is None:
         return None
@@ -113,9 +121,6 @@ def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
             raise ValueError(f"block_modes[{number}] is {mode!r}; allowed are {', '.join(MODES)}")
     if len(modes) != n_blocks:
         raise ValueError(f"block_modes has {len(modes)} entries; the model has {n_blocks} blocks, give a mode for each")
-    for number, mode in enumerate(modes):
-        if mode not in SUPPORTED_MODES:
-            raise PlanError(f"block_modes[{number}] is {mode!r}, which is not available yet; use keep or checkpoint")
     return modes
 
 
@@ -124,7 +129,8 @@ def check_plan(plan: Any, layout: Layout, n_blocks: int) -> None:
 
     Raises:
         TypeError: it is no Plan.
-        PlanError: it was made for another model, or asks for what is not supported yet.
+        PlanError: it was made for another model.
+        ValueError: it has a block mode that is none of the four.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
@@ -171,7 +177,15 @@ def arrange(
     accesses = list(run.accesses) if run else linear_accesses(layout.n_chunks)
     phases = (
         [
-            (p.block, p.backward, p.keep_entry_bytes, p.keep_peak_bytes, p.checkpoint_entry_bytes, p.checkpoint_peak_bytes)
+            (
+                p.block,
+                p.backward,
+                p.keep_entry_bytes,
+                p.keep_peak_bytes,
+                p.checkpoint_entry_bytes,
+                p.checkpoint_peak_bytes,
+                p.keep_working_bytes,
+            )
             for p in run.phases
         ]
         if run
@@ -207,7 +221,6 @@ def arrange(
         found["disk_bytes"],
         budget_bytes,
     )
-    persistent = sum(p + s for p, _, s, _ in chunks[: plan.n_persist])
     return Arrangement(
         plan,
         found["slot_of_chunk"],
@@ -215,8 +228,11 @@ def arrange(
         found["piece_bytes"],
         found["n_pieces"],
         [chunk for chunk in accesses if chunk >= plan.n_persist],
-        persistent + sum(found["slot_bytes"]) + found["ring_bytes"],
+        found["static_bytes"],
         found["smallest_bytes"],
+        found["stash_bytes"],
+        found["headroom_bytes"],
+        found["rise_bytes"],
     )
 
 

@@ -21,19 +21,32 @@ import torch
 from torch import nn
 
 from . import _core
-from .activations import SavedParameter, check_version, operation_hooks, run_checkpointed, run_operation
+from .activations import (
+    STASH_LEAST_BYTES,
+    SavedParameter,
+    check_outer_hooks,
+    check_version,
+    no_outer_hooks,
+    run_checkpointed,
+    run_operation,
+    run_swapped,
+)
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import BudgetError, PlanError, StepError
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of, state_names
 from .parameters import DisableTorchFunction, enchain, mark_views, release
 from .planning import Arrangement, Plan, arrange, refuse
+from .timeline import BlockClock
 
 UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
 
 #: The first steps update in step(), to see whether this loop sets learning rates between backward and step. A loop that does
 #: shows it in its first two steps, since a schedule changes rates from one step to the next.
 PROBED_STEPS = 2
+
+#: What a block does where nothing may leave memory: outside of a training step's forward.
+WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint", "checkpoint_swap": "checkpoint"}
 
 
 @contextmanager
@@ -84,9 +97,13 @@ class Session:
             len(groups),
             self.n_states,
         )
+        self.clock = BlockClock(self.engine, self.engine.stash_end)
         self.closed = False
-        self.frame: Any = None
-        self.hooks = operation_hooks(self)
+        self.frame: Any = None  # of the block whose forward runs, or runs again
+        self.innermost: Any = None  # the pack hook that it pushed
+        self.stashing = False
+        self._goal = self._headroom = 0  # bytes: see _set_goal
+        self._make_hooks()
         self.filling = False
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[layout.entries[i].offset_bytes for i in members] for members in layout.members]
@@ -152,6 +169,41 @@ class Session:
         budget, plan = self.settings.memory_bytes, found.plan
         self.engine.set_pending(max(budget - plan.peak_bytes, max(self.layout.grad_bytes, default=0)))
         self.engine.set_order([c for c in found.accesses if not self.engine.in_memory(c)])
+        self._set_goal()
+        self._make_hooks()
+
+    def _set_goal(self) -> None:
+        """What the plan means to have in memory at most is what the stash works for. Where nothing goes to the stash, or nothing
+        is known of activations, there is no goal."""
+        found = self.arrangement
+        swaps = any(mode.endswith("swap") for mode in found.plan.block_modes)
+        self._goal = found.plan.peak_bytes if swaps and found.plan.peak_bytes > found.static_bytes else 0
+        self._headroom = found.headroom_bytes
+        self.engine.set_goal(self._goal)
+        self.engine.set_headroom(self._headroom)
+
+    def _adjust_headroom(self) -> None:
+        """What the step left unused under the goal goes to reading ahead, between the two bounds that the plan knows."""
+        peak = self.engine.mark()
+        if self._goal:
+            unused = self._goal - peak
+            found = self.arrangement
+            wanted = self._headroom - (unused * 3 // 4 if unused > 0 else unused)
+            self._headroom = min(max(wanted, found.rise_bytes), found.headroom_bytes)
+            self.engine.set_headroom(self._headroom)
+
+    def _make_hooks(self) -> None:
+        """Saved-tensor hooks: of operations outside of blocks, which keep, and of blocks that swap. What lives on anyway, the
+        model's buffers, is not to be written."""
+        on_disk = any(slot >= 0 for slot in self.arrangement.slot_of_chunk)
+        saved_parameter = self.saved_parameter if on_disk else None
+        keep = _core.SavedTensors(self.engine, saved_parameter, self.unpack_parameter, 0)
+        self.hooks = keep.pack, keep.unpack
+        self.stash = _core.SavedTensors(self.engine, saved_parameter, self.unpack_parameter, STASH_LEAST_BYTES)
+        self.stash_hooks = self.stash.pack, self.stash.unpack
+        for buffer in self.model.buffers():
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.device.type == "cpu":
+                _core.mark_static(buffer.data_ptr())
 
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
@@ -190,6 +242,10 @@ class Session:
         if same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
             self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
             self.engine.set_order([c for c in arrangement.accesses if not self.engine.in_memory(c)])
+            for number, slot in enumerate(arrangement.slot_of_chunk):
+                if slot < 0:  # state now, not at the first update: what is free in the first step tells of the others
+                    self.engine.to_memory(number, self.layout.trained[number])
+            self._set_goal()
             return
         self.release_node()
         self.engine.drop()
@@ -242,11 +298,12 @@ class Session:
             self.modes = tuple("checkpoint" for _ in self.blocks)  # gradients are under way: nothing else can move now
             return
         try:
-            run: DryRun | None = dry_run(
-                self.model, args, kwargs, [block for _, block in self.blocks],
-                {id(p): entry.chunk for p, entry in zip(self.params, self.layout.entries, strict=True)},
-                round_bytes=_core.rounded_bytes,
-            )  # fmt: skip
+            with no_outer_hooks():
+                run: DryRun | None = dry_run(
+                    self.model, args, kwargs, [block for _, block in self.blocks],
+                    {id(p): entry.chunk for p, entry in zip(self.params, self.layout.entries, strict=True)},
+                    round_bytes=_core.rounded_bytes,
+                )  # fmt: skip
         except DryRunError as error:
             run = None
             warnings.warn(
@@ -287,6 +344,7 @@ class Session:
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
+            self.clock.begin_step()
         self.modes = self.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
             self.plan_for(args, kwargs)
@@ -310,9 +368,22 @@ class Session:
             self.modes = tuple("checkpoint" for _ in self.blocks)
 
     def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.modes[number] == "keep" or not torch.is_grad_enabled() or self.frame is not None:
+        if self.frame is not None:
+            return forward(*args, **kwargs)  # it belongs to the block around it
+        begin_ns = _core.now_ns()
+        result = self._run_in_mode(number, forward, args, kwargs)
+        self.clock.forward_done(number, begin_ns, args, kwargs, result)
+        return result
+
+    def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
+        if mode == "keep" or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return run_checkpointed(self, forward, args, kwargs)
+        check_outer_hooks(*self.blocks[number], mode)
+        if mode == "swap":
+            return run_swapped(self, number, forward, args, kwargs)
+        again = self.clock.recomputable(number, forward)
+        return run_checkpointed(self, number, again, args, kwargs, mode == "checkpoint_swap")
 
     def _bring(self, number: int) -> None:
         """The chunk of parameter `number` is in its slot and in use when this returns."""
@@ -337,7 +408,7 @@ class Session:
                     self._bring(number)
                     chunks.append(chunk)
             with DisableTorchFunction():
-                if self.frame is None and torch.is_grad_enabled():
+                if torch.is_grad_enabled():
                     result = run_operation(self, func, args, kwargs)
                 else:
                     result = func(*args, **kwargs)
@@ -526,7 +597,9 @@ class Session:
         if self._began is not None:
             self.step_seconds = now - self._began
             self.wait_seconds = (wait_ns - self._wait_ns) / 1e9
+            self.clock.end_step(self.steps)
         self._began = None
+        self._adjust_headroom()
         self._replan_measured()
         self.engine.seek(0)
         return norm
@@ -582,6 +655,7 @@ class Session:
         self._taken.clear()
         self._norms.clear()
         self._began = None
+        self.clock.forget()
 
     def zero_grad(self) -> None:
         if self.passes or self.engine.has_gradients():
@@ -705,7 +779,14 @@ class Session:
         if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
         self.begin_forward(args, kwargs)
-        return forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or not self.model.training:
+            return forward(*args, **kwargs)
+        self.engine.stash_begin()
+        self.stashing = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.stashing = False
 
     def _model_zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module.zero_grad; gradients that left memory are dropped too."""
@@ -743,6 +824,7 @@ class Session:
         self._bases.clear()
         self._address_chunk.clear()
         self.closed = True
+        self.clock.close()
         self.engine.close()
         _core.trim(0)
 

@@ -1,0 +1,424 @@
+"""The timeline of a step: what each lane did when, and what of it was hidden behind compute.
+
+The C core writes down what the disk, the update lane and waits do; `BlockClock` adds the blocks and the steps themselves, on
+the thread that drives them. All of it lies in one ring that is always written (csrc/base/trace.h), so a question about a step
+that is over can be answered; `StepTrace` reads it, `Timeline` is the answer.
+
+On the compute lane events never overlap: a backward is cut where its block is recomputed. What the thread does outside of
+blocks, the loss for instance, is between two events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _core
+from .errors import StepError
+
+#: Lanes and kinds, numbered as csrc/base/trace.h numbers them.
+LANES = ("step", "compute", "wait", "read", "write", "update")
+KINDS = (
+    "step", "forward", "backward", "recompute", "parameters", "state", "gradients", "activations", "update", "memory",
+)  # fmt: skip
+STEP, COMPUTE = LANES.index("step"), LANES.index("compute")
+KIND_STEP, FORWARD, BACKWARD, RECOMPUTE = 0, 1, 2, 3
+OF_BLOCK = {"forward", "backward", "recompute", "activations"}
+
+#: As `_core.trace_events` gives it: start and end in ns, bytes, number of the block or chunk (-1: none), lane, kind.
+Raw = tuple[int, int, int, int, int, int]
+Interval = tuple[float, float]
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class BlockClock:
+    """Writes down when blocks compute and when steps begin and end. It and its hooks hold no tensor.
+
+    The backward of a block begins when the first gradient of what it returned comes. It ends when that of its input has
+    come, when another block's begins, or when backward is over.
+    """
+
+    __slots__ = ("_backward_begins", "_began_ns", "_closed", "_engine", "_last", "_open", "_open_ns", "_queued", "step")
+
+    def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None]) -> None:
+        self._engine = engine
+        self._backward_begins = backward_begins  # called when the first block of a backward begins
+        self._closed = False
+        self._began_ns = 0  # of the step under way; 0: none
+        self._open = -1  # the block whose backward goes on; -1: none
+        self._open_ns = 0
+        self._queued = -1  # the graph task whose end calls `_backward_over`
+        self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
+        self.step: StepTrace | None = None  # the last completed step
+
+    def close(self) -> None:
+        """The engine goes; hooks in graphs that live on do nothing."""
+        self._closed = True
+
+    # ---- steps ----
+
+    def begin_step(self) -> None:
+        """The first forward of a step begins."""
+        now = _core.now_ns()
+        self._began_ns, self._open = now, -1
+        # The mark by which StepTrace sees that nothing of the step has given way in the ring.
+        _core.trace_add(self._engine, STEP, KIND_STEP, -1, now - 1, now)
+
+    def end_step(self, number: int) -> None:
+        """Step `number`, counted from 1, is complete."""
+        if self._began_ns:
+            now = _core.now_ns()
+            _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
+            self.step = StepTrace(self._engine, number, self._began_ns, now)
+        self.forget()
+
+    def forget(self) -> None:
+        """The step under way is not made."""
+        self._began_ns, self._open = 0, -1
+
+    # ---- blocks ----
+
+    def forward_done(self, number: int, begin_ns: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """The forward of block `number` is over: it began at begin_ns, took args and kwargs, and returned result."""
+        _core.trace_add(self._engine, COMPUTE, FORWARD, number, begin_ns, _core.now_ns())
+        if torch.is_grad_enabled():
+            self._watch(number, args, kwargs, result)
+
+    def recomputable(self, number: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, the forward of block `number`, so that calls of it while backward goes on count as recomputation."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if _graph_task() == -1 or self._closed:
+                return run(*args, **kwargs)
+            begin = _core.now_ns()
+            open_block = self._open
+            self._end(begin)
+            try:
+                return run(*args, **kwargs)
+            finally:  # it usually ends by an exception, when all that was saved is back
+                now = _core.now_ns()
+                _core.trace_add(self._engine, COMPUTE, RECOMPUTE, number, begin, now)
+                self._open, self._open_ns = open_block, now
+
+        return timed
+
+    def _watch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        first = args[0] if args else None
+        if type(result) is torch.Tensor and type(first) is torch.Tensor and first.requires_grad:
+            outputs = [result] if result.requires_grad and result is not first else []
+        else:
+            inputs = _tensors((args, kwargs))
+            first = next((t for t in inputs if t.requires_grad), None)
+            # What goes through a block as it is says nothing of when the block's backward begins.
+            outputs = [t for t in _tensors(result) if t.requires_grad and not any(t is given for given in inputs)]
+        if not outputs:
+            return
+        hooks = _BlockHooks(self, number)
+        for tensor in outputs:
+            _add_hook(tensor, hooks.output)
+        # What the block before returned has a hook, which ends this block as well.
+        if first is not None and (self._last is None or first is not self._last()):
+            _add_hook(first, hooks.input)
+        self._last = weakref.ref(outputs[0])
+
+    def _begin(self, number: int) -> None:
+        if self._closed:
+            return
+        now = _core.now_ns()
+        task = _graph_task()
+        if task != self._queued:
+            self._queued, self._open = task, -1  # what a backward that failed left open has no end
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
+            self._backward_begins()
+        self._end(now)
+        self._open, self._open_ns = number, now
+
+    def _end(self, now: int) -> None:
+        if self._open >= 0 and not self._closed:
+            _core.trace_add(self._engine, COMPUTE, BACKWARD, self._open, self._open_ns, now)
+        self._open = -1
+
+    def _backward_over(self) -> None:
+        self._end(_core.now_ns())
+
+
+class _BlockHooks:
+    """The hooks of one forward of one block."""
+
+    __slots__ = ("_clock", "_number", "_task")
+
+    def __init__(self, clock: BlockClock, number: int) -> None:
+        self._clock, self._number = clock, number
+        self._task = -1  # the graph task in which the block's backward began
+
+    def output(self, _grad: Any) -> None:
+        task = _graph_task()
+        if task != self._task:  # a second output of the same block begins nothing
+            self._task = task
+            self._clock._begin(self._number)
+
+    def input(self, _grad: Any) -> None:
+        clock = self._clock
+        if clock._open == self._number:
+            clock._end(_core.now_ns())
+
+
+def _add_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
+    """The hook is called when the gradient of the tensor has come. A node takes a hook in half the time that a tensor does."""
+    node = tensor.grad_fn
+    if node is None:
+        tensor.register_hook(hook)
+    else:
+        node.register_prehook(hook)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts; torch's own walk takes ten times as long."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for entry in value for tensor in _tensors(entry)]
+
+
+class StepTrace:
+    """A completed step: whose events are asked for when `timeline` is called, while they are still in the ring."""
+
+    __slots__ = ("_engine", "begin_ns", "end_ns", "number")
+
+    def __init__(self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int) -> None:
+        self._engine, self.number, self.begin_ns, self.end_ns = engine, number, begin_ns, end_ns
+
+    def timeline(self) -> Timeline:
+        """What the lanes did in the step.
+
+        Raises:
+            StepError: later steps have taken the place of its events, or the model is unwrapped.
+        """
+        try:
+            raw = _core.trace_events(self._engine, self.begin_ns)
+        except RuntimeError:
+            raise StepError(f"timeline: the model of step {self.number} is unwrapped; ask before protrain.unwrap") from None
+        return make_timeline(raw, self.number, self.begin_ns, self.end_ns)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one lane did for a while, in seconds from the beginning of the step; bytes moved, 0 where nothing was.
+
+    What was ordered before the step, such as a chunk read ahead, may start below 0, and what was written behind it may end
+    after it.
+    """
+
+    lane: str
+    name: str
+    start_seconds: float
+    end_seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, counted from 1: its length in seconds, and the events in it in the order they started."""
+
+    step: int
+    seconds: float
+    events: tuple[Event, ...]
+    began_ns: int = field(repr=False)  # on the monotonic clock of the machine
+
+    def to_json(self) -> str:
+        """A Chrome trace, as ui.perfetto.dev and chrome://tracing read it."""
+        return chrome_trace([self])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, which is there as a whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_file(path, self.to_json().encode())
+
+    def explain(self) -> str:
+        """A few lines: how long each lane was busy, and how much of that was hidden behind compute.
+
+        Hidden is what lies between the first block's beginning and the last block's end while the step did not wait.
+        """
+        busy = {lane: union(self._inside(lane)) for lane in LANES}
+        computed = busy["compute"]
+        behind = without([(computed[0][0], computed[-1][1])], busy["wait"]) if computed else []
+        lines = [f"step {self.step}: {self.seconds:.3f} s"]
+        for lane in LANES[1:]:
+            seconds = length(busy[lane])
+            share = seconds / self.seconds if self.seconds > 0 else 0.0
+            line = f"{lane:<8} {seconds:.3f} s, {share:.1%} of the step"
+            if lane in ("read", "write", "update") and seconds > 0:
+                hidden = length(both(busy[lane], behind))
+                if lane != "update":
+                    line += f", {sum(e.bytes for e in self.events if e.lane == lane) / 1e6:,.1f} MB"
+                line += f", {hidden / seconds:.1%} of it hidden behind compute" if computed else ""
+            if lane == "wait":
+                line += "".join(f", {kind} {part:.3f} s" for kind, part in self._kinds(lane))
+            lines.append(line)
+        return "\n".join(lines)
+
+    def _inside(self, lane: str, kind: str = "") -> list[Interval]:
+        """The parts of a lane's events, or of those of one kind, that lie in the step."""
+        found = (event for event in self.events if event.lane == lane and event.name.startswith(kind))
+        cut = ((max(event.start_seconds, 0.0), min(event.end_seconds, self.seconds)) for event in found)
+        return [(start, end) for start, end in cut if start < end]
+
+    def _kinds(self, lane: str) -> list[tuple[str, float]]:
+        """The kinds of events of a lane, and how long each was busy."""
+        kinds = dict.fromkeys(event.name.split(" ")[0] for event in self.events if event.lane == lane)
+        return [(kind, length(union(self._inside(lane, kind)))) for kind in kinds]
+
+
+def make_timeline(raw: Iterable[Raw], number: int, begin_ns: int, end_ns: int) -> Timeline:
+    """The timeline of step `number`, out of events of which some may belong to other steps.
+
+    Raises:
+        StepError: the ring has lost the step's beginning.
+    """
+    found: list[Raw] = []
+    whole = False
+    for event in raw:
+        start, end, _, which, lane, _ = event
+        if lane == STEP and which == -1:
+            whole = whole or end == begin_ns
+        elif end > begin_ns and start < end_ns and (lane != STEP or which == number):
+            found.append(event)
+    if not whole:
+        raise StepError(
+            f"timeline: not all events of step {number} are kept any more; call protrain.status(model).timeline() right "
+            f"after optimizer.step()"
+        )
+    found.sort()
+    events = tuple(
+        Event(LANES[lane], _name(which, kind), (start - begin_ns) / 1e9, (end - begin_ns) / 1e9, size)
+        for start, end, size, which, lane, kind in found
+    )
+    return Timeline(number, (end_ns - begin_ns) / 1e9, events, begin_ns)
+
+
+def _name(number: int, kind: int) -> str:
+    """As "forward block 3", "parameters chunk 5", "step 12", "memory"."""
+    name = KINDS[kind]
+    if number < 0:
+        return name
+    return f"{name} {number}" if name == "step" else f"{name} {'block' if name in OF_BLOCK else 'chunk'} {number}"
+
+
+# ---- intervals: sorted, apart from each other ----
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """What any of the intervals covers."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def both(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """What both of two unions cover."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """What union `a` covers and union `b` does not."""
+    edges = [float("-inf"), *(edge for interval in b for edge in interval), float("inf")]
+    return both(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def length(intervals: list[Interval]) -> float:
+    """The sum of the lengths of a union."""
+    return sum(end - start for start, end in intervals)
+
+
+# ---- files ----
+
+
+def chrome_trace(timelines: Iterable[Timeline]) -> str:
+    """Several steps as one Chrome trace, from the beginning of the first.
+
+    Events of a lane that overlap, as reads do, lie in rows (threads) of their own, so that viewers show them all. What belongs
+    to two steps, such as a chunk read ahead, is there once.
+    """
+    steps = list(timelines)
+    origin = min((t.began_ns for t in steps), default=0)
+    lanes: dict[str, set[tuple[int, int, str, int]]] = {lane: set() for lane in LANES}
+    for timeline in steps:
+        for event in timeline.events:
+            start, end = (timeline.began_ns - origin + round(t * 1e9) for t in (event.start_seconds, event.end_seconds))
+            lanes[event.lane].add((start, end, event.name, event.bytes))
+    first = min((event[0] for events in lanes.values() for event in events), default=0)
+    out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "protrain"}}]
+    tid = 0
+    for lane, events in lanes.items():
+        for number, row in enumerate(_rows(sorted(events)) or [[]]):
+            tid += 1
+            name = lane if number == 0 else f"{lane} {number + 1}"
+            out.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}})
+            out.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}})
+            out += [_chrome_event(tid, lane, start - first, end - first, text, size) for start, end, text, size in row]
+    return json.dumps({"traceEvents": out, "displayTimeUnit": "ms"})
+
+
+def _chrome_event(tid: int, lane: str, start: int, end: int, name: str, size: int) -> dict[str, Any]:
+    event = {"ph": "X", "pid": 1, "tid": tid, "cat": lane, "name": name, "ts": start / 1000, "dur": (end - start) / 1000}
+    if size:
+        event["args"] = {"bytes": size} | ({"GB/s": round(size / (end - start), 3)} if end > start else {})
+    return event
+
+
+def _rows(events: list[tuple[int, int, str, int]]) -> list[list[tuple[int, int, str, int]]]:
+    """Sorted events in as few rows as possible, no two of a row at the same time."""
+    rows: list[list[tuple[int, int, str, int]]] = []
+    for event in events:
+        row = next((row for row in rows if row[-1][1] <= event[0]), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(event)
+    return rows
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file that is there as a whole or not at all; what was there is replaced.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+    """
+    path = os.path.realpath(path)
+    fresh = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        with open(fresh, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise

@@ -1,0 +1,82 @@
+"""Plans with block modes that swap, on real dry runs: their peak, what they write, and how they are counted and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import protrain
+from protrain import _core
+from protrain.blocks import find_blocks
+
+pytest.importorskip("transformers")
+
+LAYERS = 4
+MIXED = ["keep", "swap", "checkpoint", "checkpoint_swap"]
+
+
+def saved_bytes(model: Any, ids: torch.Tensor) -> int:
+    """What autograd saves in the blocks of a real forward, each storage once, parameters left out; as the arena counts it."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    inside, found, alive = [False], {}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if inside[0] and storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = _core.rounded_bytes(storage.nbytes())
+            alive.append(tensor)
+        return tensor
+
+    handles = []
+    for _, block in find_blocks(model):
+        handles.append(block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True)))
+        handles.append(block.register_forward_hook(lambda *_: inside.__setitem__(0, False)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    for handle in handles:
+        handle.remove()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_swapped_step_peaks_where_a_recomputed_one_does(family: str, causal_lm: Any, token_batches: Any) -> None:
+    model, (ids,) = causal_lm(family, layers=LAYERS, vocabulary=2048), token_batches(1, batch=4, length=128)
+
+    def plan(*modes: str) -> protrain.Plan:
+        return protrain.plan(model, {"input_ids": ids, "labels": ids}, memory="64MiB", block_modes=list(modes))
+
+    checkpoint = plan(*["checkpoint"] * LAYERS)
+    swap = plan(*["swap"] * LAYERS)
+    both = plan(*["checkpoint_swap"] * LAYERS)
+    mixed = plan(*MIXED)
+    assert swap.peak_bytes == both.peak_bytes == checkpoint.peak_bytes
+    assert mixed.peak_bytes == plan("keep", "checkpoint", "checkpoint", "checkpoint").peak_bytes
+    assert [(p.n_swap, p.n_checkpoint) for p in (swap, checkpoint, both, mixed)] == [(4, 0), (0, 4), (0, 4), (1, 2)]
+    assert (swap.n_persist, both.n_persist) == (checkpoint.n_persist, checkpoint.n_persist)
+    stash = swap.disk_bytes - checkpoint.disk_bytes
+    assert abs(stash - saved_bytes(model, ids)) <= LAYERS * 65536
+    inputs = _core.rounded_bytes(ids.numel() * 64 * 4)  # of a block: float32 [4, 128, 64]
+    assert both.disk_bytes - checkpoint.disk_bytes == LAYERS * -(-inputs // 65536) * 65536
+
+
+def test_a_plan_of_four_modes_is_read_and_used(causal_lm: Any, token_batches: Any) -> None:
+    model, (ids,) = causal_lm("gpt2", layers=LAYERS), token_batches(1)
+    plan = protrain.plan(model, ids, memory="1GiB", block_modes=MIXED)
+    assert plan.explain().splitlines()[-LAYERS:] == [f"block {number} {mode}" for number, mode in enumerate(MIXED)]
+    assert protrain.Plan.from_json(plan.to_json()) == plan
+    again = protrain.plan(model, ids, memory=plan.peak_bytes, block_modes=list(plan.block_modes))
+    assert again.block_modes == plan.block_modes
+    assert again.peak_bytes <= plan.peak_bytes
+    with pytest.raises(ValueError, match=r"block_modes\[2\] is 'offload'; allowed are keep, swap, checkpoint, checkpoint_swap"):
+        protrain.plan(model, ids, memory="1GiB", block_modes=["keep", "swap", "offload", "keep"])
+    with pytest.raises(ValueError, match="3 entries; the model has 4 blocks"):
+        protrain.plan(model, ids, memory="1GiB", block_modes=MIXED[:3])
+
+
+def test_nothing_that_swaps_is_chosen_unasked(causal_lm: Any, token_batches: Any) -> None:
+    model, (ids,) = causal_lm("gpt2", layers=LAYERS), token_batches(1, batch=8, length=256)
+    chosen = [protrain.plan(model, {"input_ids": ids, "labels": ids}, memory=memory) for memory in ("40MiB", "80MiB", "1GiB")]
+    assert {mode for plan in chosen for mode in plan.block_modes} == {"keep", "checkpoint"}
+    assert [plan.n_swap for plan in chosen] == [0, 0, 0]

@@ -1,0 +1,609 @@
+"""Activations that leave memory: every mode bit for bit plain torch, and memory and disk space come back whatever a loop does."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import adamw, assert_equal, run
+
+import protrain
+from protrain import _core
+from protrain.api import session_of
+
+N_BLOCKS = 4
+AMPLE = 1 << 30
+MODES = ["keep", "swap", "checkpoint", "checkpoint_swap"]
+MIXES = [*([mode] * N_BLOCKS for mode in MODES), MODES, ["checkpoint_swap", "swap", "swap", "keep"]]
+IDS = [*MODES, "mixed", "swap_last_kept"]
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class Block(nn.Module):
+    """Saves its input twice, views, a mask, a transposed weight, and small tensors beside large ones."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.rise, self.fall = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.inner: Callable[..., Any] | None = None  # called on what lies between
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
+        y = torch.tanh(self.rise(self.norm(x)))
+        y = self.inner(y) if self.inner else y * y.view(y.shape)
+        return x + self.drop(self.fall(y)) * self.gain + (x * scale["by"]) ** 2 * 1e-2
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(N_BLOCKS))
+        self.head = nn.Linear(width, width)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 256 * width).view(256, width))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.stem(x)
+        scale = {"by": self.scale[: x.shape[-2]]}
+        for layer in self.layers:
+            x = layer(x, scale)
+        return SimpleNamespace(loss=(self.head(x) ** 2).mean(), hidden=x)
+
+
+def inputs(count: int, length: int = 256) -> list[torch.Tensor]:
+    """[8, length, 64], a block's input of 512 KiB at full length."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(8, length, 64, generator=generator) for _ in range(count)]
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wrap(modes: list[str], make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, Any]:
+    model = make()
+    return protrain.wrap(model, adamw(model), **{"memory": AMPLE, "block_modes": modes, **options})
+
+
+def levels(model: Any) -> tuple[int, int, int]:
+    """(live bytes, bytes on disk for activations, bytes that only the stash holds) now."""
+    gc.collect()
+    stats = session_of(model).engine.stats()
+    return stats["live_bytes"], stats["stash_disk_bytes"], stats["stash_memory_bytes"]
+
+
+def on_disk(modes: list[str], make: Callable[[], nn.Module] = Net) -> dict[str, Any]:
+    """Options of wrap by which every chunk comes from disk."""
+    model = make()
+    plan = protrain.plan(model, inputs(1)[0], memory=AMPLE, optimizer=adamw(model))
+    return {"memory": AMPLE, "plan": dataclasses.replace(plan, n_persist=0, block_modes=tuple(modes))}
+
+
+def fit(count: int) -> Callable[..., list[Any]]:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, x in enumerate(inputs(count)):
+            loss = model(x[:, : 256 >> number % 2]).loss
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    return loop
+
+
+def both(loop: Callable[..., list[Any]], modes: list[str], make: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    got = run(make, loop, **{"memory": AMPLE, "block_modes": modes, **options})
+    return assert_equal(got, run(make, loop), AMPLE)
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_modes_are_exact(modes: list[str]) -> None:
+    status = both(fit(4), modes)
+    assert list(status.plan.block_modes) == modes
+    assert (status.disk_write_bytes > 0) == any(mode.endswith("swap") for mode in modes)
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_modes_are_exact_with_parameters_on_disk(modes: list[str]) -> None:
+    loop = fit(4)
+    status = assert_equal(run(Net, loop, **on_disk(modes)), run(Net, loop), AMPLE)
+    assert status.plan.n_persist == 0
+    assert list(status.plan.block_modes) == modes
+
+
+def test_swap_trains_where_keeping_does_not_fit() -> None:
+    """Forward is slowed rather than the budget passed."""
+    modes = ["swap"] * N_BLOCKS
+    model = Net()
+    plans = [
+        protrain.plan(model, inputs(1)[0], memory=AMPLE, optimizer=adamw(model), block_modes=given)
+        for given in (modes, ["keep"] * N_BLOCKS)
+    ]
+    budget = plans[0].peak_bytes * 9 // 8
+    assert budget < plans[1].peak_bytes
+    loop = fit(4)
+    assert_equal(run(Net, loop, memory=budget, block_modes=modes), run(Net, loop), budget)
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_backward_twice(modes: list[str]) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        for x in inputs(2):
+            loss = model(x).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            step(optimizer)
+        return [loss.item()]
+
+    both(loop, modes, accumulate=2)
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_double_backward(modes: list[str]) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            x.requires_grad_()
+            loss = model(x).loss
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + (slope**2).sum() * 100).backward()
+            figures.append(slope.norm().item())
+            step(optimizer)
+        return figures
+
+    both(loop, modes)
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+@pytest.mark.parametrize("later_first", [False, True])
+def test_two_forwards_before_a_backward(modes: list[str], later_first: bool) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            losses = [model(x[:, :200]).loss, model(x[:, 100:]).loss]
+            for loss in reversed(losses) if later_first else losses:
+                loss.backward()
+                figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    both(loop, modes, accumulate=2)
+
+
+def trained(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).loss.backward()
+    step(optimizer)
+
+
+class LostError(Exception):
+    pass
+
+
+def _drop_the_graph(model: Any, _optimizer: Any, x: torch.Tensor) -> None:
+    model(x)
+
+
+def _fail_in_forward(model: Any, _optimizer: Any, x: torch.Tensor) -> None:
+    def fail(_tensor: torch.Tensor) -> torch.Tensor:
+        raise LostError
+
+    model.layers[2].inner = fail
+    with pytest.raises(LostError):
+        model(x)
+    model.layers[2].inner = None
+
+
+def _fail_in_backward(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    def fail(_grad: torch.Tensor) -> torch.Tensor:
+        raise LostError
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(fail)
+        return tensor * tensor.view(tensor.shape)
+
+    model.layers[1].inner = mark
+    with pytest.raises(LostError):
+        model(x).loss.backward()
+    model.layers[1].inner = None
+    optimizer.zero_grad()
+
+
+def _backward_of_a_part(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    hidden = model(x).hidden
+    hidden[0, 0, 0].backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+@pytest.mark.parametrize("event", [_drop_the_graph, _fail_in_forward, _fail_in_backward, _backward_of_a_part])
+def test_memory_and_disk_space_come_back(modes: list[str], event: Callable[..., None]) -> None:
+    model, optimizer = wrap(modes)
+    try:
+        x = inputs(1)[0]
+        trained(model, optimizer, x)
+        before = levels(model)
+        assert before[1:] == (0, 0)
+        event(model, optimizer, x)
+        assert levels(model) == before
+        trained(model, optimizer, x)
+        assert levels(model) == before
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("event", [_drop_the_graph, _fail_in_forward, _fail_in_backward])
+def test_what_is_given_up_leaves_no_trace_in_results(event: Callable[..., None]) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        first, second, third = inputs(3)
+        trained(model, optimizer, first)
+        event(model, optimizer, second)
+        trained(model, optimizer, third)
+        return []
+
+    both(loop, ["swap", "swap", "checkpoint_swap", "swap"])
+
+
+def test_what_many_operations_save_is_written_once() -> None:
+    model, optimizer = wrap(["swap"] * N_BLOCKS)
+    try:
+        x = inputs(1)[0]
+        block_bytes = 8 * 256 * 64 * 4
+        stats = session_of(model).engine.stats
+        trained(model, optimizer, x)
+        before = stats()
+        loss = model(x).loss
+        records = stats()["stash_record_count"] - before["stash_record_count"]
+        put = stats()["stash_put_bytes"] - before["stash_put_bytes"]
+        loss.backward()
+        # Of a block: its input, the norm's output, tanh's and its square at twice the width, the drop's noise and output, and the
+        # input scaled. The scale is a buffer; what is smaller stays.
+        assert records == N_BLOCKS * 7
+        assert put == N_BLOCKS * 9 * block_bytes
+        assert stats()["stash_put_count"] - before["stash_put_count"] > records
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
+def test_change_in_place_after_saving_raises() -> None:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        squared = tensor * tensor
+        tensor.add_(1)
+        return squared
+
+    def backward(model: Any) -> None:
+        for layer in model.layers:
+            layer.inner = change
+        loss = model(inputs(1)[0]).loss
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0 instead"):
+            loss.backward()
+
+    backward(Net())
+    model, _ = wrap(["swap"] * N_BLOCKS)
+    try:
+        backward(model)
+    finally:
+        protrain.unwrap(model)
+
+
+def test_input_changed_before_its_recomputation_raises() -> None:
+    model, _ = wrap(["checkpoint_swap"] * N_BLOCKS)
+    try:
+        seen = []
+        model.layers[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+        loss = model(inputs(1)[0]).loss
+        with torch.no_grad():
+            seen[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    finally:
+        protrain.unwrap(model)
+
+
+def test_evaluation_stashes_nothing() -> None:
+    model, optimizer = wrap(["swap", "checkpoint_swap"] * 2)
+    try:
+        x = inputs(1)[0]
+        trained(model, optimizer, x)
+        stats = session_of(model).engine.stats
+        before = stats()["stash_put_count"]
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x).loss.backward()
+        optimizer.zero_grad()
+        assert stats()["stash_put_count"] == before
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_models(family: str, disk: bool, causal_lm: Any, token_batches: Any) -> None:
+    make = partial(causal_lm, family)
+    batches = token_batches(3, length=256)
+    modes = ["swap", "checkpoint_swap", "swap", "keep"]
+    options: dict[str, Any] = {"memory": AMPLE, "block_modes": modes}
+    if disk:
+        model = make()
+        batch = {"input_ids": batches[0], "labels": batches[0]}
+        plan = protrain.plan(model, batch, memory=AMPLE, optimizer=adamw(model))
+        options = {"memory": AMPLE, "plan": dataclasses.replace(plan, n_persist=0, block_modes=tuple(modes))}
+    loop = twins.fit(batches)
+    status = assert_equal(run(make, loop, **options), run(make, loop), AMPLE)
+    assert status.disk_write_bytes > 0
+
+
+# ---- hooks of others ----
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*able:FutureWarning")
+def test_checkpointing_by_transformers_is_refused(causal_lm: Any, token_batches: Any) -> None:
+    model = causal_lm("gpt2")
+    model.gradient_checkpointing_enable()
+    model, _ = protrain.wrap(model, adamw(model), memory=AMPLE, block_modes=["swap"] * 4)
+    try:
+        ids = token_batches(1)[0]
+        with pytest.raises(protrain.PlanError, match=r"h\.0 of mode swap .*gradient_checkpointing_disable"):
+            twins.loss_of(model, ids)
+        model.gradient_checkpointing_disable()
+        twins.loss_of(model, ids).backward()
+    finally:
+        protrain.unwrap(model)
+
+
+def _pairs(seen: list[Any]) -> Any:
+    def pack(tensor: torch.Tensor) -> Any:
+        seen.append(tensor.shape)
+        return tensor.detach().clone()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _within(hooks: Any, model: Any, x: torch.Tensor) -> None:
+    with hooks:
+        model(x)
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "hooks": lambda model, x: _within(_pairs([]), model, x),
+    "save_on_cpu": lambda model, x: _within(torch.autograd.graph.save_on_cpu(), model, x),
+    "checkpoint": lambda model, x: checkpoint(lambda x: model(x).loss, x, use_reentrant=False).backward(),
+    "reentrant": lambda model, x: checkpoint(lambda x: model(x).loss, x, use_reentrant=True).backward(),
+}
+
+
+@pytest.mark.parametrize("mode", ["swap", "checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("around", AROUND)
+def test_hooks_around_a_block_are_refused(mode: str, around: str) -> None:
+    model, _ = wrap(["keep", mode, "keep", "keep"])
+    try:
+        x = inputs(1)[0].requires_grad_()
+        with pytest.raises(protrain.PlanError, match=r"layers\.1 of mode .*gradient_checkpointing_disable") as raised:
+            AROUND[around](model, x)
+        assert "\n" not in str(raised.value)
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_hooks_around_operations_get_what_is_not_a_parameter(disk: bool) -> None:
+    seen: list[Any] = []
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            with _pairs(seen):
+                loss = model(x).loss
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    want = run(Net, loop)
+    plain = len(seen)
+    seen.clear()
+    options = on_disk(["keep"] * N_BLOCKS) if disk else {"memory": AMPLE, "block_modes": ["keep"] * N_BLOCKS}
+    assert_equal(run(Net, loop, **options), want, AMPLE)
+    assert 0 < len(seen) <= plain
+    assert (len(seen) < plain) == disk
+
+
+class Recomputing(nn.Module):
+    """A part that its author recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(128, 128)
+
+    def body(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.extra(y)) * y
+
+    def forward(self, y: torch.Tensor) -> Any:
+        return checkpoint(self.body, y, use_reentrant=False)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_user_checkpoint_inside_a_block(modes: list[str], disk: bool) -> None:
+    def make() -> Any:
+        model = Net()
+        for layer in model.layers:
+            layer.inner = Recomputing()
+        return model
+
+    loop = fit(3)
+    options = on_disk(modes, make) if disk else {"memory": AMPLE, "block_modes": modes}
+    assert_equal(run(make, loop, **options), run(make, loop), AMPLE)
+
+
+# ---- the hooks themselves ----
+
+
+@pytest.fixture
+def hooks() -> Any:
+    """(SavedTensors that stashes, the model's session): in a pass."""
+    model, _ = wrap(["swap"] * N_BLOCKS)
+    session = session_of(model)
+    session.engine.stash_begin()
+    yield session.stash, session
+    session.engine.stash_end()
+    protrain.unwrap(model)
+
+
+LARGE = 1 << 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(LARGE),
+        lambda: torch.randn(300, 400).t(),
+        lambda: torch.randn(LARGE)[17:],
+        lambda: torch.randn(400, 1, 300).transpose(0, 1),
+        lambda: torch.randn(1, LARGE).expand(3, LARGE),
+        lambda: torch.randn(LARGE).bfloat16(),
+        lambda: torch.randn(LARGE) > 0,
+        lambda: torch.arange(LARGE),
+        lambda: torch.randn(LARGE, dtype=torch.complex64),
+        lambda: torch.randn(LARGE, requires_grad=True),
+        lambda: torch.randn(LARGE)[1000],
+    ],
+)
+def test_a_stashed_tensor_comes_back(hooks: Any, make: Callable[[], torch.Tensor]) -> None:
+    stash, session = hooks
+    session.engine.use_account(True)
+    tensor = make()
+    want, stride = tensor.detach().clone(), tensor.stride()
+    saved = stash.pack(tensor)
+    assert saved.stashed
+    again = stash.pack(tensor.detach())
+    del tensor
+    for packed in (saved, again, saved):
+        got = stash.unpack(packed)
+        assert got.dtype == want.dtype
+        assert got.stride() == stride
+        assert torch.equal(got, want)
+        assert not got.requires_grad
+    stats = session.engine.stats()
+    assert stats["stash_record_count"] == 1
+    assert stats["stash_put_count"] == 2
+    del saved, again, got, packed
+    gc.collect()
+    assert session.engine.stats()["stash_disk_bytes"] == 0
+    assert session.engine.stats()["stash_memory_bytes"] == 0
+
+
+class Strange(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(100),
+        lambda: torch.randn(0, 3),
+        lambda: torch.randn(LARGE, dtype=torch.complex64).conj(),
+        lambda: torch.randn(LARGE, dtype=torch.complex64).conj().imag,
+        lambda: torch.eye(400).to_sparse(),
+        lambda: torch.empty(LARGE, device="meta"),
+        lambda: torch.randn(LARGE).as_subclass(Strange),
+        lambda: torch.frombuffer(bytearray(1 << 20), dtype=torch.float32),
+    ],
+)
+def test_what_cannot_be_stashed_is_kept(hooks: Any, make: Callable[[], torch.Tensor]) -> None:
+    stash, session = hooks
+    session.engine.use_account(True)
+    tensor = make()
+    saved = stash.pack(tensor)
+    assert not saved.stashed
+    got = stash.unpack(saved)
+    assert type(got) is type(tensor)
+    assert got.layout == tensor.layout
+    if tensor.device.type != "meta":
+        assert torch.equal(got.to_dense(), tensor.to_dense()) if tensor.is_sparse else torch.equal(got, tensor)
+    assert session.engine.stats()["stash_put_count"] == 0
+
+
+def test_buffers_and_parameters_are_not_stashed(hooks: Any) -> None:
+    stash, session = hooks
+    assert not stash.pack(session.model.scale).stashed
+    assert not stash.pack(session.model.head.weight).stashed
+    assert not stash.pack(session.model.head.weight.t()).stashed
+
+
+def test_tensors_outlive_the_engine() -> None:
+    model, _ = wrap(["swap"] * N_BLOCKS)
+    session = session_of(model)
+    session.engine.use_account(True)
+    session.engine.stash_begin()
+    tensor = torch.randn(LARGE)
+    want = tensor.clone()
+    saved, asked = session.stash.pack(tensor), session.stash.pack(tensor)
+    stash, got = session.stash, session.stash.unpack(asked)
+    del tensor
+    session.engine.stash_end()
+    protrain.unwrap(model)
+    assert torch.equal(got, want)
+    with pytest.raises(protrain.StepError):
+        stash.unpack(saved)
+    del saved, asked, got
+
+
+def test_a_forked_process_leaves_the_stash_alone(hooks: Any) -> None:
+    stash, session = hooks
+    session.engine.use_account(True)
+    saved = stash.pack(torch.ones(LARGE))
+    child = os.fork()
+    if child == 0:
+        try:
+            stash.unpack(saved)
+        except RuntimeError as error:
+            del saved
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(stash.unpack(saved), torch.ones(LARGE))
+
+
+def test_a_session_is_collected() -> None:
+    model, optimizer = wrap(["swap"] * N_BLOCKS)
+    trained(model, optimizer, inputs(1)[0])
+    seen = weakref.ref(session_of(model))
+    protrain.unwrap(model)
+    del model, optimizer
+    gc.collect()
+    assert seen() is None
+
+
+def test_arguments(hooks: Any) -> None:
+    stash, session = hooks
+    with pytest.raises(TypeError, match="takes a tensor"):
+        stash.pack(5)
+    with pytest.raises(TypeError, match="Engine"):
+        _core.SavedTensors(5, None, print, 0)
+    stash.block = 3
+    assert stash.block == 3
+    with pytest.raises(TypeError):
+        _core.Saved()
+    assert session.engine.stats()["goal_bytes"] == 0
