@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from protrain import tensorfiles
 from protrain.cli import machine, model, words
+from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError
 
@@ -92,15 +93,15 @@ def test_a_size_that_is_shown_reads_back_nearly(size: int) -> None:
 # ---- models ----
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-demo", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-small"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-bytes", "gpt2-demo", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-small"])
 def test_shipped_models_are_built_without_memory(name: str) -> None:
     config, folder = model.read_config(name)
     assert folder is None
     built = model.build(config)
     assert all(parameter.device.type == "meta" for parameter in built.parameters())
     assert all(buffer.device.type == "cpu" for buffer in built.buffers())
-    millions = {"gpt2": 124, "gpt2-demo": 92, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558, "llama-small": 125}[name]
-    assert round(sum(parameter.numel() for parameter in built.parameters()) / 1e6) == millions
+    millions = {"gpt2": 124, "gpt2-bytes": 26, "gpt2-demo": 92, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558}
+    assert round(sum(parameter.numel() for parameter in built.parameters()) / 1e6) == millions.get(name, 125)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -281,6 +282,8 @@ def test_wrong_words_are_2_with_the_usage(work: Path, arguments: list[str], name
         (["--out", "full"], "full"),
         (["--resume", "nowhere"], "nowhere"),
         (["--disk", "file"], "file"),
+        (["--trace", "full"], "full"),
+        (["--trace", "nowhere/trace.json"], "nowhere/trace.json"),
     ],
 )
 def test_an_error_is_1_with_one_line(work: Path, arguments: list[str], named: str) -> None:
@@ -317,6 +320,23 @@ def test_training_saves_a_model_that_transformers_reads(work: Path) -> None:
     assert json.loads(further.stdout.splitlines()[0])["loss"] < lines[0]["loss"]
 
 
+def steps_of(trace: Path) -> list[str]:
+    """The steps in a Chrome trace, after looking at its lanes."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {"step", "compute", "read", "write"} <= {event["cat"] for event in events}
+    return sorted(event["name"] for event in events if event["cat"] == "step")
+
+
+def test_a_trace_has_the_last_three_steps(work: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("old")
+    result = run(work, *SMALL, "--steps", 4, "--memory", "4MiB", "--trace", file)
+    assert result.returncode == 0, result.stderr
+    assert steps_of(file) == ["step 2", "step 3", "step 4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert f"trace: {file}" in result.stdout
+
+
 def test_another_budget_gives_the_same_losses(work: Path) -> None:
     found = []
     for memory in ("5MiB", "1GiB"):
@@ -334,7 +354,7 @@ def test_plan_shows_its_fields(work: Path) -> None:
     assert 0 < plan["peak_bytes"] <= 64 * MIB
 
 
-def test_interrupted_training_is_130_and_leaves_nothing(work: Path) -> None:
+def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in work.iterdir())
     command = [
         sys.executable,
@@ -344,11 +364,13 @@ def test_interrupted_training_is_130_and_leaves_nothing(work: Path) -> None:
         "--steps",
         "1000000",
         "--memory",
-        "64MiB",
+        "4MiB",
         "--disk",
         "d",
         "--out",
         "o",
+        "--trace",
+        str(tmp_path / "trace.json"),
     ]
     process = subprocess.Popen(
         command, cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -364,3 +386,42 @@ def test_interrupted_training_is_130_and_leaves_nothing(work: Path) -> None:
         process.kill()
     assert (process.returncode, errors) == (130, "")
     assert sorted(path.name for path in work.iterdir()) == before
+    assert 2 <= len(steps_of(tmp_path / "trace.json")) <= 3
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+# ---- the curve of activations ----
+
+
+def test_activations_are_measured_and_drawn(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    words = ("--model", "tiny", "--seq", 64, "--batch", 2, "--rounds", 1, "--mixes", 0, "--memory", "1GiB")
+    result = run(work, "bench", "activations", *words, "--out", picture, "--json")
+    assert result.returncode == 0, result.stderr
+    *rows, summary = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {row["name"]: row["block_modes"] for row in rows} == {
+        mode: [mode] * 4 for mode in ("keep", "swap", "checkpoint", "checkpoint_swap")
+    }
+    assert summary["equal_losses"]
+    peaks = {row["name"]: row["activation_peak_bytes"] for row in rows}
+    assert 0 < peaks["checkpoint"] < peaks["keep"]
+    assert all(row["tokens_per_second"] == pytest.approx(128 / row["median_seconds"]) for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["--out", "curve.svg"], "PNG"), (["--out", "nowhere/a.png"], "nowhere"), (["--seq", "129"], "129")]
+)
+def test_a_curve_that_cannot_be_made_is_one_line(work: Path, arguments: list[str], named: str) -> None:
+    result = run(work, "bench", "activations", "--model", "tiny", "--seq", "64", *arguments)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+    assert named in result.stderr
+
+
+@pytest.mark.parametrize(("n_blocks", "n_mixes", "count"), [(8, 3, 10), (8, 0, 4), (1, 3, 4), (2, 9, 6)])
+def test_mixes_lie_between_the_pure_modes(n_blocks: int, n_mixes: int, count: int) -> None:
+    found = configurations(n_blocks, n_mixes)
+    assert found[0].block_modes == ["keep"] * n_blocks
+    assert len({tuple(configuration.block_modes) for configuration in found}) == len(found) == count
+    assert all(len(configuration.block_modes) == n_blocks for configuration in found)

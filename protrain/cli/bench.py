@@ -33,11 +33,12 @@ class Words:
     as_json: bool
 
 
-class _Child:
+class Child:
     """A worker process that answers each line it is given with one line of JSON."""
 
-    def __init__(self, kind: str, words: dict[str, Any]) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, words: dict[str, Any], name: str | None = None) -> None:
+        """Args: kind, plain or protrain; words, the worker's; name, by which errors call it, the kind by default."""
+        self._kind = name or kind
         self._process = subprocess.Popen(
             [sys.executable, "-m", "protrain.cli.bench_worker", kind, json.dumps(words)],
             text=True,
@@ -78,10 +79,10 @@ def run(words: Words) -> None:
         raise CommandError(
             f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
         )
-    children: dict[str, _Child] = {}
+    children: dict[str, Child] = {}
     try:
         for kind in ("plain", "protrain"):
-            children[kind] = _Child(kind, asdict(words))
+            children[kind] = Child(kind, asdict(words))
         result = _take_turns(words, children)
     finally:
         for child in children.values():
@@ -92,7 +93,7 @@ def run(words: Words) -> None:
         _print(words, result)
 
 
-def _take_turns(words: Words, children: dict[str, _Child]) -> dict[str, Any]:
+def _take_turns(words: Words, children: dict[str, Child]) -> dict[str, Any]:
     for child in children.values():
         child.ask("ready")
     seconds: dict[str, list[float]] = {kind: [] for kind in children}

@@ -1,6 +1,7 @@
-"""One side of `protrain bench step`: a process that trains a step whenever it is asked to.
+"""One side of `protrain bench step` or `bench activations`: a process that trains a step whenever it is asked to.
 
-`python -m protrain.cli.bench_worker plain|protrain WORDS`, WORDS the options as JSON. Reads "ready", "step" and "end" from
+`python -m protrain.cli.bench_worker plain|protrain WORDS`, WORDS the options as JSON, block_modes among them where they are
+given. Reads "ready", "step" and "end" from
 stdin and answers each with a line of JSON; an error is a line {"error": ...} and exit code 1.
 """
 
@@ -41,7 +42,9 @@ def _make(kind: str, words: dict[str, Any]) -> tuple[Any, Any, int | None]:
 
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         budget = words["memory"] or 8 * sum(parameter.numel() for parameter in model.parameters())
-        model, optimizer = protrain.wrap(model, optimizer, memory=budget, disk=words["disk"], param_init_fn=initialize)
+        model, optimizer = protrain.wrap(
+            model, optimizer, memory=budget, disk=words["disk"], block_modes=words.get("block_modes"), param_init_fn=initialize
+        )
     torch.manual_seed(words["seed"])
     return model, optimizer, budget
 

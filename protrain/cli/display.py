@@ -42,6 +42,7 @@ class Summary:
     saved_bytes: int
     warnings: list[str]
     fields: dict[str, Any]
+    trace: str | None = None
 
 
 class Display(Protocol):
@@ -225,4 +226,6 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
             else "nothing; --out FOLDER keeps the model",
         )
     )
+    if summary.trace is not None:
+        rows.append(("trace", f"{summary.trace} (ui.perfetto.dev shows it)"))
     return rows

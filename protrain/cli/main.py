@@ -45,6 +45,13 @@ def commands() -> None:
 @click.option(
     "--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder. [default: start anew]"
 )
+@click.option(
+    "--trace",
+    type=click.Path(),
+    metavar="FILE",
+    help="Write what compute, disk, updates and waits did in the last three steps, as a Chrome trace for ui.perfetto.dev; "
+    "also after Ctrl-C. [default: no trace]",
+)
 def train(**words: Any) -> None:
     """Train a language model on text."""
     from protrain.cli.train import Words, run
@@ -125,6 +132,70 @@ def bench() -> None:
 def step(**words: Any) -> None:
     """Time a training step of plain PyTorch and of protrain, taking turns in one run."""
     from protrain.cli.bench import Words, run
+
+    run(Words(**words))
+
+
+@bench.command(context_settings=_CONTEXT, short_help="Speed against activation memory, mode by mode.")
+@click.option(
+    "--model",
+    "model_name",
+    default="gpt2-bytes",
+    show_default=True,
+    metavar="NAME|FOLDER",
+    help="A shipped config or a folder with config.json; random weights.",
+)
+@click.option(
+    "--memory",
+    type=Size(),
+    default="4GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="protrain's budget, which must hold every state and all activations.",
+)
+@click.option("--seq", type=click.IntRange(min=2), default=512, show_default=True, metavar="TOKENS", help="Length of a sequence.")
+@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Sequences in a step.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Steps measured of each configuration, taking turns, after three that are not.",
+)
+@click.option(
+    "--mixes",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Mixes of swap and keep, and of checkpoint and keep, that are measured beside the pure modes.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**32 - 1),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of weights, batches and dropout.",
+)
+@click.option(
+    "--disk",
+    type=click.Path(),
+    metavar="FOLDER",
+    help="Folder for activations that leave memory. [default: $PROTRAIN_DISK, else below the temporary directory]",
+)
+@click.option("--out", type=click.Path(), metavar="FILE.png", help="Draw the curve, by matplotlib. [default: no picture]")
+@click.option(
+    "--json", "as_json", is_flag=True, help="JSON lines on stdout: one a configuration, then one of all. [default: a table]"
+)
+def activations(**words: Any) -> None:
+    """Measure speed against the memory of activations, for the modes of blocks and mixes of them.
+
+    Every state stays in memory. Each configuration is a process of its own with the same weights and batches; they take turns,
+    one step each. As many run at once as memory holds, always with keep among them, to which times are compared.
+    """
+    from protrain.cli.bench_activations import Words, run
 
     run(Words(**words))
 

@@ -11,15 +11,21 @@ import contextlib
 import copy
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from protrain.cli.display import Display, Step, Summary, make_display
-from protrain.cli.words import CommandError, size_text
+from protrain.cli.words import CommandError, check_file, size_text
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
+
+if TYPE_CHECKING:
+    from protrain.timeline import Timeline
+
+TRACED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Words:
     out: str | None = None
     save_every: int | None = None
     resume: str | None = None
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ def prepare(words: Words) -> Setup:
         from protrain.cli.export import check_target
 
         check_target(words.out)
+    if words.trace is not None:
+        check_file("--trace", words.trace)
     _check_disk(words.disk)
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
@@ -178,18 +187,26 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         if done >= words.steps:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
     saver = _Saver(words.out, words.save_every, setup.config, tokenizer)
-    losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver)
-    seconds = time.monotonic() - begin
-    status = fields_of(protrain.status(model))
-    saved_bytes = 0
-    if words.out is not None:
-        display.stage("saving")
-        saved_bytes = saver.finish(model, optimizer)
+    tracer = _Tracer(words.trace)
+    try:
+        losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver, tracer)
+        seconds = time.monotonic() - begin
+        status = fields_of(protrain.status(model))
+        saved_bytes = 0
+        if words.out is not None:
+            display.stage("saving")
+            saved_bytes = saver.finish(model, optimizer)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the error that is under way is the one to tell
+            tracer.write()
+        raise
+    tracer.write()
     display.finish(
         Summary(
-            losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status
+            losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status,
+            words.trace,
         )
-    )
+    )  # fmt: skip
 
 
 def _refuse_early(words: Words, seq: int, model: Any) -> None:
@@ -205,7 +222,9 @@ def _refuse_early(words: Words, seq: int, model: Any) -> None:
         protrain.plan(model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm)
 
 
-def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver) -> list[float]:
+def _steps(
+    words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver, tracer: _Tracer
+) -> list[float]:
     """The loop; returns the loss of the first and of the last step."""
     import torch
 
@@ -231,6 +250,7 @@ def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, disp
         seconds = time.monotonic() - begin
         first = last if number == start else first
         now = protrain.status(model)
+        tracer.after(now)
         display.step(
             Step(
                 number,
@@ -247,6 +267,26 @@ def _steps(words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, disp
         before = now
         saver.after(number, model, optimizer)
     return [first, last]
+
+
+class _Tracer:
+    """Writes --trace: the timelines of the last steps, as far as there were steps."""
+
+    def __init__(self, file: str | None) -> None:
+        self._file = file
+        self._timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS)
+
+    def after(self, status: Any) -> None:
+        """After a step."""
+        if self._file is not None:
+            self._timelines.append(status.timeline())
+
+    def write(self) -> None:
+        """Raises OSError."""
+        from protrain.timeline import chrome_trace, write_file
+
+        if self._file is not None and self._timelines:
+            write_file(self._file, chrome_trace(self._timelines).encode())
 
 
 class _Saver:

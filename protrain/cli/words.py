@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,6 +59,20 @@ class Finite(click.FloatRange):
         return number
 
 
+def check_file(option: str, name: str) -> None:
+    """Whether a file can be written there, tried before anything slow begins; what is there stays. Raises CommandError."""
+    folder = os.path.dirname(os.path.realpath(name))
+    try:
+        if os.path.lexists(name) and not stat.S_ISREG(os.stat(name).st_mode):
+            raise CommandError(f"{option} {name!r} is no ordinary file; give the name of a file to write")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"{option} {name!r} cannot be written: {error.strerror} ({folder}); give a file in a folder that can be written to"
+        ) from None
+
+
 def model_options(command: _Command) -> _Command:
     """The options by which train and plan describe the same training: they take them word for word."""
     options = [
@@ -65,7 +82,7 @@ def model_options(command: _Command) -> _Command:
             default="gpt2",
             show_default=True,
             metavar="NAME|FOLDER",
-            help="A shipped config (gpt2, gpt2-demo, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with "
+            help="A shipped config (gpt2, gpt2-bytes, gpt2-demo, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with "
             "config.json; "
             "safetensors in the folder are where training starts from, else random weights.",
         ),
