@@ -1,8 +1,10 @@
 /* Checksums of what leaves memory, to tell whether the same bytes come back.
  *
- * 128 bits: four CRC-32C, each over every fourth 8-byte word, so that the processor's own CRC instruction runs at the speed of
- * memory instead of waiting for its own result. Any burst of up to 32 flipped bits in one lane is found, anything else is missed
- * once in 2^32 at worst. The value does not depend on the processor; it is not meant to outlive the process.
+ * The bytes are a polynomial over GF(2), and the checksum is congruent to it modulo that of ECMA-182 (CRC-64): a cyclic
+ * redundancy check, but for the last reduction, which would only take bits away. Sixteen lanes are folded side by side with the
+ * processor's carry-less multiplication, so that it runs at the speed of memory, and beyond it where the bytes still lie in a cache.
+ * Any burst of up to 64 flipped bits is found, anything else is missed once in 2^64. The value does not depend on the processor; it
+ * is not meant to outlive the process.
  */
 #ifndef PTN_BASE_CHECKSUM_H
 #define PTN_BASE_CHECKSUM_H
@@ -12,13 +14,17 @@
 #include <stdint.h>
 
 typedef struct ptn_checksum {
-  uint32_t lanes[4];
+  uint64_t low, high;
 } ptn_checksum;
 
 ptn_checksum ptn_checksum_of(const void *memory, size_t bytes);
-/* The same, byte by byte from a table: what the fast one is held to, and what runs where there is no instruction. */
+/* The same by shifts and additions: what the fast ones are held to, and what runs where there is no instruction. */
 ptn_checksum ptn_checksum_plain(const void *memory, size_t bytes);
 bool ptn_checksum_equal(ptn_checksum a, ptn_checksum b);
-const char *ptn_checksum_name(void); /* what ptn_checksum_of is here: "sse4.2", "armv8 crc" or "plain" */
+const char *ptn_checksum_name(void); /* "vpclmulqdq", "pclmulqdq" or "plain": which one ptn_checksum_of is here */
+
+/* For tests: the one named, which must be there; NULL where this processor lacks it. */
+typedef ptn_checksum (*ptn_checksum_function)(const void *memory, size_t bytes);
+ptn_checksum_function ptn_checksum_by(const char *name);
 
 #endif

@@ -32,8 +32,8 @@
 #include "disk/space.h"
 
 /* Measured: docs/decisions/0001-disk-engine.md. */
-#define PIECE_BYTES (2 * PTN_MIB)
-#define DEPTH 6u
+#define PIECE_BYTES (4 * PTN_MIB)
+#define DEPTH 4u
 #define WAITING_THREADS 4u /* beside a ring, for the pieces that it cannot start without waiting */
 #define GROWTH_BYTES (64 * PTN_MIB)
 #define IDLE_ATTEMPTS_LIMIT 50u /* a millisecond apart */
