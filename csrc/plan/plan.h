@@ -49,8 +49,8 @@ typedef struct ptn_phase {
   int32_t block;    /* -1: none */
   bool backward;
   uint64_t keep_entry_bytes, keep_peak_bytes;
-  uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
+  uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
 } ptn_phase;
 
 typedef struct ptn_plan_request {

@@ -7,6 +7,9 @@
 #include "check.h"
 #include "plan/parts.h"
 
+/* A phase without keep_working_bytes is one where it is not known. */
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+
 #define KIB ((uint64_t)1024)
 #define MOST_BLOCKS 8
 #define MOST_PHASES 64
@@ -53,6 +56,10 @@ static void by_hand(void) {
   CHECK(headroom_of(one) == 110 * KIB); /* the recomputation of the block that does not swap */
   const ptn_mode kept[] = {PTN_KEEP, PTN_SWAP, PTN_KEEP};
   CHECK(headroom_of(kept) == 70 * KIB); /* the backward of the block that stays */
+  CHECK(ptn_swap_rise_bytes(&step, kept) == 70 * KIB);
+  phases[7].keep_working_bytes = 95 * KIB; /* going saved tensors hid 45 of them */
+  CHECK(headroom_of(kept) == 95 * KIB && headroom_of(swap) == 95 * KIB && ptn_swap_rise_bytes(&step, kept) == 70 * KIB);
+  CHECK(headroom_of(both) == 301 * KIB && headroom_of(neither) == 0 && ptn_swap_rise_bytes(&step, neither) == 0);
   const ptn_mode unused[] = {PTN_KEEP, PTN_KEEP, PTN_SWAP};
   CHECK(stash_of(unused) == 0);
   CHECK(ptn_swap_headroom_bytes(&step, both, 100 * KIB) == 50 * KIB);

@@ -1,0 +1,91 @@
+"""Does anything grow? Many steps with mixed block modes and changing sequence lengths, memory and disk looked at after each.
+
+    python benchmarks/soak.py --steps 300 --out benchmarks/results/soak.json
+
+A GPT-2 of four blocks, one of each mode. After the lengths have all been seen once, resident memory and the store's file should
+stay where they are: the record has both as their lowest and highest in the first and in the last third of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+
+import torch
+import transformers
+
+import protrain
+
+MIB = 1 << 20
+MODES = ["swap", "checkpoint_swap", "checkpoint", "keep"]
+LENGTHS = [512, 128, 384, 256, 512, 64, 448, 320]
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def store_file_bytes(folder: str) -> int:
+    """Of the files in the folder that have no name any more and are open here."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if target.startswith(folder) and target.endswith("(deleted)"):
+            total += os.stat(f"/proc/self/fd/{number}").st_blocks * 512
+    return total
+
+
+def spread(values: list[int]) -> dict[str, float]:
+    return {"lowest_mib": round(min(values) / MIB, 1), "highest_mib": round(max(values) / MIB, 1)}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--steps", type=int, default=300)
+    words.add_argument("--out", help="also write the record there")
+    given = words.parse_args()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=256, n_layer=len(MODES), n_head=4)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    resident, disk = [], []
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PROTRAIN_DISK")) as folder:
+        model, optimizer = protrain.wrap(model, optimizer, memory="1GiB", disk=folder, block_modes=MODES)
+        for step in range(given.steps):
+            ids = torch.randint(0, 512, (4, LENGTHS[step % len(LENGTHS)]))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gc.collect()
+            resident.append(resident_bytes())
+            disk.append(store_file_bytes(os.path.realpath(folder)))
+        status = protrain.status(model)
+        protrain.unwrap(model)
+    third = given.steps // 3
+    record = {
+        "command": f"python benchmarks/soak.py --steps {given.steps}",
+        "block_modes": MODES,
+        "lengths": LENGTHS,
+        "disk_write_mib_per_step": round(status.disk_write_bytes / given.steps / MIB, 1),
+        "resident_first_third": spread(resident[len(LENGTHS) : third]),
+        "resident_last_third": spread(resident[-third:]),
+        "store_file_first_third": spread(disk[len(LENGTHS) : third]),
+        "store_file_last_third": spread(disk[-third:]),
+    }
+    text = json.dumps(record, indent=1)
+    print(text)
+    if given.out:
+        with open(given.out, "w") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
