@@ -12,6 +12,8 @@
 
 #include "base/threads.h"
 
+#define SHORTEST_WAIT_NS 1000
+
 struct ptn_trace {
   ptn_mutex mutex;
   uint64_t added;
@@ -42,6 +44,14 @@ void ptn_trace_add(ptn_trace *trace, ptn_trace_event event) {
   ptn_lock(&trace->mutex);
   trace->events[trace->added++ % trace->capacity] = event;
   ptn_unlock(&trace->mutex);
+}
+
+int64_t ptn_trace_waited(ptn_trace *trace, ptn_trace_kind kind, int32_t number, int64_t begin_ns) {
+  int64_t end_ns = ptn_now_ns();
+  if (end_ns - begin_ns >= SHORTEST_WAIT_NS)
+    ptn_trace_add(
+        trace, (ptn_trace_event){.start_ns = begin_ns, .end_ns = end_ns, .number = number, .lane = PTN_LANE_WAIT, .kind = kind});
+  return end_ns - begin_ns;
 }
 
 /* Ends are not in the order of the events, since who was first to end may be second to add: all are looked at. */

@@ -47,6 +47,9 @@ ptn_status ptn_trace_create(ptn_trace **out, size_t capacity_count);
 void ptn_trace_destroy(ptn_trace *trace);
 /* trace NULL: nothing. An event of no length and no bytes is left out. */
 void ptn_trace_add(ptn_trace *trace, ptn_trace_event event);
+/* The thread that drives the step stood still from begin_ns until now: the event on the wait lane, and how long it was in ns. Shorter
+ * waits than a microsecond are a lock or a wakeup: they would only fill the trace. */
+int64_t ptn_trace_waited(ptn_trace *trace, ptn_trace_kind kind, int32_t number, int64_t begin_ns);
 /* Copies the events that ended at since_ns or later, at most most_count of them, the newest, in the order they were added;
  * returns how many. With most_count 0: how many there are. */
 size_t ptn_trace_copy(ptn_trace *trace, int64_t since_ns, ptn_trace_event *out, size_t most_count);

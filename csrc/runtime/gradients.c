@@ -90,7 +90,7 @@ static void wait_for_room(ptn_engine *engine) {
   if (engine->n_jobs && engine->job_bytes > engine->pending_bytes) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes > engine->pending_bytes) ptn_wait(&engine->changed, &engine->mutex);
-    ptn_waited(engine, PTN_TRACE_MEMORY, -1, begin);
+    engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
   }
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
@@ -181,7 +181,7 @@ ptn_status ptn_engine_wait(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   int64_t begin = ptn_now_ns();
   ptn_lane_settle(engine);
-  ptn_waited(engine, PTN_TRACE_UPDATE, -1, begin);
+  engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);
   ptn_status status = engine->lane_status == PTN_OK ? PTN_OK : ptn_error_restore(&engine->lane_error);
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
@@ -303,7 +303,7 @@ bool ptn_engine_relieve(ptn_engine *engine) {
   if (!useful && held) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
-    ptn_waited(engine, PTN_TRACE_MEMORY, -1, begin);
+    engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
     useful = true;
   }
   ptn_unlock(&engine->mutex);

@@ -159,10 +159,6 @@ struct ptn_engine {
   uint64_t loaded_bytes, loads, hits;
 };
 
-/* waiting.c */
-/* locked: the driving thread waited from begin_ns until now; number: of the chunk, -1 for none */
-void ptn_waited(ptn_engine *engine, ptn_trace_kind kind, int32_t number, int64_t begin_ns);
-
 /* residency.c */
 void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */

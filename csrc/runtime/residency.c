@@ -166,7 +166,7 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
     loaded = true;
     submit_all(engine, &slot, 1);
   }
-  if (begin) ptn_waited(engine, PTN_TRACE_PARAMETERS, (int32_t)number, begin);
+  if (begin) engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_PARAMETERS, (int32_t)number, begin);
   else engine->hits++;
   if (status == PTN_OK && !*conflict) {
     slot->in_use++;

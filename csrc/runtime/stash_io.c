@@ -25,7 +25,6 @@
 #define LEAST_AHEAD_BYTES (32 * PTN_MIB)
 /* A window that moved less says nothing about the disk. */
 #define TELLING_BYTES (8 * PTN_MIB)
-#define SHORTEST_WAIT_NS 1000
 
 static void write_done(ptn_io *io);
 
@@ -68,13 +67,9 @@ static void trace_io(ptn_stash *stash, const ptn_record *record, ptn_trace_lane 
 }
 
 void ptn_stash_wait(ptn_stash *stash, ptn_trace_kind kind, int32_t number) {
-  int64_t start_ns = ptn_now_ns();
+  int64_t begin_ns = ptn_now_ns();
   ptn_wait(&stash->changed, &stash->mutex);
-  int64_t end_ns = ptn_now_ns();
-  stash->stats.wait_ns += end_ns - start_ns;
-  if (end_ns - start_ns < SHORTEST_WAIT_NS) return;
-  ptn_trace_add(stash->trace,
-                (ptn_trace_event){.start_ns = start_ns, .end_ns = end_ns, .number = number, .lane = PTN_LANE_WAIT, .kind = kind});
+  stash->stats.wait_ns += ptn_trace_waited(stash->trace, kind, number, begin_ns);
 }
 
 /* ---- the queue of writes ---- */

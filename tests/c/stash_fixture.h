@@ -246,4 +246,26 @@ static inline void crew_bring(world *world, crew *crew, record_state state) {
   else WAIT_UNTIL(world_stats(world).read_bytes == CREW * bytes);
 }
 
+/* ---- a program of named cases ---- */
+
+typedef struct test_case {
+  const char *name;
+  void (*run)(void);
+} test_case;
+
+static inline void nothing_is_left(void) {
+  ptn_arena_stats all;
+  ptn_arena_get_stats(&all);
+  CHECK(all.live_bytes == 0);
+}
+
+/* What main returns. With an argument: only the case of that name. */
+static inline int run_cases(const test_case *cases, size_t n_cases, int count, char **words) {
+  alarm(110); /* a hang ends here */
+  for (size_t i = 0; i < n_cases; i++)
+    if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
+  nothing_is_left();
+  return 0;
+}
+
 #endif

@@ -443,12 +443,8 @@ static void closed_in_every_state(void) {
   }
 }
 
-/* With an argument: only the case of that name. */
 int main(int count, char **words) {
-  static const struct {
-    const char *name;
-    void (*run)(void);
-  } cases[] = {
+  static const test_case cases[] = {
       {"there_and_back", there_and_back},
       {"asked_in_any_order", asked_in_any_order},
       {"written_once_however_many_uses", written_once_however_many_uses},
@@ -467,11 +463,5 @@ int main(int count, char **words) {
       {"memory_outlives_record_and_stash", memory_outlives_record_and_stash},
       {"closed_in_every_state", closed_in_every_state},
   };
-  alarm(110); /* a hang ends here */
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-    if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
-  ptn_arena_stats all;
-  ptn_arena_get_stats(&all);
-  CHECK(all.live_bytes == 0);
-  return 0;
+  return run_cases(cases, sizeof cases / sizeof *cases, count, words);
 }

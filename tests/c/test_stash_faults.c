@@ -262,12 +262,8 @@ static void a_full_disk(void) {
   }
 }
 
-/* With an argument: only the case of that name. */
 int main(int count, char **words) {
-  static const struct {
-    const char *name;
-    void (*run)(void);
-  } cases[] = {
+  static const test_case cases[] = {
       {"what_can_be_made_good_is", what_can_be_made_good_is},
       {"each_write_fails", each_write_fails},
       {"each_read_fails", each_read_fails},
@@ -277,11 +273,5 @@ int main(int count, char **words) {
       {"a_failure_that_nobody_hears_of", a_failure_that_nobody_hears_of},
       {"a_full_disk", a_full_disk},
   };
-  alarm(110); /* a hang ends here */
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-    if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
-  ptn_arena_stats all;
-  ptn_arena_get_stats(&all);
-  CHECK(all.live_bytes == 0);
-  return 0;
+  return run_cases(cases, sizeof cases / sizeof *cases, count, words);
 }

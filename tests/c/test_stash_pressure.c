@@ -352,12 +352,8 @@ static void the_trace_shows_it(void) {
   ptn_trace_destroy(trace);
 }
 
-/* With an argument: only the case of that name. */
 int main(int count, char **words) {
-  static const struct {
-    const char *name;
-    void (*run)(void);
-  } cases[] = {
+  static const test_case cases[] = {
       {"the_whole_budget_in_every_state", the_whole_budget_in_every_state},
       {"half_the_budget_while_reading", half_the_budget_while_reading},
       {"a_goal_slows_forward", a_goal_slows_forward},
@@ -369,11 +365,5 @@ int main(int count, char **words) {
       {"passes_in_disorder", passes_in_disorder},
       {"the_trace_shows_it", the_trace_shows_it},
   };
-  alarm(110); /* a hang ends here */
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-    if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
-  ptn_arena_stats all;
-  ptn_arena_get_stats(&all);
-  CHECK(all.live_bytes == 0);
-  return 0;
+  return run_cases(cases, sizeof cases / sizeof *cases, count, words);
 }

@@ -322,12 +322,8 @@ static void closed_while_others_put(void) {
   }
 }
 
-/* With an argument: only the case of that name. */
 int main(int count, char **words) {
-  static const struct {
-    const char *name;
-    void (*run)(void);
-  } cases[] = {
+  static const test_case cases[] = {
       {"the_same_blocks", the_same_blocks},
       {"who_puts_first", who_puts_first},
       {"memory_short_for_all", memory_short_for_all},
@@ -335,11 +331,5 @@ int main(int count, char **words) {
       {"closed_while_others_drop", closed_while_others_drop},
       {"closed_while_others_put", closed_while_others_put},
   };
-  alarm(110); /* a hang ends here */
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-    if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
-  ptn_arena_stats all;
-  ptn_arena_get_stats(&all);
-  CHECK(all.live_bytes == 0);
-  return 0;
+  return run_cases(cases, sizeof cases / sizeof *cases, count, words);
 }
