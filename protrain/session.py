@@ -103,7 +103,6 @@ class Session:
         self.innermost: Any = None  # the pack hook that it pushed
         self.stashing = False
         self._goal = self._headroom = 0  # bytes: see _set_goal
-        self._make_hooks()
         self.filling = False
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[layout.entries[i].offset_bytes for i in members] for members in layout.members]

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from protrain.cli import interrupt
-from protrain.cli.words import Size, model_options
+from protrain.cli.words import bench_options, model_options
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -90,43 +90,14 @@ def bench() -> None:
 
 
 @bench.command(context_settings=_CONTEXT, short_help="A training step beside plain PyTorch's.")
-@click.option(
-    "--model",
-    "model_name",
-    default="gpt2",
-    show_default=True,
-    metavar="NAME|FOLDER",
-    help="A shipped config or a folder with config.json; random weights.",
-)
-@click.option(
-    "--memory",
-    type=Size(),
-    metavar="SIZE",
-    help="protrain's budget, in bytes or as 512MiB. [default: half of 16 bytes a parameter]",
-)
-@click.option("--seq", type=click.IntRange(min=2), default=128, show_default=True, metavar="TOKENS", help="Length of a sequence.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Sequences in a step.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Steps measured of each, taking turns, after two that are not.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0, max=2**32 - 1),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of weights, batches and dropout.",
-)
-@click.option(
-    "--disk",
-    type=click.Path(),
-    metavar="FOLDER",
-    help="Folder for what does not fit memory. [default: $PROTRAIN_DISK, else below the temporary directory]",
+@bench_options(
+    model="gpt2",
+    memory=None,
+    memory_help="protrain's budget, in bytes or as 512MiB. [default: half of 16 bytes a parameter]",
+    seq=128,
+    batch=1,
+    rounds_help="Steps measured of each, taking turns, after two that are not.",
+    disk_help="what does not fit memory",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
 def step(**words: Any) -> None:
@@ -137,53 +108,24 @@ def step(**words: Any) -> None:
 
 
 @bench.command(context_settings=_CONTEXT, short_help="Speed against activation memory, mode by mode.")
-@click.option(
-    "--model",
-    "model_name",
-    default="gpt2-bytes",
-    show_default=True,
-    metavar="NAME|FOLDER",
-    help="A shipped config or a folder with config.json; random weights.",
-)
-@click.option(
-    "--memory",
-    type=Size(),
-    default="4GiB",
-    show_default=True,
-    metavar="SIZE",
-    help="protrain's budget, which must hold every state and all activations.",
-)
-@click.option("--seq", type=click.IntRange(min=2), default=512, show_default=True, metavar="TOKENS", help="Length of a sequence.")
-@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Sequences in a step.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Steps measured of each configuration, taking turns, after three that are not.",
-)
-@click.option(
-    "--mixes",
-    type=click.IntRange(min=0),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Mixes of swap and keep, and of checkpoint and keep, that are measured beside the pure modes.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0, max=2**32 - 1),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of weights, batches and dropout.",
-)
-@click.option(
-    "--disk",
-    type=click.Path(),
-    metavar="FOLDER",
-    help="Folder for activations that leave memory. [default: $PROTRAIN_DISK, else below the temporary directory]",
+@bench_options(
+    model="gpt2-bytes",
+    memory="4GiB",
+    memory_help="protrain's budget, which must hold every state and all activations.",
+    seq=512,
+    batch=4,
+    rounds_help="Steps measured of each configuration, taking turns, after three that are not.",
+    disk_help="activations that leave memory",
+    beside_rounds=[
+        click.option(
+            "--mixes",
+            type=click.IntRange(min=0),
+            default=3,
+            show_default=True,
+            metavar="N",
+            help="Mixes of swap and keep, and of checkpoint and keep, that are measured beside the pure modes.",
+        )
+    ],
 )
 @click.option("--out", type=click.Path(), metavar="FILE.png", help="Draw the curve, by matplotlib. [default: no picture]")
 @click.option(

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -172,6 +172,65 @@ def model_options(command: _Command) -> _Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def bench_options(
+    *,
+    model: str,
+    memory: str | None,
+    memory_help: str,
+    seq: int,
+    batch: int,
+    rounds_help: str,
+    disk_help: str,
+    beside_rounds: Sequence[Callable[[Any], Any]] = (),
+) -> Callable[[_Command], _Command]:
+    """The options that the benchmarks share, with the defaults of one of them; `beside_rounds` are its own, after --rounds."""
+    options = [
+        click.option(
+            "--model",
+            "model_name",
+            default=model,
+            show_default=True,
+            metavar="NAME|FOLDER",
+            help="A shipped config or a folder with config.json; random weights.",
+        ),
+        click.option("--memory", type=Size(), default=memory, show_default=memory is not None, metavar="SIZE", help=memory_help),
+        click.option(
+            "--seq",
+            type=click.IntRange(min=2),
+            default=seq,
+            show_default=True,
+            metavar="TOKENS",
+            help="Length of a sequence.",
+        ),
+        click.option(
+            "--batch", type=click.IntRange(min=1), default=batch, show_default=True, metavar="N", help="Sequences in a step."
+        ),
+        click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help=rounds_help),
+        *beside_rounds,
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0, max=2**32 - 1),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Seed of weights, batches and dropout.",
+        ),
+        click.option(
+            "--disk",
+            type=click.Path(),
+            metavar="FOLDER",
+            help=f"Folder for {disk_help}. [default: $PROTRAIN_DISK, else below the temporary directory]",
+        ),
+    ]
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def size_text(size: float) -> str:
