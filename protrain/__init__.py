@@ -6,26 +6,27 @@ torch is imported by the first use of a name, so that `protrain --help` answers 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Status, plan, session_of, status, unwrap, wrap
+    from .api import Status, plan, profile, session_of, status, unwrap, wrap
     from .checkpoint import load, save
     from .errors import BudgetError, DiskError, Error, OutOfMemoryError, PlanError, StepError
     from .optimizers import Optimizer
-    from .planning import Plan
+    from .planning import Forecast, Plan
+    from .profiles import Profile
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BudgetError", "DiskError", "Error", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Status", "StepError", "load",
-    "plan", "save", "session_of", "status", "unwrap", "wrap",
+    "BudgetError", "DiskError", "Error", "Forecast", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Profile", "Status",
+    "StepError", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'protrain' has no attribute {name!r}")
-    from . import api, checkpoint, errors, optimizers, planning
+    from . import api, checkpoint, errors, optimizers, planning, profiles
 
-    for module in (api, checkpoint, errors, optimizers, planning):
+    for module in (api, checkpoint, errors, optimizers, planning, profiles):
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return globals()[name]

@@ -40,6 +40,7 @@ class MemoryStats(TypedDict):
     live_bytes: int
     cached_bytes: int
     resident_bytes: int
+    high_water_bytes: int
     mapped_count: int
 
 class DiskBench(TypedDict):
@@ -48,8 +49,20 @@ class DiskBench(TypedDict):
     bytes: int
     engine: str
 
+class ForecastResult(TypedDict):
+    step_ns: int
+    compute_ns: int
+    recompute_ns: int
+    fixed_ns: int
+    drag_ns: int
+    update_ns: int
+    wait_ns: list[int]
+    busy_ns: list[int]
+    moved_bytes: list[int]
+
 class PlanResult(TypedDict):
     n_persist: int
+    n_host: int
     n_buffer: int
     piece_bytes: int
     n_pieces: int
@@ -62,9 +75,11 @@ class PlanResult(TypedDict):
     rise_bytes: int
     headroom_bytes: int
     disk_bytes: int
+    host_bytes: int
     slot_of_chunk: list[int]
     slot_bytes: list[int]
     modes: list[int]
+    forecast: ForecastResult
 
 class Features(TypedDict):
     best: str
@@ -164,6 +179,27 @@ class SavedTensors:
     def pack(self, tensor: Tensor, /) -> object: ...
     def unpack(self, packed: object, /) -> Tensor: ...
 
+class MachineBench:
+    """Lanes to run beside compute, csrc/python/machine_bench.c and csrc/profile/measure.h: one at a time, from start to stop.
+
+    memory_bytes of its own, in no budget: a multiple of 4 MiB. file_bytes of the folder's disk, given back by close.
+    """
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def first_write_ns(self) -> int: ...
+    def __init__(self, folder: str, memory_bytes: int, file_bytes: int) -> None: ...
+    def start_disk(self, reads: bool, writes: bool, /) -> None: ...
+    def start_update(self, rest: float, /) -> None: ...
+    # (now_ns, read bytes, write bytes, ns of the disk's threads, bytes they were for; of updates: bytes, ns, ns of the thread)
+    def look(self) -> tuple[int, int, int, int, int, int, int, int]: ...
+    def stop(self) -> None: ...
+    # (bytes, ns): of one update of all memory by every core; of checksums on one thread, its processor time
+    def update_in_memory(self) -> tuple[int, int]: ...
+    def checksums(self) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+
 def install_allocator() -> None: ...
 def rounded_bytes(number: int, /) -> int: ...
 def memory_stats() -> MemoryStats: ...
@@ -182,18 +218,25 @@ def update(
     simd: str = "auto",
 ) -> None: ...
 def layout(params: list[tuple[int, int]], chunk_bytes: int, /) -> list[tuple[int, int]]: ...
+def layout_size(params: list[tuple[int, int]], least_bytes: int, most_bytes: int, /) -> int: ...
 def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
     chunks: list[tuple[int, int, int, int]],
     phases: list[tuple[int, bool, int, int, int, int, int]] | list[tuple[int, bool, int, int, int, int]],
     accesses: list[int],
+    access_phases: list[int],
     n_together: int,
     n_arrays: int,
     n_blocks: int,
     modes: Sequence[int] | None,
     n_persist: int,
+    n_buffer: int,
     grads_outlive_backward: bool,
+    n_passes: int,
+    host_budget_bytes: int,
+    n_ranks: int,
+    profile: tuple[Any, ...] | None,
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...

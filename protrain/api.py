@@ -11,14 +11,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from . import _core, materialise
 from .blocks import find_blocks
-from .dryrun import DryRunError, dry_run
-from .errors import BudgetError, Error, PlanError, StepError
+from .calibration import measure_machine
+from .dryrun import DryRun, DryRunError, dry_run
+from .errors import Error, PlanError, StepError
 from .layout import make_layout
 from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
-from .planning import Plan, arrange, check_modes, check_plan, refuse
+from .planning import Plan, check_modes, check_plan, plan_from_profile
+from .profiles import Profile, Times
+from .rehearsal import RehearsalError, rehearse
 from .session import Session, Settings, takes_use_cache
 from .sizes import default_disk_folder, default_memory_bytes, parse_bytes
 from .timeline import StepTrace, Timeline
@@ -274,6 +278,7 @@ def plan(
     *,
     memory: int | str | None,
     device: Any = None,
+    disk: str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
@@ -281,19 +286,52 @@ def plan(
 ) -> Plan:
     """Plan without training: nothing of the model changes, and nothing of its size is allocated.
 
+    What a step computes is timed by a rehearsal: the model's operations with parameters that share a little memory. What the disk
+    carries is measured in its folder. Both once for a model and batch shape, so plans for several budgets compare.
+
     Args:
         batch: what the model takes: a dict (keywords), a tuple (positions) or a tensor.
         memory: the budget, as in `wrap`.
         device: None or "cpu".
+        disk: folder for what does not fit, as in `wrap`.
         optimizer: whose state counts; None: Adam's two moments for each parameter that requires a gradient.
+        accumulate, max_grad_norm, block_modes: as in `wrap`.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the model cannot be planned for; the reason is named.
+        DiskError: the folder cannot be used.
     """
-    named = _check_model(model)
     if device is not None and torch.device(device).type != "cpu":
         raise PlanError(f"device is {device!r}; only the CPU is supported yet")
+    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
+    _check_model(model)
+    modes = check_modes(block_modes, len(find_blocks(model)))
+    found = profile(
+        model, batch, memory=budget, disk=disk, optimizer=optimizer, accumulate=accumulate, max_grad_norm=max_grad_norm
+    )
+    return plan_from_profile(found, budget, modes=modes)
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    memory: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+) -> Profile:
+    """What `plan` decides from: the memory of a step of this batch, its times, and the machine's lanes. `to_json` keeps it.
+
+    Args: as those of `plan`; memory decides about the size of chunks alone.
+
+    Raises:
+        PlanError: the model cannot be planned for; the reason is named.
+        DiskError: the folder cannot be used.
+    """
+    named = _check_model(model)
     budget = default_memory_bytes() if memory is None else parse_bytes(memory)
     args, kwargs = _arguments(batch)
     if takes_use_cache(model):
@@ -304,19 +342,53 @@ def plan(
         groups = _check_optimizer(optimizer, named)
         n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
     _check_count(accumulate, "accumulate")
+    norm = _check_norm(max_grad_norm)
+    folder = _check_disk(disk)
     blocks = find_blocks(model)
-    modes = check_modes(block_modes, len(blocks))
     layout = make_layout(named, groups, [block for _, block in blocks], budget, None)
     chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
+    modules = [block for _, block in blocks]
     try:
-        run = dry_run(model, args, kwargs, [block for _, block in blocks], chunk_of, round_bytes=_core.rounded_bytes)
+        run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
-    try:
-        outlive = accumulate > 1 or max_grad_norm is not None
-        return arrange(layout, len(blocks), n_states, budget, run, modes=modes, grads_outlive_backward=outlive).plan
-    except BudgetError as error:
-        raise refuse(error, "a step of this batch") from None
+    in_block = {id(p): number for number, block in reversed(list(enumerate(modules))) for p in block.parameters()}
+    return Profile(
+        parameters=tuple(
+            (4 * p.numel(), in_block.get(id(p), -1), entry.group >= 0)
+            for (_, p), entry in zip(named, layout.entries, strict=True)
+        ),
+        n_blocks=len(blocks),
+        n_states=n_states,
+        chunk_bytes=layout.chunk_bytes,
+        run=run,
+        times=_rehearsed(model, args, kwargs, modules, run),
+        machine=measure_machine(folder),
+        n_passes=accumulate,
+        grads_outlive_backward=accumulate > 1 or norm is not None,
+        model=type(model).__name__,
+    )
+
+
+_rehearsals: weakref.WeakKeyDictionary[nn.Module, dict[Any, Times]] = weakref.WeakKeyDictionary()
+
+
+def _rehearsed(model: nn.Module, args: Any, kwargs: Any, blocks: list[nn.Module], run: DryRun) -> Times:
+    """Of a rehearsal, made once for a model as it is and a batch of these shapes."""
+    described = tree_map_only(torch.Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs))
+    key = (
+        repr(described),
+        tuple((tuple(p.shape), p.requires_grad) for p in model.parameters()),
+        tuple(module.training for module in model.modules()),
+        torch.get_num_threads(),
+    )
+    known = _rehearsals.setdefault(model, {})
+    if key not in known:
+        try:
+            known[key] = rehearse(model, args, kwargs, blocks, run)
+        except RehearsalError as error:
+            raise PlanError(f"model: its steps cannot be timed: {error}") from error
+    return known[key]
 
 
 def status(model: nn.Module) -> Status:

@@ -141,7 +141,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
         DiskError: the folder holds no checkpoint.
         PlanError: it is one of another model or optimizer; nothing was changed.
     """
-    from .session import uncounted
+    from .counting import uncounted
 
     session = _session(model, optimizer)
     folder = os.fspath(folder)

@@ -29,9 +29,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .errors import Error
+from .flops import flops_of
 from .workspace import HIDDEN_OUTPUTS, workspace_bytes
 
 Rounding = Callable[[int], int]
+#: As `workspace_bytes`: what the kernel of an operation holds beside its outputs, from its name, inputs and outputs.
+Workspace = Callable[[str, Sequence[Any], Sequence[torch.Tensor]], int]
 
 
 class DryRunError(Error):
@@ -46,7 +49,8 @@ class DryRunError(Error):
 class Phase:
     """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
     recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself. `block` is the
-    number of the block, -1 outside of blocks."""
+    number of the block, -1 outside of blocks. flops, moved_bytes and operations are of the run that keeps: what its operations
+    compute (matrix products, convolutions, attention; a multiply-add is two), read and write, and how many they are."""
 
     block: int
     backward: bool
@@ -55,6 +59,9 @@ class Phase:
     checkpoint_entry_bytes: int
     checkpoint_peak_bytes: int
     keep_working_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class DryRun:
     """What a step of one batch shape holds in memory and which chunks it reads.
 
     phases: before the blocks, forward of each block, head, backward of each block, tail.
-    accesses: chunks in the order operations read them, with recomputation; one after another differs.
+    accesses: chunks in the order operations read them, with recomputation; in one phase one after another differs.
+    access_phases: number of the phase in which each access happens.
     complete_phase: chunk -> number of the phase in which the last of its gradients comes; chunks that get none are left out.
     fixed_bytes: batch, buffers, and parameters outside of all chunks.
     n_together: the most chunks that one operation reads.
@@ -72,6 +80,7 @@ class DryRun:
 
     phases: tuple[Phase, ...]
     accesses: tuple[int, ...]
+    access_phases: tuple[int, ...]
     complete_phase: dict[int, int]
     fixed_bytes: int
     n_together: int
@@ -94,6 +103,14 @@ class _Segment:
     pending: bool = False
     born: int = 0  # live now of what was made in it
     working: int = 0  # and the highest of that
+    flops: int = 0
+    moved: int = 0  # bytes
+    operations: int = 0
+
+    def absorb(self, end: _Segment) -> None:
+        """What followed belongs to this segment as well."""
+        self.peak, self.working = max(self.peak, end.peak), max(self.working, end.working)
+        self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -108,22 +125,26 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 class _Meter(TorchDispatchMode):
     """Counts live storages and reads of chunks, in segments."""
 
-    def __init__(self, round_bytes: Rounding, not_counted: set[int], chunk_of_storage: dict[int, int]) -> None:
+    def __init__(
+        self, round_bytes: Rounding, not_counted: set[int], chunk_of_storage: dict[int, int], workspace: Workspace
+    ) -> None:
         super().__init__()
+        self.workspace = workspace
         self.round_bytes = round_bytes
         self.known: dict[int, Any] = dict.fromkeys(not_counted)
         self.chunk_of_storage = chunk_of_storage
         self.live_bytes = 0
-        self.accesses: list[int] = []
+        self.accesses: list[tuple[int, _Segment]] = []
         self.n_together = 1
         self.segments = [_Segment(-1, False, 0, 0)]
+        self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
 
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
         if self.segments[-1].pending:
             end = self.segments.pop()
-            self.segments[-1].peak = max(self.segments[-1].peak, end.peak)
-            self.segments[-1].working = max(self.segments[-1].working, end.working)
+            self.segments[-1].absorb(end)
+            self.absorbed.append((end, self.segments[-1]))
         self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes))
 
     def mark_end(self, block: int, backward: bool) -> None:
@@ -160,9 +181,17 @@ class _Meter(TorchDispatchMode):
             if chunk is not None and chunk not in chunks:
                 chunks.append(chunk)
         self.n_together = max(self.n_together, len(chunks))
+        segment = self.segments[-1]
         for chunk in chunks:
-            if not self.accesses or self.accesses[-1] != chunk:
-                self.accesses.append(chunk)
+            if not self.accesses or self.accesses[-1][0] != chunk or self.accesses[-1][1] is not segment:
+                self.accesses.append((chunk, segment))
+
+    def numbers(self) -> Callable[[_Segment], int]:
+        """The number of a segment, and of one that became a part of another, among the final segments."""
+        number_of = {id(segment): number for number, segment in enumerate(self.segments)}
+        for end, owner in reversed(self.absorbed):
+            number_of[id(end)] = number_of[id(owner)]
+        return lambda segment: number_of[id(segment)]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -180,10 +209,14 @@ class _Meter(TorchDispatchMode):
             raise DryRunError(f"{func._schema.name} keeps memory whose size only a real run shows")
         for tensor in outputs:
             self._count(tensor)
-        workspace = workspace_bytes(func._schema.name, inputs, outputs)
+        workspace = self.workspace(func._schema.name, inputs, outputs)
         segment = self.segments[-1]
         segment.peak = max(segment.peak, self.live_bytes + workspace)
         segment.working = max(segment.working, segment.born + workspace)
+        if not func.is_view:
+            segment.operations += 1
+            segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*_tensors(inputs), *outputs))
+            segment.flops += flops_of(func.overloadpacket, args, kwargs or {}, result)
         return result
 
 
@@ -384,6 +417,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, recompute: bool) -
 class _Run:
     segments: list[_Segment]
     accesses: list[int]
+    access_phases: list[int]
     complete: dict[int, int]
     n_together: int
     output_count: int
@@ -406,9 +440,10 @@ def _run_step(
     round_bytes: Rounding,
     recompute: bool,
     hold_output: bool,
+    workspace: Workspace,
 ) -> _Run:
     chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
-    meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage)
+    meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace)
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad])
     undo = [_mark_block(meter, block, number, recompute) for number, block in enumerate(blocks)]
     try:
@@ -431,9 +466,10 @@ def _run_step(
         gradients.clear()
         for put_back in undo:
             put_back()
-    number_of = {id(segment): number for number, segment in enumerate(segments)}
-    complete = {chunk: number_of.get(id(segment), len(segments) - 1) for chunk, segment in gradients.complete_segment.items()}
-    return _Run(segments, meter.accesses, complete, meter.n_together, output_count)
+    number_of = meter.numbers()
+    complete = {chunk: number_of(segment) for chunk, segment in gradients.complete_segment.items()}
+    accesses, phases = [chunk for chunk, _ in meter.accesses], [number_of(segment) for _, segment in meter.accesses]
+    return _Run(segments, accesses, phases, complete, meter.n_together, output_count)
 
 
 @contextmanager
@@ -482,7 +518,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
     phases = tuple(
-        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working)
+        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.flops, a.moved, a.operations)
         for a, b in zip(keep.segments, recompute.segments, strict=True)
     )
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
@@ -490,6 +526,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     return DryRun(
         phases,
         tuple(recompute.accesses),
+        tuple(recompute.access_phases),
         complete,
         fixed_bytes,
         max(keep.n_together, recompute.n_together),
@@ -508,6 +545,7 @@ def dry_run(
     *,
     round_bytes: Rounding,
     hold_output: bool = True,
+    workspace: Workspace = workspace_bytes,
 ) -> DryRun:
     """Predict what one training step of this batch holds in memory.
 
@@ -517,6 +555,7 @@ def dry_run(
         blocks: modules of the model, as `find_blocks` finds them.
         chunk_of_param: id of each parameter -> number of its chunk.
         round_bytes: what the allocator counts for a request of so many bytes.
+        workspace: what kernels hold inside themselves, on the device that is to train.
         hold_output: the caller of the model still holds its whole output, not only the loss, while backward runs.
 
     Raises:
@@ -532,7 +571,7 @@ def dry_run(
             fake_blocks = [twin.memo[id(block)] for block in blocks]
             chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
             keep, recompute = (
-                _run_step(twin, fake_args, fake_kwargs, fake_blocks, chunks, round_bytes, again, hold_output)
+                _run_step(twin, fake_args, fake_kwargs, fake_blocks, chunks, round_bytes, again, hold_output, workspace)
                 for again in (False, True)
             )
     except DryRunError:

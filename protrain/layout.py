@@ -7,6 +7,7 @@ written in the order in which it runs; a tied parameter stands where it comes fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,27 +37,41 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Entries in execution order, and for each chunk its bytes (padded to pages) and whether it is trained."""
+class Chunks:
+    """For each chunk its bytes (padded to pages), whether it is trained, its parameters by number, and the bytes of their
+    gradients; for each parameter its chunk and its offset there in bytes."""
 
-    entries: tuple[Entry, ...]
     chunk_bytes: int
     sizes: tuple[int, ...]
     trained: tuple[bool, ...]
     members: tuple[tuple[int, ...], ...]
     grad_bytes: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
 
     @property
     def n_chunks(self) -> int:
         return len(self.sizes)
 
 
-def _largest_chunk(block_bytes: list[int], budget_bytes: int) -> int:
-    """A chunk holds a block where the budget allows it: at least 1 MiB, so that requests are worth a disk's while, and at most
-    a twelfth of the budget, so that slots and a chunk's gradients fit beside activations."""
-    whole = max(block_bytes, default=4 * MIB)
-    size = max(min(whole, budget_bytes // 12), MIB)
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
+@dataclass(frozen=True)
+class Layout(Chunks):
+    """Chunks, and their entries in execution order."""
+
+    entries: tuple[Entry, ...]
+
+
+def chunk_size(parameters: Sequence[tuple[int, int, bool]], budget_bytes: int) -> int:
+    """The size of chunks for parameters as `pack` takes them. A chunk holds a block where the budget allows it: at least 1 MiB,
+    so that requests are worth a disk's while, and at most a twelfth of the budget, so that slots and gradients of a chunk fit
+    beside activations. Where blocks must be cut, into pieces that are as equal as their parameters' sizes allow, so that slots,
+    as large as the largest chunk in them, are well used: packing is tried with sizes down to half of the most."""
+    in_blocks: dict[int, int] = {}
+    for size, block, _ in parameters:
+        if block >= 0:
+            in_blocks[block] = in_blocks.get(block, 0) + -(-size // 64) * 64
+    most = max(min(max(in_blocks.values(), default=4 * MIB), budget_bytes // 12), MIB)
+    most = -(-most // PAGE_BYTES) * PAGE_BYTES
+    return _core.layout_size([(size, block) for size, block, _ in parameters], max(most // 2, MIB), most)
 
 
 def _places(sizes: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
@@ -90,28 +105,32 @@ def make_layout(
     for number, block in enumerate(blocks):
         for p in block.parameters():
             block_of.setdefault(id(p), number)
-    in_blocks = [0] * len(blocks)
     for name, p in named:
         if p.dtype != torch.float32:
             raise PlanError(f"parameter {name} is {p.dtype}; only torch.float32 is supported, call model.float() first")
-        if id(p) in block_of:
-            in_blocks[block_of[id(p)]] += -(-4 * p.numel() // 64) * 64
-    largest = chunk_bytes or _largest_chunk(in_blocks, budget_bytes)
-    places = _places([(4 * p.numel(), block_of.get(id(p), -1)) for _, p in named], largest)
+    parameters = [(4 * p.numel(), block_of.get(id(p), -1), p.requires_grad and id(p) in groups) for _, p in named]
+    found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
     entries = tuple(
         Entry(name, index, chunk, offset, p.shape, groups.get(id(p), -1) if p.requires_grad else -1)
-        for index, ((name, p), (chunk, offset)) in enumerate(zip(named, places, strict=True))
+        for index, ((name, p), (chunk, offset)) in enumerate(zip(named, found.places, strict=True))
     )
-    n_chunks = max((e.chunk for e in entries), default=-1) + 1
+    return Layout(**found.__dict__, entries=entries)
+
+
+def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunks:
+    """Pack parameters, each (bytes, number of its block or -1, trained), in execution order, into chunks of at most chunk_bytes;
+    a larger parameter has one of its own."""
+    places = _places([(size, block) for size, block, _ in parameters], chunk_bytes)
+    n_chunks = max((chunk for chunk, _ in places), default=-1) + 1
     members: list[list[int]] = [[] for _ in range(n_chunks)]
-    for e in entries:
-        members[e.chunk].append(e.index)
-    ends = [max(entries[i].offset_bytes + 4 * entries[i].count for i in indices) for indices in members]
-    return Layout(
-        entries,
-        largest,
+    for index, (chunk, _) in enumerate(places):
+        members[chunk].append(index)
+    ends = [max(places[i][1] + parameters[i][0] for i in indices) for indices in members]
+    return Chunks(
+        chunk_bytes,
         tuple(max(-(-end // PAGE_BYTES), 1) * PAGE_BYTES for end in ends),
-        tuple(any(entries[i].group >= 0 for i in indices) for indices in members),
+        tuple(any(parameters[i][2] for i in indices) for indices in members),
         tuple(map(tuple, members)),
-        tuple(sum(4 * entries[i].count for i in indices if entries[i].group >= 0) for indices in members),
+        tuple(sum(parameters[i][0] for i in indices if parameters[i][2]) for indices in members),
+        tuple(places),
     )

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .counting import uncounted
 from .errors import PlanError
 from .parameters import DisableTorchFunction
-from .session import Session, uncounted
+from .session import Session
 from .sizes import MIB
 
 SLICE_BYTES = 16 * MIB

@@ -1,24 +1,50 @@
 """The plan: what stays in memory, what shares slots, and each block's mode.
 
-Sizes come from a dry run of the batch (dryrun.py), decisions from the C core (csrc/plan). Today a simple rule decides: keep
-activations where they fit, then keep chunks in memory, the first in execution order first. It never chooses the modes swap and
-checkpoint_swap; where they are given, it counts them.
+Sizes come from a dry run of the batch (dryrun.py), times from a profile (profiles.py), decisions from the C core (csrc/plan):
+with times the candidate whose simulated step is the shortest; without, a fixed rule: keep activations where they fit, then keep
+chunks in memory, the first in execution order first.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import groupby
 from typing import Any
 
 from . import _core
 from .dryrun import DryRun
 from .errors import BudgetError, PlanError
-from .layout import Layout
+from .layout import Chunks, Layout, pack
+from .profiles import LANES, Machine, Profile, Times
 from .sizes import format_bytes
 
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
+
+
+#: Why compute waits, in the order of csrc/plan/plan.h.
+WAITS = ("chunk", "stash_write", "stash_read", "gradients", "update")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Where the time of a step goes, as simulated: seconds of one step of all its passes. compute, recompute, fixed, drag, update
+    and the waits are its sum; lanes are busy beside that.
+
+    compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
+    loses to lanes that use the same processor and memory, update what step() computes; wait_seconds by reason: chunk (parameters
+    still being brought), stash_write (memory that activations still take), stash_read (activations), gradients (in backward, for
+    them to leave memory), update (in step(), for updates under way).
+    """
+
+    compute_seconds: float
+    recompute_seconds: float
+    fixed_seconds: float
+    drag_seconds: float
+    update_seconds: float
+    wait_seconds: dict[str, float]
+    busy_seconds: dict[str, float]
+    moved_bytes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -26,7 +52,9 @@ class Plan:
     """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
 
     n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
-    share; n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes.
+    share; n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent
+    ones whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
+    updates under way) and activations with all else.
     """
 
     chunk_bytes: int
@@ -41,25 +69,18 @@ class Plan:
     host_bytes: int
     disk_bytes: int
     budget_bytes: int = field(default=0, compare=False)
+    n_host: int = 0
+    persistent_bytes: int = field(default=0, compare=False)
+    slot_bytes: int = field(default=0, compare=False)
+    ring_bytes: int = field(default=0, compare=False)
+    forecast: Forecast | None = field(default=None, compare=False)
 
-    def explain(self) -> str:
-        """The plan in words, lines of at most 160 characters; each range of blocks is named with its mode."""
-        away = self.n_chunks - self.n_persist
-        budget = f" of a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        lines = [
-            f"peak memory {format_bytes(self.peak_bytes)}{budget}, {format_bytes(self.disk_bytes)} on disk",
-            (
-                f"{self.n_chunks} chunks of at most {format_bytes(self.chunk_bytes)} (larger parameters have one of their own): "
-                f"{self.n_persist} stay in memory, {away} come from disk through {self.n_buffer} slots"
-            ),
-        ]
-        first = 0
-        for mode, run in groupby(self.block_modes):
-            count = len(list(run))
-            last = first + count - 1
-            lines.append(f"block {first} {mode}" if count == 1 else f"blocks {first}-{last} {mode}")
-            first += count
-        return "\n".join(lines)
+    def explain(self, more: Plan | None = None) -> str:
+        """The plan in words, lines of at most 160 characters; each range of blocks is named with its mode. more: the plan for a
+        larger budget, to say what that would buy."""
+        from .explain import explain
+
+        return explain(self, more)
 
     def to_json(self) -> str:
         """All fields as a JSON object; `from_json` gives an equal plan."""
@@ -77,6 +98,8 @@ class Plan:
             known = {f.name for f in fields(cls)}
             if not isinstance(values, dict) or set(values) - known:
                 raise ValueError(f"fields {sorted(known)} are known")
+            forecast = values.get("forecast")
+            values["forecast"] = None if forecast is None else Forecast(**forecast)
             return cls(**values | {"block_modes": tuple(values["block_modes"])})
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"plan: this JSON is no plan: {error}") from error
@@ -150,76 +173,81 @@ def linear_accesses(n_chunks: int) -> list[int]:
 
 
 def arrange(
-    layout: Layout,
+    chunks: Chunks,
     n_blocks: int,
     n_states: int,
     budget_bytes: int,
     run: DryRun | None,
     *,
-    modes: list[str] | None = None,
+    modes: Sequence[str] | None = None,
     n_persist: int | None = None,
+    n_buffer: int = 0,
     grads_outlive_backward: bool = False,
+    n_passes: int = 1,
     unknown_bytes: int = 0,
+    times: Times | None = None,
+    machine: Machine | None = None,
+    host_budget_bytes: int = 0,
+    n_ranks: int = 1,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
     Args:
+        modes, n_persist: as given, where not None. n_buffer: with n_persist, the slots of the plan that both are from.
         unknown_bytes: activations where no dry run knows them.
+        times, machine: for a plan by time; both or none.
+        host_budget_bytes: of a host tier beside the device. n_ranks: devices that share what is not persistent.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
     """
     last_phase = max(len(run.phases) - 1, 0) if run else 0
-    chunks = [
+    described = [
         (size, grads, n_states * size if trained else 0, run.complete_phase.get(number, last_phase) if run else 0)
-        for number, (size, grads, trained) in enumerate(zip(layout.sizes, layout.grad_bytes, layout.trained, strict=True))
+        for number, (size, grads, trained) in enumerate(zip(chunks.sizes, chunks.grad_bytes, chunks.trained, strict=True))
     ]
-    accesses = list(run.accesses) if run else linear_accesses(layout.n_chunks)
-    phases = (
-        [
-            (
-                p.block,
-                p.backward,
-                p.keep_entry_bytes,
-                p.keep_peak_bytes,
-                p.checkpoint_entry_bytes,
-                p.checkpoint_peak_bytes,
-                p.keep_working_bytes,
-            )
-            for p in run.phases
-        ]
-        if run
-        else []
-    )
+    accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
     found = _core.make_plan(
         budget_bytes,
         (run.fixed_bytes if run else 0) + unknown_bytes,
-        chunks,
-        phases,
+        described,
+        _phases(run) if run else [],
         accesses,
+        list(run.access_phases) if run else [],
         run.n_together if run else 1,
         2 + n_states,
         n_blocks,
         None if modes is None else [MODES.index(mode) for mode in modes],
         -1 if n_persist is None else n_persist,
+        n_buffer,
         grads_outlive_backward,
+        n_passes,
+        host_budget_bytes,
+        n_ranks,
+        _timed(times, machine) if run and times and machine else None,
     )
     block_modes = tuple(MODES[mode] for mode in found["modes"])
+    forecast = found["forecast"]
     plan = Plan(
-        layout.chunk_bytes,
-        layout.n_chunks,
-        found["n_persist"],
-        found["n_buffer"],
-        block_modes,
-        block_modes.count("swap"),
-        sum(mode.startswith("checkpoint") for mode in block_modes),
-        0.0,
-        found["peak_bytes"],
-        0,
-        found["disk_bytes"],
-        budget_bytes,
+        chunk_bytes=chunks.chunk_bytes,
+        n_chunks=chunks.n_chunks,
+        n_persist=found["n_persist"],
+        n_buffer=found["n_buffer"],
+        block_modes=block_modes,
+        n_swap=block_modes.count("swap"),
+        n_checkpoint=sum(mode.startswith("checkpoint") for mode in block_modes),
+        step_seconds=forecast["step_ns"] / 1e9,
+        peak_bytes=found["peak_bytes"],
+        host_bytes=found["host_bytes"],
+        disk_bytes=found["disk_bytes"],
+        budget_bytes=budget_bytes,
+        n_host=found["n_host"],
+        persistent_bytes=found["static_bytes"] - found["slot_bytes_total"] - found["ring_bytes"],
+        slot_bytes=found["slot_bytes_total"],
+        ring_bytes=found["ring_bytes"],
+        forecast=_forecast(forecast) if forecast["step_ns"] else None,
     )
     return Arrangement(
         plan,
@@ -234,6 +262,77 @@ def arrange(
         found["headroom_bytes"],
         found["rise_bytes"],
     )
+
+
+def _phases(run: DryRun) -> list[tuple[int, bool, int, int, int, int, int]]:
+    return [
+        (
+            p.block,
+            p.backward,
+            p.keep_entry_bytes,
+            p.keep_peak_bytes,
+            p.checkpoint_entry_bytes,
+            p.checkpoint_peak_bytes,
+            p.keep_working_bytes,
+        )
+        for p in run.phases
+    ]
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _timed(times: Times, machine: Machine) -> tuple[Any, ...]:
+    """Times and machine as the core takes them."""
+    lanes = [getattr(machine, lane) for lane in LANES]
+    return (
+        [(_ns(compute), _ns(again)) for compute, again in times.phases],
+        [(s.bytes_per_second, s.idle_bytes_per_second, s.drag_seconds_per_byte * 1e9) for s in lanes],
+        machine.disk_overlap,
+        machine.link_overlap,
+        machine.stash_drag_seconds_per_byte * 1e9,
+        machine.step_update_bytes_per_second,
+        _ns(machine.step_fixed_seconds),
+        _ns(machine.access_seconds),
+        _ns(machine.checkpoint_seconds),
+        _ns(machine.swap_seconds),
+    )
+
+
+def _forecast(found: _core.ForecastResult) -> Forecast:
+    return Forecast(
+        compute_seconds=found["compute_ns"] / 1e9,
+        recompute_seconds=found["recompute_ns"] / 1e9,
+        fixed_seconds=found["fixed_ns"] / 1e9,
+        drag_seconds=found["drag_ns"] / 1e9,
+        update_seconds=found["update_ns"] / 1e9,
+        wait_seconds={reason: ns / 1e9 for reason, ns in zip(WAITS, found["wait_ns"], strict=True)},
+        busy_seconds={lane: ns / 1e9 for lane, ns in zip(LANES, found["busy_ns"], strict=True)},
+        moved_bytes=dict(zip(LANES, found["moved_bytes"], strict=True)),
+    )
+
+
+def plan_from_profile(
+    profile: Profile, budget_bytes: int, *, host_budget_bytes: int = 0, n_ranks: int = 1, modes: Sequence[str] | None = None
+) -> Plan:
+    """The plan for a budget, in bytes, of what was profiled, here or elsewhere; deterministic.
+
+    Raises:
+        BudgetError: nothing fits, with the smallest budget that does.
+        PlanError: the profile contradicts itself.
+    """
+    chunks = pack(profile.parameters, profile.chunk_bytes)
+    if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
+        raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
+    try:
+        return arrange(
+            chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=modes,
+            grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes, times=profile.times,
+            machine=profile.machine, host_budget_bytes=host_budget_bytes, n_ranks=n_ranks,
+        ).plan  # fmt: skip
+    except BudgetError as error:
+        raise refuse(error, "a step of this batch") from None
 
 
 def refuse(error: BudgetError, what: str) -> BudgetError:

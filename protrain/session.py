@@ -12,9 +12,8 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +30,15 @@ from .activations import (
     run_operation,
     run_swapped,
 )
+from .counting import uncounted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import BudgetError, PlanError, StepError
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of, state_names
+from .pacing import Pacer
 from .parameters import DisableTorchFunction, enchain, mark_views, release
 from .planning import Arrangement, Plan, arrange, refuse
+from .profiles import Machine, Times
 from .timeline import BlockClock
 
 UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
@@ -47,16 +49,6 @@ PROBED_STEPS = 2
 
 #: What a block does where nothing may leave memory: outside of a training step's forward.
 WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint", "checkpoint_swap": "checkpoint"}
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Tensors made inside belong to no budget: copies that a user asked for, beside the training."""
-    before = _core.swap_account(None)
-    try:
-        yield
-    finally:
-        _core.swap_account(before)
 
 
 @dataclass(frozen=True)
@@ -102,6 +94,7 @@ class Session:
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
         self.stashing = False
+        self.pacer = Pacer(self)
         self._goal = self._headroom = 0  # bytes: see _set_goal
         self.filling = False
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
@@ -125,6 +118,8 @@ class Session:
         self.late: bool | None = None  # updates wait for step(); None: not known yet
         self._began: float | None = None
         self._wait_ns = 0
+        self._shapes: tuple[tuple[int, ...], ...] | None = None  # of its batches; (): they differ
+        self._update_seconds, self._update_bytes = 0.0, 0  # of what step() updated in memory
         # figures
         self.steps = 0
         self.step_seconds = 0.0
@@ -264,21 +259,40 @@ class Session:
 
     # ---- planning ----
 
-    def _decide(self, run: DryRun | None, unknown_bytes: int = 0) -> Arrangement:
+    def decide(
+        self,
+        run: DryRun | None,
+        unknown_bytes: int = 0,
+        *,
+        times: Times | None = None,
+        machine: Machine | None = None,
+        as_now: bool = False,
+    ) -> Arrangement:
+        """The arrangement for what a dry run foresaw; as_now: with the decisions of the one in use.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
         settings = self.settings
-        modes = settings.block_modes
-        n_persist = None
-        if settings.plan is not None:
-            modes, n_persist = modes or list(settings.plan.block_modes), settings.plan.n_persist
+        modes: Sequence[str] | None = settings.block_modes
+        given = settings.plan if settings.plan is not None else self.arrangement.plan if as_now else None
+        n_persist, n_buffer = None, 0
+        if given is not None:
+            modes, n_persist, n_buffer = modes or given.block_modes, given.n_persist, given.n_buffer
         elif run is None:
             n_persist = None if unknown_bytes else 0
         try:
-            return arrange(
+            found = arrange(
                 self.layout, len(self.blocks), self.n_states, settings.memory_bytes, run, modes=modes, n_persist=n_persist,
-                grads_outlive_backward=self.grads_outlive_backward, unknown_bytes=unknown_bytes,
+                n_buffer=n_buffer, grads_outlive_backward=self.grads_outlive_backward, n_passes=settings.accumulate,
+                unknown_bytes=unknown_bytes, times=times, machine=machine,
             )  # fmt: skip
         except BudgetError as error:
             raise refuse(error, "a step of this batch") from None
+        if settings.plan is not None:  # what was foretold stands
+            plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
+            found = replace(found, plan=plan)
+        return found
 
     @property
     def grads_outlive_backward(self) -> bool:
@@ -291,6 +305,7 @@ class Session:
             BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
         """
         shapes = shapes_of(args, kwargs)
+        self._shapes = shapes if self._shapes in (None, shapes) else ()
         if any(covers(known, shapes) for known, _ in self._dry_runs):
             return
         if self.passes and self.planned:
@@ -309,15 +324,16 @@ class Session:
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                 stacklevel=4,
             )
-        found = self._decide(run)
-        best = found
-        for _, other in self._dry_runs:
-            again = self._decide(other)
+        best = self.decide(run)
+        largest = run, shapes
+        for known, other in self._dry_runs:
+            again = self.decide(other)
             if again.smallest_bytes > best.smallest_bytes:
-                best = again
+                best, largest = again, (other, known)
         self.rearrange(best)
         self._dry_runs.append((shapes, run))
         self.planned = True
+        self.pacer.begin(*largest)
 
     def __deepcopy__(self, _memo: Any) -> Session:
         """A copied hook still belongs to this session."""
@@ -331,7 +347,7 @@ class Session:
             return
         self._measured_bytes = unknown
         try:
-            self.rearrange(self._decide(None, unknown_bytes=unknown * 9 // 8))
+            self.rearrange(self.decide(None, unknown_bytes=unknown * 9 // 8))
         except BudgetError:
             return  # the safest plan stays
 
@@ -343,11 +359,13 @@ class Session:
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
+            self._shapes = None
             self.clock.begin_step()
         self.modes = self.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
             self.plan_for(args, kwargs)
             self._make_room()
+            self.clock.begin_pass()
             self.engine.read_ahead(self.settings.accumulate == 1 and self._updates_behind_backward)
         else:
             self.engine.read_ahead(False)
@@ -508,6 +526,7 @@ class Session:
 
     def _begin_pass(self, task: int) -> None:
         self._task = task
+        self.clock.watch_backward()
         if self.passes:
             self.engine.flush()
         self.passes += 1
@@ -597,9 +616,11 @@ class Session:
             self.step_seconds = now - self._began
             self.wait_seconds = (wait_ns - self._wait_ns) / 1e9
             self.clock.end_step(self.steps)
-        self._began = None
+        timed, self._began = self._began is not None, None
         self._adjust_headroom()
         self._replan_measured()
+        if timed:
+            self.pacer.after_step(self._shapes, self._update_seconds, self._update_bytes)
         self.engine.seek(0)
         return norm
 
@@ -624,8 +645,11 @@ class Session:
         if not self._updates_behind_backward or self.settings.accumulate > 1:
             self.engine.update_spilled(scale)
         self.engine.wait()
+        began = time.perf_counter()
         for number, grad in in_memory:
             self.engine.update_in_memory(number, grad.data_ptr(), scale)
+        self._update_seconds = time.perf_counter() - began
+        self._update_bytes = 4 * (1 + self.n_states) * sum(self.layout.entries[number].count for number, _ in in_memory)
         self.engine.commit()
         if self.late is None and (not same or self.steps + 1 >= PROBED_STEPS):
             self.late = not same

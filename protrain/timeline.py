@@ -28,7 +28,7 @@ LANES = ("step", "compute", "wait", "read", "write", "update")
 KINDS = (
     "step", "forward", "backward", "recompute", "parameters", "state", "gradients", "activations", "update", "memory",
 )  # fmt: skip
-STEP, COMPUTE = LANES.index("step"), LANES.index("compute")
+STEP, COMPUTE, WAIT = LANES.index("step"), LANES.index("compute"), LANES.index("wait")
 KIND_STEP, FORWARD, BACKWARD, RECOMPUTE = 0, 1, 2, 3
 OF_BLOCK = {"forward", "backward", "recompute", "activations"}
 
@@ -46,7 +46,10 @@ class BlockClock:
     come, when another block's begins, or when backward is over.
     """
 
-    __slots__ = ("_backward_begins", "_began_ns", "_closed", "_engine", "_last", "_open", "_open_ns", "_queued", "step")
+    __slots__ = (
+        "_backward_begins", "_began_ns", "_closed", "_engine", "_first_block_task", "_last", "_open", "_open_ns", "_queued",
+        "passes", "step",
+    )  # fmt: skip
 
     def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None]) -> None:
         self._engine = engine
@@ -56,7 +59,9 @@ class BlockClock:
         self._open = -1  # the block whose backward goes on; -1: none
         self._open_ns = 0
         self._queued = -1  # the graph task whose end calls `_backward_over`
+        self._first_block_task = -1  # the graph task in which a block's backward has begun
         self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
+        self.passes: list[tuple[int, int]] = []  # of the step under way: the forward began, the backward was over (0: not yet)
         self.step: StepTrace | None = None  # the last completed step
 
     def close(self) -> None:
@@ -69,6 +74,7 @@ class BlockClock:
         """The first forward of a step begins."""
         now = _core.now_ns()
         self._began_ns, self._open = now, -1
+        self.passes.clear()
         # The mark by which StepTrace sees that nothing of the step has given way in the ring.
         _core.trace_add(self._engine, STEP, KIND_STEP, -1, now - 1, now)
 
@@ -77,12 +83,25 @@ class BlockClock:
         if self._began_ns:
             now = _core.now_ns()
             _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
-            self.step = StepTrace(self._engine, number, self._began_ns, now)
+            self.step = StepTrace(self._engine, number, self._began_ns, now, tuple(self.passes))
         self.forget()
 
     def forget(self) -> None:
         """The step under way is not made."""
         self._began_ns, self._open = 0, -1
+
+    def begin_pass(self) -> None:
+        """A forward of the model begins whose backward is to come; a pass without one is no pass of the step."""
+        if self.passes and self.passes[-1][1] == 0:
+            self.passes.pop()
+        self.passes.append((_core.now_ns(), 0))
+
+    def watch_backward(self) -> None:
+        """Called in a backward: its end is to be noted."""
+        task = _graph_task()
+        if task != self._queued and not self._closed:
+            self._queued, self._open = task, -1  # what a backward that failed left open has no end
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
 
     # ---- blocks ----
 
@@ -133,10 +152,9 @@ class BlockClock:
         if self._closed:
             return
         now = _core.now_ns()
-        task = _graph_task()
-        if task != self._queued:
-            self._queued, self._open = task, -1  # what a backward that failed left open has no end
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
+        if _graph_task() != self._first_block_task:
+            self._first_block_task = _graph_task()
+            self.watch_backward()
             self._backward_begins()
         self._end(now)
         self._open, self._open_ns = number, now
@@ -147,7 +165,10 @@ class BlockClock:
         self._open = -1
 
     def _backward_over(self) -> None:
-        self._end(_core.now_ns())
+        now = _core.now_ns()
+        self._end(now)
+        if self.passes:
+            self.passes[-1] = (self.passes[-1][0], now)
 
 
 class _BlockHooks:
@@ -194,10 +215,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 class StepTrace:
     """A completed step: whose events are asked for when `timeline` is called, while they are still in the ring."""
 
-    __slots__ = ("_engine", "begin_ns", "end_ns", "number")
+    __slots__ = ("_engine", "begin_ns", "end_ns", "number", "passes")
 
-    def __init__(self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int) -> None:
+    def __init__(
+        self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int, passes: tuple[tuple[int, int], ...]
+    ) -> None:
         self._engine, self.number, self.begin_ns, self.end_ns = engine, number, begin_ns, end_ns
+        self.passes = passes  # as BlockClock.passes
+
+    def raw(self) -> list[Raw]:
+        """The events since the step began, of later steps too; none where the ring has lost its beginning."""
+        found = _core.trace_events(self._engine, self.begin_ns)
+        return found if any(_is_mark(event, self.begin_ns) for event in found) else []
 
     def timeline(self) -> Timeline:
         """What the lanes did in the step.
@@ -294,7 +323,7 @@ def make_timeline(raw: Iterable[Raw], number: int, begin_ns: int, end_ns: int) -
     for event in raw:
         start, end, _, which, lane, _ = event
         if lane == STEP and which == -1:
-            whole = whole or end == begin_ns
+            whole = whole or _is_mark(event, begin_ns)
         elif end > begin_ns and start < end_ns and (lane != STEP or which == number):
             found.append(event)
     if not whole:
@@ -308,6 +337,11 @@ def make_timeline(raw: Iterable[Raw], number: int, begin_ns: int, end_ns: int) -
         for start, end, size, which, lane, kind in found
     )
     return Timeline(number, (end_ns - begin_ns) / 1e9, events, begin_ns)
+
+
+def _is_mark(event: Raw, begin_ns: int) -> bool:
+    """Whether it is what begin_step wrote at begin_ns."""
+    return event[4] == STEP and event[3] == -1 and event[1] == begin_ns
 
 
 def _name(number: int, kind: int) -> str:

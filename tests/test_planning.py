@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import protrain
 from protrain import _core
 from protrain.blocks import find_blocks
+from protrain.planning import plan_from_profile
 
 pytest.importorskip("transformers")
 
@@ -75,8 +77,27 @@ def test_a_plan_of_four_modes_is_read_and_used(causal_lm: Any, token_batches: An
         protrain.plan(model, ids, memory="1GiB", block_modes=MIXED[:3])
 
 
-def test_nothing_that_swaps_is_chosen_unasked(causal_lm: Any, token_batches: Any) -> None:
+def test_what_fits_is_kept_and_what_does_not_leaves(causal_lm: Any, token_batches: Any) -> None:
     model, (ids,) = causal_lm("gpt2", layers=LAYERS), token_batches(1, batch=8, length=256)
-    chosen = [protrain.plan(model, {"input_ids": ids, "labels": ids}, memory=memory) for memory in ("40MiB", "80MiB", "1GiB")]
-    assert {mode for plan in chosen for mode in plan.block_modes} == {"keep", "checkpoint"}
-    assert [plan.n_swap for plan in chosen] == [0, 0, 0]
+    batch = {"input_ids": ids, "labels": ids}
+    ample, tight = (protrain.plan(model, batch, memory=memory) for memory in ("1GiB", "40MiB"))
+    assert (set(ample.block_modes), ample.n_persist, ample.disk_bytes) == ({"keep"}, ample.n_chunks, 0)
+    assert "keep" not in tight.block_modes[:2]
+    assert tight.disk_bytes > 0
+    assert tight.step_seconds >= ample.step_seconds > 0
+    assert protrain.Plan.from_json(tight.to_json()).forecast == tight.forecast
+
+
+def test_a_profile_plans_elsewhere(causal_lm: Any, token_batches: Any) -> None:
+    model, (ids,) = causal_lm("gpt2", layers=LAYERS), token_batches(1, batch=4, length=128)
+    batch = {"input_ids": ids, "labels": ids}
+    found = protrain.profile(model, batch, memory="24MiB")
+    assert protrain.Profile.from_json(found.to_json()) == found
+    plan = protrain.plan(model, batch, memory="24MiB")
+    elsewhere = plan_from_profile(protrain.Profile.from_json(found.to_json()), 24 << 20)
+    assert elsewhere == plan
+    assert elsewhere.to_json() == plan.to_json()
+    with pytest.raises(protrain.PlanError, match="profile: this JSON is no profile"):
+        protrain.Profile.from_json("[]")
+    with pytest.raises(protrain.PlanError, match="chunks that its parameters do not fill"):
+        plan_from_profile(replace(found, parameters=found.parameters[:1]), 24 << 20)

@@ -5,6 +5,9 @@
  * it fits whole, and is cut greedily only where it is larger than a chunk. Invariants: the order of parameters is the order of
  * (chunk, offset); offsets are multiples of PTN_TENSOR_ALIGN_BYTES; a chunk of several parameters never passes chunk_bytes; a
  * chunk holds whole blocks, or a piece of one block, or parameters outside of blocks, never two of these.
+ *
+ * The size of chunks: slots are as large as the largest chunk in them, so what the others lack is memory that holds nothing. How
+ * well a size fits the parameters' own sizes is not smooth in it, so packing is tried with each size of a grid.
  */
 #include "base/bytes.h"
 #include "plan/parts.h"
@@ -72,5 +75,41 @@ ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_
   }
   close_chunk(&at);
   *n_chunks = at.chunk;
+  return PTN_OK;
+}
+
+#define GRID_SIZES 64
+#define AS_GOOD 0.02 /* of the fill */
+
+/* How full the chunks of blocks are, those that are not larger than chunk_bytes, measured by the largest of them: 0 to 1. */
+static double fill_share(const ptn_layout_param *params, size_t n_params) {
+  uint64_t total_bytes = 0, largest_bytes = 0, count = 0;
+  for (size_t begin = 0, end; begin < n_params; begin = end) {
+    for (end = begin + 1; end < n_params && params[end].chunk == params[begin].chunk;) end++;
+    if (params[begin].block < 0) continue;
+    uint64_t bytes = params[end - 1].offset_bytes + params[end - 1].bytes;
+    total_bytes += bytes;
+    largest_bytes = ptn_max_u64(largest_bytes, bytes);
+    count++;
+  }
+  return largest_bytes > 0 ? (double)total_bytes / ((double)largest_bytes * (double)count) : 1.0;
+}
+
+ptn_status ptn_layout_size(ptn_layout_param *params, size_t n_params, uint64_t least_bytes, uint64_t most_bytes,
+                           uint64_t *chunk_bytes) {
+  if (least_bytes == 0 || least_bytes > most_bytes || most_bytes > PTN_PLAN_MOST_BYTES) {
+    return ptn_fail(PTN_INVALID, "chunks of %llu to %llu bytes; give 1 to %llu, the least first", (unsigned long long)least_bytes,
+                    (unsigned long long)most_bytes, (unsigned long long)PTN_PLAN_MOST_BYTES);
+  }
+  double best_share = -1.0;
+  uint32_t n_chunks;
+  for (uint64_t i = 0; i <= GRID_SIZES; i++) { /* the largest first */
+    uint64_t bytes = ptn_round_up(most_bytes - (most_bytes - least_bytes) * i / GRID_SIZES, PTN_PAGE_BYTES);
+    PTN_TRY(ptn_layout(params, n_params, bytes, &n_chunks));
+    double share = fill_share(params, n_params);
+    if (share <= best_share + AS_GOOD) continue;
+    best_share = share;
+    *chunk_bytes = bytes;
+  }
   return PTN_OK;
 }

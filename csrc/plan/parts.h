@@ -3,7 +3,14 @@
  *   slots.c  which slot each chunk on disk is loaded into
  *   peak.c   what a candidate holds at its highest moment
  *   swap.c   what a plan writes to disk of activations, and the memory it works in while they are read ahead
- *   rule.c   which candidate is taken
+ *   request.c   whether what was asked can be planned at all
+ *   tiers.c     what is at home on the host and what on disk
+ *   fit.c       what a budget holds beside the modes of a candidate: persistent chunks, slots, ring
+ *   rule.c      which candidate is taken where nothing was timed
+ *   simulate.c  what a candidate takes in time, event by event
+ *   bounds.c    the least it can take, in closed form
+ *   search.c    which candidate is taken where a profile has times, families.c among which
+ *   make.c      all of it: from a request to a plan
  */
 #ifndef PTN_PLAN_PARTS_H
 #define PTN_PLAN_PARTS_H
@@ -22,7 +29,8 @@ ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_requ
 void ptn_slots_scratch_destroy(ptn_slots_scratch *scratch);
 
 /* Slots for the chunks from n_persist on: chunks within any `window` distinct chunks in the cyclic order of the accesses never
- * share one. window is 1..most_window. slot_of_chunk and slot_bytes have n_chunks entries, of the latter *n_slots are set. */
+ * share one. window is 1..most_window, or n_chunks and more: each has its own. slot_of_chunk and slot_bytes have n_chunks entries, of
+ * the latter *n_slots are set. */
 void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint32_t n_persist, uint32_t window,
                int32_t *slot_of_chunk, uint64_t *slot_bytes, uint32_t *n_slots);
 
@@ -31,6 +39,8 @@ void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint
 /* What the block saves is away from memory between its forward and its backward, dropped or on disk: the checkpoint run stands
  * for it, else the keep run. */
 static inline bool ptn_mode_away(ptn_mode mode) { return mode != PTN_KEEP; }
+static inline bool ptn_mode_swaps(ptn_mode mode) { return mode == PTN_SWAP || mode == PTN_CHECKPOINT_SWAP; }
+static inline bool ptn_mode_recomputes(ptn_mode mode) { return mode == PTN_CHECKPOINT || mode == PTN_CHECKPOINT_SWAP; }
 
 /* For each forward phase the backward phase that consumes it (n_phases: none does); for all others n_phases. */
 void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase);
@@ -50,9 +60,126 @@ uint64_t ptn_peak_without_slots(const ptn_plan_request *request, const int64_t *
 
 /* What the blocks of swap modes write in one step. */
 uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes);
+/* Of that, what phase i writes. */
+uint64_t ptn_swap_phase_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
+                              uint32_t i);
 
 /* How far the backward of a block rises above where it began; above_static_bytes: of the peak. */
 uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *modes);
 uint64_t ptn_swap_headroom_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes);
+
+/* ---- request.c ---- */
+
+/* PTN_PLAN where modes or n_persist are wrong in themselves, PTN_INVALID where anything else is. */
+ptn_status ptn_request_check(const ptn_plan_request *request);
+
+/* ---- tiers.c ---- */
+
+typedef struct ptn_tiers {
+  uint32_t n_host;
+  bool stash_on_host;
+  uint64_t host_bytes, disk_bytes;
+} ptn_tiers;
+
+bool ptn_tiers_has_host(const ptn_plan_request *request);
+bool ptn_tiers_has_disk(const ptn_plan_request *request);
+/* False where something would have to go to a disk that is not there. */
+bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out);
+/* The fewest persistent chunks for which the others and the stash have a place. PTN_BUDGET: none, for the stash. */
+ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t stash_bytes, uint32_t *least_persist);
+
+/* ---- fit.c ---- */
+
+#define PTN_FIT_MOST_WINDOWS 16
+
+typedef struct ptn_fit {
+  const ptn_plan_request *request;
+  int64_t budget_bytes;
+  int64_t limit_bytes;    /* for candidates that have a ring, without it */
+  uint32_t n_trained_end; /* chunks from here on are all frozen */
+  uint32_t least_persist; /* fewer have no place in the tiers behind memory */
+  uint64_t pending_bytes; /* the largest gradients of a chunk: what may always wait for updates */
+  uint32_t few, more;     /* distinct chunks with slots of their own: the least, and what is preferred */
+  uint32_t windows[PTN_FIT_MOST_WINDOWS], n_windows; /* all that are tried, in their order */
+  uint32_t *consumer_of_phase;
+  int64_t *phase_bytes;   /* of the modes composed last */
+  int64_t *peak_scratch;
+  int32_t *slot_of_chunk; /* assigned last */
+  uint64_t *slot_bytes;
+  uint32_t n_slots;
+  ptn_slots_scratch *slots;
+} ptn_fit;
+
+/* fit is to be destroyed also where create fails. */
+ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request);
+void ptn_fit_destroy(ptn_fit *fit);
+/* Sets the limit: what the safest candidate needs is spared from all but the smallest ring. */
+void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes);
+
+void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes);
+int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist); /* of the modes composed last */
+int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window); /* assigns; their bytes */
+uint64_t ptn_fit_persistent_bytes(const ptn_fit *fit, uint32_t n_persist);
+
+bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist);
+/* needed_bytes: of modes, persistent chunks and slots, without a ring. */
+bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
+int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes); /* with the least ring */
+void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, ptn_plan *out);
+/* The window that gives so many slots and fits with the modes composed last; 0: none. */
+uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
+
+/* ---- rule.c ---- */
+
+typedef struct ptn_rule ptn_rule;
+/* Measures the request's own choices, and sets the limit of the fit. */
+ptn_status ptn_rule_create(ptn_rule **out, ptn_fit *fit);
+void ptn_rule_destroy(ptn_rule *rule); /* NULL is allowed */
+uint64_t ptn_rule_least_bytes(const ptn_rule *rule);    /* the smallest budget for modes and n_persist as given */
+uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule); /* and where they are free */
+void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes);
+/* False: nothing fits. modes: n_blocks entries. */
+bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window);
+
+/* ---- simulate.c ---- */
+
+/* One way to carry out a request: everything that decides about its time. */
+typedef struct ptn_candidate {
+  const ptn_mode *modes;         /* n_blocks */
+  uint32_t n_persist, n_host;    /* chunks at home on the device, and behind them on the host */
+  const int32_t *slot_of_chunk;  /* n_chunks; -1: persistent */
+  const int64_t *phase_bytes;    /* as ptn_peak_compose gives them for these modes */
+  uint64_t above_static_bytes;   /* what the plan's peak leaves for phases, gradients and activations under way */
+  uint64_t pending_bytes;        /* gradients of chunks that may wait for their updates before backward does */
+} ptn_candidate;
+
+/* The step_ns of a candidate that cannot be carried out: a lane that the machine lacks would have to carry bytes. No forecast is
+ * longer. */
+#define PTN_NEVER_NS (INT64_MAX / 4)
+
+/* Scratch, made once for a request with a profile and access_phases; both arguments are borrowed until destroy. PTN_INVALID where
+ * one of them is missing or does not fit the phases. */
+typedef struct ptn_simulation ptn_simulation;
+ptn_status ptn_simulation_create(ptn_simulation **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
+void ptn_simulation_destroy(ptn_simulation *simulation); /* NULL is allowed */
+/* Deterministic; allocates nothing. */
+void ptn_simulate(ptn_simulation *simulation, const ptn_candidate *candidate, ptn_forecast *out);
+
+/* ---- bounds.c ---- */
+
+/* Scratch, made once for a request with a profile and access_phases; both arguments are borrowed until destroy. */
+typedef struct ptn_bounds ptn_bounds;
+ptn_status ptn_bounds_create(ptn_bounds **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
+void ptn_bounds_destroy(ptn_bounds *bounds); /* NULL is allowed */
+/* Never more than what ptn_simulate says of the candidate: the closed form of the equations (2) to (7) of arXiv 2406.08334, with
+ * slots, the disk and the drag. moved_bytes: beside compute, of parameters, state, gradients and activations, at least. */
+int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_t *moved_bytes);
+
+/* ---- search.c ---- */
+
+/* From the rule's choice, in modes, n_persist and window, to the one with the least forecast. PTN_INVALID where every candidate
+ * that fits needs a lane which the machine lacks. */
+ptn_status ptn_search(ptn_fit *fit, const ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window,
+                      ptn_forecast *forecast);
 
 #endif

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "profile/profile.h"
 
 typedef enum ptn_mode { PTN_KEEP = 0, PTN_SWAP, PTN_CHECKPOINT, PTN_CHECKPOINT_SWAP } ptn_mode;
 
@@ -30,7 +31,13 @@ typedef struct ptn_layout_param {
  * chunk while they fit. Writes chunk and offset_bytes; *n_chunks is set; chunk sizes are the caller's to sum. */
 ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_bytes, uint32_t *n_chunks);
 
-/* ---- the rule (plan/rule.c) ---- */
+/* The chunk size from least_bytes to most_bytes, a multiple of a page, with which packing wastes least: the parameters of blocks are
+ * packed with each size of a grid, and the size counts whose chunks fill the largest of them best; of those as good, the largest.
+ * Overwrites chunk and offset_bytes of params. */
+ptn_status ptn_layout_size(ptn_layout_param *params, size_t n_params, uint64_t least_bytes, uint64_t most_bytes,
+                           uint64_t *chunk_bytes);
+
+/* ---- the request ---- */
 
 typedef struct ptn_plan_chunk {
   uint64_t param_bytes;   /* its parameters with padding, a multiple of PTN_PAGE_BYTES */
@@ -63,30 +70,61 @@ typedef struct ptn_plan_request {
   const ptn_phase *phases;
   uint32_t n_accesses;
   const uint32_t *accesses;     /* chunk of each access in a step, in order, forward and backward */
+  const uint32_t
+      *access_phases; /* the phase in which each access happens, never falling; NULL: not known, then nothing is timed */
   uint32_t n_together;          /* the most chunks that one operation reads at once; 0 is read as 1 */
   uint32_t n_arrays;            /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
   const ptn_mode *modes;        /* n_blocks modes to use as they are, or NULL: the planner chooses keep or checkpoint */
   int64_t n_persist;            /* as given, or -1: the planner chooses */
-  bool grads_outlive_backward;  /* accumulation or clipping: gradients of chunks on disk pass through the disk */
+  int64_t
+      n_buffer; /* with n_persist given: the slots of the plan that it is from, taken where that many are possible; 0 or less: free */
+  bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
+  uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
+  const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
+  uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent and for activations; 0: there is none */
+  uint32_t n_ranks; /* devices that share the chunks which are not persistent; 0 is read as 1 */
 } ptn_plan_request;
 
+/* What a step is going to take, by the simulation (plan/simulate.c). All of one step of all its passes. */
+typedef enum ptn_wait_reason {
+  PTN_WAIT_CHUNK = 0, /* for parameters that are still being brought */
+  PTN_WAIT_STASH_WRITE, /* for memory that activations still take */
+  PTN_WAIT_STASH_READ, /* for activations */
+  PTN_WAIT_GRADIENTS, /* in backward, for gradients to leave memory */
+  PTN_WAIT_UPDATE, /* in step(), for updates under way */
+  PTN_N_WAITS,
+} ptn_wait_reason;
+
+typedef struct ptn_forecast {
+  int64_t step_ns; /* the sum of what follows up to wait_ns; 0: nothing was timed */
+  int64_t compute_ns, recompute_ns, fixed_ns;
+  int64_t drag_ns; /* compute lost to lanes */
+  int64_t update_ns; /* in step(): updates of chunks on the device, and those that could not begin before */
+  int64_t wait_ns[PTN_N_WAITS];
+  int64_t busy_ns[PTN_N_LANES]; /* beside compute */
+  uint64_t moved_bytes[PTN_N_LANES];
+} ptn_forecast;
+
 typedef struct ptn_plan {
-  uint32_t n_persist;        /* the first n_persist chunks stay in memory */
-  uint32_t n_buffer;         /* slots that the others share: entries of slot_bytes */
-  uint32_t n_ahead;          /* so many distinct chunks after the one in use, in recorded order, are in slots of their own */
+  uint32_t n_persist; /* the first n_persist chunks stay in memory */
+  uint32_t n_buffer; /* slots that the others share: entries of slot_bytes */
+  uint32_t n_ahead; /* so many distinct chunks after the one in use, in recorded order, are in slots of their own */
   uint64_t slot_bytes_total;
-  uint64_t piece_bytes;      /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
-  uint32_t n_pieces;         /* in the ring */
+  uint64_t piece_bytes; /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
+  uint32_t n_pieces; /* in the ring */
   uint64_t ring_bytes;
-  uint64_t static_bytes;     /* of the peak, live always: parameters and state of persistent chunks, slots, ring */
-  uint64_t peak_bytes;       /* predicted, all that counts */
-  uint64_t smallest_bytes;   /* the smallest budget for which this request has a plan (with modes and n_persist free) */
-  uint64_t stash_bytes;      /* about what blocks of swap modes write in one step; 0 also where n_phases is */
-  uint64_t rise_bytes;       /* by which backward of a block rises above its begin; 0 where nothing swaps */
-  uint64_t headroom_bytes;   /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */
-  uint64_t disk_bytes;       /* homes and shadows of the chunks that are not persistent, and the stash */
+  uint64_t static_bytes; /* of the peak, live always: parameters and state of persistent chunks, slots, ring */
+  uint64_t peak_bytes; /* predicted, all that counts */
+  uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
+  uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */
+  uint64_t rise_bytes; /* by which backward of a block rises above its begin; 0 where nothing swaps */
+  uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */
+  uint64_t disk_bytes; /* homes and shadows of chunks on disk, and the stash where it is there */
+  uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
+  uint64_t host_bytes; /* their parameters and state, and the stash where it is there; of one rank */
+  ptn_forecast forecast; /* zeros without a profile */
   /* The caller's arrays: n_chunks and n_blocks entries, n_slots <= n_chunks. */
-  int32_t *slot_of_chunk;    /* -1: persistent */
+  int32_t *slot_of_chunk; /* -1: persistent */
   uint64_t *slot_bytes;
   ptn_mode *modes;
 } ptn_plan;

@@ -212,7 +212,13 @@ void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint
   *n_slots = 0;
   for (uint32_t c = 0; c < n_chunks; c++) slot_of_chunk[c] = -1;
   if (count == 0) return;
-  window = (uint32_t)ptn_min_u64(window, count);
+  if (window >= count) { /* each its own */
+    for (; *n_slots < count; ++*n_slots) {
+      slot_of_chunk[n_persist + *n_slots] = (int32_t)*n_slots;
+      slot_bytes[*n_slots] = request->chunks[n_persist + *n_slots].param_bytes;
+    }
+    return;
+  }
   build_graph(request, scratch, n_persist, window);
   scratch->large_bytes = find_large(request, scratch, n_persist);
   for (uint32_t i = 0; i < count; i++) scratch->order[i] = n_persist + i;

@@ -23,33 +23,33 @@
 
 #define STASH_UNIT_BYTES ((uint64_t)64 << 10)
 
-static bool swaps(ptn_mode mode) { return mode == PTN_SWAP || mode == PTN_CHECKPOINT_SWAP; }
-static bool recomputes(ptn_mode mode) { return mode == PTN_CHECKPOINT || mode == PTN_CHECKPOINT_SWAP; }
+uint64_t ptn_swap_phase_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
+                              uint32_t i) {
+  int32_t block = request->phases[i].block;
+  if (consumer_of_phase[i] == request->n_phases || !ptn_mode_swaps(modes[block])) return 0; /* only blocks have consumers */
+  int64_t bytes = ptn_peak_retained_bytes(request, i, ptn_mode_recomputes(modes[block]));
+  return bytes > 0 ? ptn_round_up((uint64_t)bytes, STASH_UNIT_BYTES) : 0;
+}
 
 uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes) {
   uint64_t total_bytes = 0;
-  for (uint32_t i = 0; i < request->n_phases; i++) {
-    int32_t block = request->phases[i].block;
-    if (consumer_of_phase[i] == request->n_phases || !swaps(modes[block])) continue; /* only blocks have consumers */
-    int64_t bytes = ptn_peak_retained_bytes(request, i, recomputes(modes[block]));
-    if (bytes > 0) total_bytes += ptn_round_up((uint64_t)bytes, STASH_UNIT_BYTES);
-  }
+  for (uint32_t i = 0; i < request->n_phases; i++) total_bytes += ptn_swap_phase_bytes(request, consumer_of_phase, modes, i);
   return total_bytes;
 }
 
 static uint64_t rise_bytes(const ptn_phase *phase, ptn_mode mode) {
-  return recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes
-                          : phase->keep_peak_bytes - phase->keep_entry_bytes;
+  return ptn_mode_recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes
+                                   : phase->keep_peak_bytes - phase->keep_entry_bytes;
 }
 
 static uint64_t working_bytes(const ptn_phase *phase, ptn_mode mode) {
-  return recomputes(mode) ? rise_bytes(phase, mode) : ptn_max_u64(phase->keep_working_bytes, rise_bytes(phase, mode));
+  return ptn_mode_recomputes(mode) ? rise_bytes(phase, mode) : ptn_max_u64(phase->keep_working_bytes, rise_bytes(phase, mode));
 }
 
 static uint64_t highest(const ptn_plan_request *request, const ptn_mode *modes,
                         uint64_t (*of)(const ptn_phase *phase, ptn_mode mode)) {
   bool any = false;
-  for (uint32_t i = 0; i < request->n_blocks; i++) any |= swaps(modes[i]);
+  for (uint32_t i = 0; i < request->n_blocks; i++) any |= ptn_mode_swaps(modes[i]);
   uint64_t highest_bytes = 0;
   for (uint32_t i = 0; any && i < request->n_phases; i++) {
     const ptn_phase *phase = &request->phases[i];

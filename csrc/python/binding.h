@@ -10,7 +10,7 @@
 #include "runtime/engine.h"
 
 typedef struct ptn_module_state {
-  PyObject *region_type, *engine_type, *saved_type, *saved_tensors_type;
+  PyObject *region_type, *engine_type, *saved_type, *saved_tensors_type, *machine_bench_type;
 } ptn_module_state;
 
 /* How often this process was forked off from another one since the module was loaded: what has threads is of one process, and
@@ -20,7 +20,7 @@ extern int ptn_python_forks;
 /* Sets the Python exception that the thread's error record describes and returns NULL; needs the GIL. */
 PyObject *ptn_python_raise(void);
 
-extern PyType_Spec ptn_region_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec;
+extern PyType_Spec ptn_region_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec, ptn_machine_bench_spec;
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 
@@ -45,6 +45,7 @@ PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
 /* Functions of the module. */
 PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords);
 PyObject *ptn_python_layout(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_layout_size(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_trace_events(PyObject *module, PyObject *arguments);

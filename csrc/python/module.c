@@ -39,8 +39,9 @@ static PyObject *memory_stats(PyObject *module, PyObject *unused) {
   (void)unused;
   ptn_arena_stats stats;
   ptn_arena_get_stats(&stats);
-  return Py_BuildValue("{s:K,s:K,s:K,s:K}", "live_bytes", stats.live_bytes, "cached_bytes", stats.cached_bytes, "resident_bytes",
-                       stats.resident_bytes, "mapped_count", stats.mapped_count);
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "live_bytes", stats.live_bytes, "cached_bytes", stats.cached_bytes,
+                       "resident_bytes", stats.resident_bytes, "high_water_bytes", stats.high_water_bytes, "mapped_count",
+                       stats.mapped_count);
 }
 
 static PyObject *trim(PyObject *module, PyObject *number) {
@@ -91,6 +92,7 @@ static PyMethodDef module_methods[] = {
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
     {"update", (PyCFunction)(void (*)(void))ptn_python_update, METH_VARARGS | METH_KEYWORDS, NULL},
     {"layout", ptn_python_layout, METH_VARARGS, NULL},
+    {"layout_size", ptn_python_layout_size, METH_VARARGS, NULL},
     {"make_plan", ptn_python_make_plan, METH_VARARGS, NULL},
     {"disk_bench", ptn_python_disk_bench, METH_VARARGS, NULL},
     {"trace_events", ptn_python_trace_events, METH_VARARGS, NULL},
@@ -112,7 +114,8 @@ static int exec_module(PyObject *module) {
   if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;
   if (add_type(module, &ptn_engine_spec, "Engine", &state->engine_type) < 0) return -1;
   if (add_type(module, &ptn_saved_spec, "Saved", &state->saved_type) < 0) return -1;
-  return add_type(module, &ptn_saved_tensors_spec, "SavedTensors", &state->saved_tensors_type);
+  if (add_type(module, &ptn_saved_tensors_spec, "SavedTensors", &state->saved_tensors_type) < 0) return -1;
+  return add_type(module, &ptn_machine_bench_spec, "MachineBench", &state->machine_bench_type);
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
@@ -121,6 +124,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->engine_type);
   Py_VISIT(state->saved_type);
   Py_VISIT(state->saved_tensors_type);
+  Py_VISIT(state->machine_bench_type);
   return 0;
 }
 
@@ -130,6 +134,7 @@ static int clear(PyObject *module) {
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->saved_type);
   Py_CLEAR(state->saved_tensors_type);
+  Py_CLEAR(state->machine_bench_type);
   return 0;
 }
 

@@ -4,26 +4,38 @@
 #include "plan/plan.h"
 #include "python/binding.h"
 
+/* Reads (bytes, number of its block) of each parameter; to be freed with PyMem_Free. NULL with an exception. */
+static ptn_layout_param *read_params(PyObject *list) {
+  Py_ssize_t count = PyList_Size(list);
+  ptn_layout_param *params = PyMem_Calloc((size_t)(count + 1), sizeof *params);
+  if (!params) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    unsigned long long bytes;
+    int block;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "Ki", &bytes, &block)) {
+      PyMem_Free(params);
+      return NULL;
+    }
+    params[i] = (ptn_layout_param){.bytes = bytes, .block = block};
+  }
+  return params;
+}
+
 PyObject *ptn_python_layout(PyObject *module, PyObject *arguments) {
   (void)module;
   PyObject *list;
   unsigned long long chunk_bytes;
   if (!PyArg_ParseTuple(arguments, "O!K", &PyList_Type, &list, &chunk_bytes)) return NULL;
   Py_ssize_t count = PyList_Size(list);
-  ptn_layout_param *params = PyMem_Malloc((size_t)(count + 1) * sizeof *params);
-  if (!params) return PyErr_NoMemory();
+  ptn_layout_param *params = read_params(list);
+  if (!params) return NULL;
   PyObject *result = NULL;
-  for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
-    unsigned long long bytes;
-    int block;
-    if (PyArg_ParseTuple(PyList_GetItem(list, i), "Ki", &bytes, &block))
-      params[i] = (ptn_layout_param){.bytes = bytes, .block = block};
-  }
   uint32_t n_chunks = 0;
-  if (!PyErr_Occurred()) {
-    if (ptn_layout(params, (size_t)count, chunk_bytes, &n_chunks) != PTN_OK) ptn_python_raise();
-    else result = PyList_New(count);
-  }
+  if (ptn_layout(params, (size_t)count, chunk_bytes, &n_chunks) != PTN_OK) ptn_python_raise();
+  else result = PyList_New(count);
   for (Py_ssize_t i = 0; result && i < count; i++) {
     PyObject *item = Py_BuildValue("(IK)", params[i].chunk, (unsigned long long)params[i].offset_bytes);
     if (!item) Py_CLEAR(result);
@@ -33,11 +45,25 @@ PyObject *ptn_python_layout(PyObject *module, PyObject *arguments) {
   return result;
 }
 
+PyObject *ptn_python_layout_size(PyObject *module, PyObject *arguments) {
+  (void)module;
+  PyObject *list;
+  unsigned long long least_bytes, most_bytes;
+  if (!PyArg_ParseTuple(arguments, "O!KK", &PyList_Type, &list, &least_bytes, &most_bytes)) return NULL;
+  ptn_layout_param *params = read_params(list);
+  if (!params) return NULL;
+  uint64_t chunk_bytes = 0;
+  ptn_status status = ptn_layout_size(params, (size_t)PyList_Size(list), least_bytes, most_bytes, &chunk_bytes);
+  PyMem_Free(params);
+  return status == PTN_OK ? PyLong_FromUnsignedLongLong(chunk_bytes) : ptn_python_raise();
+}
+
 /* Everything a request and its result point to, in one allocation each. */
 typedef struct plan_arrays {
   ptn_plan_chunk *chunks;
   ptn_phase *phases;
-  uint32_t *accesses;
+  ptn_phase_times *times;
+  uint32_t *accesses, *access_phases;
   ptn_mode *given_modes, *modes;
   int32_t *slots;
   uint64_t *slot_bytes;
@@ -46,7 +72,9 @@ typedef struct plan_arrays {
 static void free_arrays(plan_arrays *arrays) {
   PyMem_Free(arrays->chunks);
   PyMem_Free(arrays->phases);
+  PyMem_Free(arrays->times);
   PyMem_Free(arrays->accesses);
+  PyMem_Free(arrays->access_phases);
   PyMem_Free(arrays->given_modes);
   PyMem_Free(arrays->modes);
   PyMem_Free(arrays->slots);
@@ -56,95 +84,179 @@ static void free_arrays(plan_arrays *arrays) {
 static int make_arrays(plan_arrays *arrays, size_t chunks, size_t phases, size_t accesses, size_t blocks) {
   arrays->chunks = PyMem_Calloc(chunks + 1, sizeof *arrays->chunks);
   arrays->phases = PyMem_Calloc(phases + 1, sizeof *arrays->phases);
+  arrays->times = PyMem_Calloc(phases + 1, sizeof *arrays->times);
   arrays->accesses = PyMem_Calloc(accesses + 1, sizeof *arrays->accesses);
+  arrays->access_phases = PyMem_Calloc(accesses + 1, sizeof *arrays->access_phases);
   arrays->given_modes = PyMem_Calloc(blocks + 1, sizeof *arrays->given_modes);
   arrays->modes = PyMem_Calloc(blocks + 1, sizeof *arrays->modes);
   arrays->slots = PyMem_Calloc(chunks + 1, sizeof *arrays->slots);
   arrays->slot_bytes = PyMem_Calloc(chunks + 1, sizeof *arrays->slot_bytes);
-  if (arrays->chunks && arrays->phases && arrays->accesses && arrays->given_modes && arrays->modes && arrays->slots &&
-      arrays->slot_bytes)
+  if (arrays->chunks && arrays->phases && arrays->times && arrays->accesses && arrays->access_phases && arrays->given_modes &&
+      arrays->modes && arrays->slots && arrays->slot_bytes)
     return 1;
   PyErr_NoMemory();
   return 0;
 }
 
-static int read_lists(PyObject *chunks, PyObject *phases, PyObject *accesses, PyObject *modes, plan_arrays *arrays) {
-  for (Py_ssize_t i = 0; i < PyList_Size(chunks); i++) {
+static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     unsigned long long params, grads, states;
     unsigned int phase;
-    if (!PyArg_ParseTuple(PyList_GetItem(chunks, i), "KKKI", &params, &grads, &states, &phase)) return 0;
-    arrays->chunks[i] =
-        (ptn_plan_chunk){.param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase};
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KKKI", &params, &grads, &states, &phase)) return 0;
+    chunks[i] = (ptn_plan_chunk){.param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase};
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(phases); i++) {
+  return 1;
+}
+
+static int read_phases(PyObject *list, ptn_phase *phases) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     int block, backward;
     unsigned long long entry[2], peak[2], working = 0;
-    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "ipKKKK|K", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|K", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
                           &working))
       return 0;
-    arrays->phases[i] = (ptn_phase){.block = block,
-                                    .backward = backward != 0,
-                                    .keep_entry_bytes = entry[0],
-                                    .keep_peak_bytes = peak[0],
-                                    .keep_working_bytes = working,
-                                    .checkpoint_entry_bytes = entry[1],
-                                    .checkpoint_peak_bytes = peak[1]};
+    phases[i] = (ptn_phase){.block = block,
+                            .backward = backward != 0,
+                            .keep_entry_bytes = entry[0],
+                            .keep_peak_bytes = peak[0],
+                            .keep_working_bytes = working,
+                            .checkpoint_entry_bytes = entry[1],
+                            .checkpoint_peak_bytes = peak[1]};
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(accesses); i++)
-    arrays->accesses[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(accesses, i));
-  for (Py_ssize_t i = 0; modes != Py_None && i < PyList_Size(modes); i++)
-    arrays->given_modes[i] = (ptn_mode)PyLong_AsLong(PyList_GetItem(modes, i));
+  return 1;
+}
+
+static int read_numbers(PyObject *list, uint32_t *numbers) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) numbers[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(list, i));
   return !PyErr_Occurred();
+}
+
+static int read_modes(PyObject *list, ptn_mode *modes) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) modes[i] = (ptn_mode)PyLong_AsLong(PyList_GetItem(list, i));
+  return !PyErr_Occurred();
+}
+
+/* (times, lanes, disk_overlap, link_overlap, stash_drag, step_update, step_fixed_ns, access_ns, checkpoint_ns, swap_ns) */
+static int read_profile(PyObject *tuple, size_t n_phases, ptn_phase_times *times, ptn_profile *out) {
+  PyObject *phases, *lanes;
+  long long fixed_ns, access_ns, checkpoint_ns, swap_ns;
+  if (!PyTuple_Check(tuple) ||
+      !PyArg_ParseTuple(tuple, "O!O!ddddLLLL", &PyList_Type, &phases, &PyList_Type, &lanes, &out->disk_overlap,
+                        &out->link_overlap, &out->stash_drag_ns_per_byte, &out->step_update_bytes_per_s, &fixed_ns, &access_ns,
+                        &checkpoint_ns, &swap_ns)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "profile must be a tuple or None");
+    return 0;
+  }
+  if ((size_t)PyList_Size(phases) != n_phases || PyList_Size(lanes) != PTN_N_LANES) {
+    PyErr_Format(PyExc_ValueError, "profile has times of %zd phases and %zd lanes; %zu and %d are needed", PyList_Size(phases),
+                 PyList_Size(lanes), n_phases, (int)PTN_N_LANES);
+    return 0;
+  }
+  for (Py_ssize_t i = 0; i < PyList_Size(phases); i++) {
+    long long compute_ns, recompute_ns;
+    if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "LL", &compute_ns, &recompute_ns)) return 0;
+    times[i] = (ptn_phase_times){.compute_ns = compute_ns, .recompute_ns = recompute_ns};
+  }
+  for (int i = 0; i < PTN_N_LANES; i++) {
+    ptn_lane_speed *lane = &out->lanes[i];
+    if (!PyArg_ParseTuple(PyList_GetItem(lanes, i), "ddd", &lane->bytes_per_s, &lane->idle_bytes_per_s, &lane->drag_ns_per_byte))
+      return 0;
+  }
+  out->n_phases = (uint32_t)n_phases;
+  out->phases = times;
+  out->step_fixed_ns = fixed_ns;
+  out->access_ns = access_ns;
+  out->checkpoint_ns = checkpoint_ns;
+  out->swap_ns = swap_ns;
+  return 1;
 }
 
 static PyObject *integers(const void *values, size_t count, size_t width, int is_signed) {
   PyObject *list = PyList_New((Py_ssize_t)count);
   for (size_t i = 0; list && i < count; i++) {
-    PyObject *item = width == sizeof(uint64_t) ? PyLong_FromUnsignedLongLong(((const uint64_t *)values)[i])
-                     : is_signed               ? PyLong_FromLong(((const int32_t *)values)[i])
-                                               : PyLong_FromUnsignedLong(((const uint32_t *)values)[i]);
+    PyObject *item = width == sizeof(uint64_t) && is_signed ? PyLong_FromLongLong(((const int64_t *)values)[i])
+                     : width == sizeof(uint64_t)            ? PyLong_FromUnsignedLongLong(((const uint64_t *)values)[i])
+                     : is_signed                            ? PyLong_FromLong(((const int32_t *)values)[i])
+                                                            : PyLong_FromUnsignedLong(((const uint32_t *)values)[i]);
     if (!item) Py_CLEAR(list);
     else PyList_SetItem(list, (Py_ssize_t)i, item);
   }
   return list;
 }
 
-static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *plan) {
-  PyObject *slots = integers(plan->slot_of_chunk, request->n_chunks, sizeof(int32_t), 1);
-  PyObject *bytes = integers(plan->slot_bytes, plan->n_buffer, sizeof(uint64_t), 0);
-  PyObject *modes = integers(plan->modes, request->n_blocks, sizeof(ptn_mode), 0);
-  if (!slots || !bytes || !modes) {
-    Py_XDECREF(slots);
-    Py_XDECREF(bytes);
-    Py_XDECREF(modes);
-    return NULL;
-  }
-  return Py_BuildValue("{s:I,s:I,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:N}", "n_persist", plan->n_persist,
-                       "n_buffer", plan->n_buffer, "piece_bytes", plan->piece_bytes, "n_pieces", plan->n_pieces,
-                       "slot_bytes_total", plan->slot_bytes_total, "ring_bytes", plan->ring_bytes, "static_bytes",
-                       plan->static_bytes, "peak_bytes", plan->peak_bytes, "smallest_bytes", plan->smallest_bytes, "stash_bytes",
-                       plan->stash_bytes, "rise_bytes", plan->rise_bytes, "headroom_bytes", plan->headroom_bytes, "disk_bytes",
-                       plan->disk_bytes, "slot_of_chunk", slots, "slot_bytes", bytes, "modes", modes);
+static int add(PyObject *dict, const char *name, PyObject *value) {
+  if (!value) return 0;
+  int status = PyDict_SetItemString(dict, name, value);
+  Py_DECREF(value);
+  return status == 0;
 }
 
-/* make_plan(budget, fixed, chunks, phases, accesses, n_together, n_arrays, n_blocks, modes or None, n_persist or -1,
- * grads_outlive_backward) */
+static int add_number(PyObject *dict, const char *name, uint64_t value) {
+  return add(dict, name, PyLong_FromUnsignedLongLong(value));
+}
+
+static PyObject *answer_forecast(const ptn_forecast *forecast) {
+  PyObject *dict = PyDict_New();
+  if (!dict) return NULL;
+  if (add(dict, "step_ns", PyLong_FromLongLong(forecast->step_ns)) &&
+      add(dict, "compute_ns", PyLong_FromLongLong(forecast->compute_ns)) &&
+      add(dict, "recompute_ns", PyLong_FromLongLong(forecast->recompute_ns)) &&
+      add(dict, "fixed_ns", PyLong_FromLongLong(forecast->fixed_ns)) &&
+      add(dict, "drag_ns", PyLong_FromLongLong(forecast->drag_ns)) &&
+      add(dict, "update_ns", PyLong_FromLongLong(forecast->update_ns)) &&
+      add(dict, "wait_ns", integers(forecast->wait_ns, PTN_N_WAITS, sizeof(int64_t), 1)) &&
+      add(dict, "busy_ns", integers(forecast->busy_ns, PTN_N_LANES, sizeof(int64_t), 1)) &&
+      add(dict, "moved_bytes", integers(forecast->moved_bytes, PTN_N_LANES, sizeof(uint64_t), 0)))
+    return dict;
+  Py_DECREF(dict);
+  return NULL;
+}
+
+static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *plan) {
+  PyObject *dict = PyDict_New();
+  if (!dict) return NULL;
+  if (add_number(dict, "n_persist", plan->n_persist) && add_number(dict, "n_host", plan->n_host) &&
+      add_number(dict, "n_buffer", plan->n_buffer) && add_number(dict, "piece_bytes", plan->piece_bytes) &&
+      add_number(dict, "n_pieces", plan->n_pieces) && add_number(dict, "slot_bytes_total", plan->slot_bytes_total) &&
+      add_number(dict, "ring_bytes", plan->ring_bytes) && add_number(dict, "static_bytes", plan->static_bytes) &&
+      add_number(dict, "peak_bytes", plan->peak_bytes) && add_number(dict, "smallest_bytes", plan->smallest_bytes) &&
+      add_number(dict, "stash_bytes", plan->stash_bytes) && add_number(dict, "rise_bytes", plan->rise_bytes) &&
+      add_number(dict, "headroom_bytes", plan->headroom_bytes) && add_number(dict, "disk_bytes", plan->disk_bytes) &&
+      add_number(dict, "host_bytes", plan->host_bytes) &&
+      add(dict, "slot_of_chunk", integers(plan->slot_of_chunk, request->n_chunks, sizeof(int32_t), 1)) &&
+      add(dict, "slot_bytes", integers(plan->slot_bytes, plan->n_buffer, sizeof(uint64_t), 0)) &&
+      add(dict, "modes", integers(plan->modes, request->n_blocks, sizeof(ptn_mode), 0)) &&
+      add(dict, "forecast", answer_forecast(&plan->forecast)))
+    return dict;
+  Py_DECREF(dict);
+  return NULL;
+}
+
+/* make_plan(budget, fixed, chunks, phases, accesses, access_phases, n_together, n_arrays, n_blocks, modes or None,
+ * n_persist or -1, n_buffer or -1, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None) */
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   (void)module;
-  unsigned long long budget, fixed;
-  PyObject *chunks, *phases, *accesses, *modes;
-  unsigned int n_together, n_arrays, n_blocks;
-  long long n_persist;
+  unsigned long long budget, fixed, host_budget;
+  PyObject *chunks, *phases, *accesses, *access_phases, *modes, *profile;
+  unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
+  long long n_persist, n_buffer;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "KKO!O!O!IIIOLp", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases, &PyList_Type,
-                        &accesses, &n_together, &n_arrays, &n_blocks, &modes, &n_persist, &outlive))
+  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLpIKIO", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
+                        &PyList_Type, &accesses, &PyList_Type, &access_phases, &n_together, &n_arrays, &n_blocks, &modes,
+                        &n_persist, &n_buffer, &outlive, &n_passes, &host_budget, &n_ranks, &profile))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
+  bool ordered = PyList_Size(access_phases) > 0;
+  if (ordered && PyList_Size(access_phases) != PyList_Size(accesses))
+    return PyErr_Format(PyExc_ValueError, "access_phases must be empty or as long as accesses");
   plan_arrays arrays = {0};
+  ptn_profile measured = {0};
   PyObject *result = NULL;
   if (make_arrays(&arrays, (size_t)PyList_Size(chunks), (size_t)PyList_Size(phases), (size_t)PyList_Size(accesses), n_blocks) &&
-      read_lists(chunks, phases, accesses, modes, &arrays)) {
+      read_chunks(chunks, arrays.chunks) && read_phases(phases, arrays.phases) && read_numbers(accesses, arrays.accesses) &&
+      read_numbers(access_phases, arrays.access_phases) && (modes == Py_None || read_modes(modes, arrays.given_modes)) &&
+      (profile == Py_None || read_profile(profile, (size_t)PyList_Size(phases), arrays.times, &measured))) {
     ptn_plan_request request = {.budget_bytes = budget,
                                 .fixed_bytes = fixed,
                                 .n_chunks = (uint32_t)PyList_Size(chunks),
@@ -154,13 +266,21 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
                                 .phases = arrays.phases,
                                 .n_accesses = (uint32_t)PyList_Size(accesses),
                                 .accesses = arrays.accesses,
+                                .access_phases = ordered ? arrays.access_phases : NULL,
                                 .n_together = n_together,
                                 .n_arrays = n_arrays,
                                 .modes = modes == Py_None ? NULL : arrays.given_modes,
                                 .n_persist = n_persist,
-                                .grads_outlive_backward = outlive != 0};
+                                .n_buffer = n_buffer,
+                                .grads_outlive_backward = outlive != 0,
+                                .n_passes = n_passes,
+                                .profile = profile == Py_None ? NULL : &measured,
+                                .host_budget_bytes = host_budget,
+                                .n_ranks = n_ranks};
     ptn_plan plan = {.slot_of_chunk = arrays.slots, .slot_bytes = arrays.slot_bytes, .modes = arrays.modes};
-    result = ptn_plan_make(&request, &plan) == PTN_OK ? answer_plan(&request, &plan) : ptn_python_raise();
+    ptn_status status;
+    PTN_WITHOUT_GIL(status, ptn_plan_make(&request, &plan));
+    result = status == PTN_OK ? answer_plan(&request, &plan) : ptn_python_raise();
   }
   free_arrays(&arrays);
   return result;

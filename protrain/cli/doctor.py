@@ -12,12 +12,12 @@ import os
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch  # noqa: F401  (the core links against its libraries)
 
-from protrain import _core
+from protrain import _core, calibration
 from protrain.cli import machine
 from protrain.cli.words import size_text
 
@@ -174,4 +174,28 @@ def _disk(disk: str | None) -> list[Row]:
     values = {"write_bytes_per_second": write, "read_bytes_per_second": read, "measured_bytes": figures["bytes"]}
     rows.append(Row("disk engine", figures["engine"], "what moves bytes to the disk and back", {}))
     rows.append(Row("disk speed", f"write {write / 1e9:.2f} GB/s, read {read / 1e9:.2f} GB/s", meaning, values))
-    return rows
+    return [*rows, *_lanes(folder)]
+
+
+def _lanes(folder: str) -> list[Row]:
+    """What the disk carries, and updates take, while compute runs, and what that costs it: what the planner reckons with."""
+    try:
+        found = calibration.measure_machine(folder)
+    except OSError as error:
+        return [Row("disk beside compute", "not measured", " ".join(str(error).split()), {"errno": error.errno})]
+    read, write, update = found.disk_read, found.disk_write, found.update
+    write_ms, read_ms, update_ms = (lane.drag_seconds_per_byte * 1e12 for lane in (write, read, update))  # for each GB
+    return [
+        Row(
+            "disk beside compute",
+            f"write {write.bytes_per_second / 1e9:.2f} GB/s, read {read.bytes_per_second / 1e9:.2f} GB/s",
+            f"each GB takes compute {write_ms:.0f} ms to write and {read_ms:.0f} ms to read",
+            {"write": asdict(write), "read": asdict(read), "overlap": found.disk_overlap},
+        ),
+        Row(
+            "updates beside compute",
+            f"{update.bytes_per_second / 1e9:.1f} GB/s on one thread",
+            f"a billion parameters' Adam (12 GB) takes compute {12 * update_ms / 1e3:.1f} s",
+            asdict(update),
+        ),
+    ]

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from protrain.cli import interrupt
-from protrain.cli.words import bench_options, model_options
+from protrain.cli.words import bench_options, model_options, plan_options
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -59,14 +59,19 @@ def train(**words: Any) -> None:
     run(Words(**words))
 
 
-@commands.command(context_settings=_CONTEXT)
+@commands.command(context_settings=_CONTEXT, short_help="Show how a training would be laid out, without training.")
 @model_options
-def plan(**words: Any) -> None:
-    """Show how a training would be laid out, without training. Takes train's words."""
-    from protrain.cli.plan import run
-    from protrain.cli.train import Words
+@plan_options
+@click.pass_context
+def plan(context: click.Context, /, **_: Any) -> None:
+    """Show how a training would be laid out and how long a step would take, without training. Takes train's words.
 
-    run(Words(**words))
+    The model is measured here, without its states; or planned for from a profile (--profile), or for a described machine
+    (--hardware). --json prints the plan's fields, with --sweep a line for each budget.
+    """
+    from protrain.cli.plan import run
+
+    run(context)
 
 
 @commands.command(context_settings=_CONTEXT, short_help="Say what this machine offers and what it means.")

@@ -1,47 +1,281 @@
-"""`protrain plan`: what a training of these words would look like, without training."""
+"""`protrain plan`: what a training of these words would look like, without training.
+
+A plan comes from one of three sources: the model measured here, without its states; a profile that was measured before, here or
+elsewhere; or a description of hardware, with which nothing is measured at all. Each gives a plan for any budget, so that what
+more memory would buy can be said beside it, and a sweep over budgets drawn.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from protrain.cli.words import CommandError, size_text
+import click
+
+from protrain.cli.words import CommandError, check_file, check_picture, size_text
 
 if TYPE_CHECKING:
+    from protrain.cli.train import Setup, Words
+    from protrain.hardware import Hardware
+    from protrain.planning import Plan
+    from protrain.profiles import Profile
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class PlanWords:
+    """The options that plan has beside those of train, as given. Sizes in bytes."""
+
+    profile: str | None
+    save_profile: str | None
+    hardware: str | None
+    host_memory: int | None
+    devices: int | None
+    sweep: bool
+    out: str | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where plans come from.
+
+    title: what they are of, in a line. profile_for: the profile with chunks of the size that a budget in bytes asks for. plan:
+    that of a profile for a budget in bytes, which raises BudgetError. budget_bytes: the one that was asked for; ceiling_bytes:
+    the largest there can be, or None.
+    """
+
+    title: str
+    profile_for: Callable[[int], Profile]
+    plan: Callable[[Profile, int], Plan]
+    budget_bytes: int
+    ceiling_bytes: int | None = None
+
+
+def run(context: click.Context) -> None:
+    """Plan and print. Raises click.UsageError for words that do not go together, CommandError, OSError and protrain's errors."""
     from protrain.cli.train import Words
 
+    own = PlanWords(**{field.name: context.params[field.name] for field in fields(PlanWords)})
+    words = Words(**{name: value for name, value in context.params.items() if name not in vars(own)})
+    given = given_words(context)
+    check_together(context, own, given)
+    if own.out is not None:
+        check_picture("--out", own.out)
+    if own.save_profile is not None:
+        check_file("--save-profile", own.save_profile)
+    source = _source(words, own, words.precision if "precision" in given else None)
+    if own.sweep:
+        _sweep(words, own, source)
+    else:
+        _plan(words, own, source)
+    if own.save_profile is not None and not words.as_json:
+        print(f"profile saved to {own.save_profile}")
 
-def run(words: Words) -> None:
-    """Plan and print. The plan depends on shapes alone: the model stays on meta and the tokens are arbitrary."""
-    from protrain.cli.train import fields_of, prepare
+
+def _plan(words: Words, own: PlanWords, source: Source) -> None:
+    """For one budget."""
+    budget = source.budget_bytes
+    with _progress(words) as say:
+        say("reading the profile" if own.profile else "measuring the model and the machine")
+        profile = source.profile_for(budget)
+        _save(own, profile)
+        plan = source.plan(profile, budget)
+        larger = budget + more_bytes(budget)
+        more = source.plan(profile, larger) if source.ceiling_bytes is None or larger <= source.ceiling_bytes else None
+    if words.as_json:
+        from protrain.cli.train import fields_of
+
+        print(json.dumps(fields_of(plan)))
+    else:
+        print(f"{source.title}, budget {size_text(budget)}")
+        print(plan.explain(more))
+
+
+def _sweep(words: Words, own: PlanWords, source: Source) -> None:
+    """For a dozen budgets. All have chunks of the size that the smallest asks for, so that they compare."""
+    from protrain.cli import sweep
+
+    ceiling = source.ceiling_bytes or sweep.ENDLESS_BYTES
+    with _progress(words) as say:
+        say("reading the profile" if own.profile else "measuring the model and the machine")
+        first = source.profile_for(source.budget_bytes)
+        profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
+        _save(own, profile)
+        say("planning")
+        plans = sweep.sweep(lambda budget: source.plan(profile, budget), ceiling)
+    sweep.show(f"{source.title}, chunks of {size_text(profile.chunk_bytes)}", plans, words.as_json, own.out)
+
+
+def _save(own: PlanWords, profile: Profile) -> None:
+    from protrain.timeline import write_file
+
+    if own.save_profile is not None:
+        write_file(own.save_profile, profile.to_json().encode())
+
+
+def more_bytes(budget_bytes: int) -> int:
+    """By how much the budget is raised to see what more memory would buy: a GiB, or an eighth of a budget below 4 GiB."""
+    return GIB if budget_bytes >= 4 * GIB else max(budget_bytes // 8, 1)
+
+
+def given_words(context: click.Context) -> dict[str, str]:
+    """The options that stand on the command line: name of the parameter -> as it is written."""
+    return {
+        parameter.name: parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    }
+
+
+def check_together(context: click.Context, own: PlanWords, given: Mapping[str, str]) -> None:
+    """Whether the words go together. Raises click.UsageError, of one sentence."""
+
+    def refuse(names: tuple[str, ...], why: str) -> None:
+        if found := [given[name] for name in names if name in given]:
+            raise click.UsageError(f"{why}; leave {' and '.join(found)} out.", context)
+
+    of_a_step = ("accumulate", "max_grad_norm", "precision", "data", "disk", "save_profile")
+    if own.profile is not None:
+        refuse(("model_name", "seq", "batch", "hardware", "devices", *of_a_step), "--profile has model, batch and machine in it")
+    if own.hardware is not None:
+        refuse(("accumulate", "max_grad_norm", "disk", "data", "save_profile"), "with --hardware nothing is measured or run here")
+    elif own.devices is not None:
+        raise click.UsageError(f"--devices {own.devices} needs --hardware, the machine that has them.", context)
+    elif own.host_memory is not None and own.profile is None:
+        raise click.UsageError("--host-memory needs --hardware or --profile: on this machine device and host are one.", context)
+    if own.sweep:
+        refuse(("memory",), "--sweep tries budgets from the smallest that works to the largest of use")
+    elif own.out is not None:
+        raise click.UsageError(f"--out {own.out!r} is the picture of --sweep; give --sweep too, or leave --out out.", context)
+    elif own.profile is not None and "memory" not in given:
+        raise click.UsageError("--profile needs --memory, the budget to plan for, or --sweep.", context)
+
+
+# ---- the three sources ----
+
+
+def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
+    if own.profile is not None:
+        return _from_file(words, own, own.profile)
+    from protrain.cli.train import prepare
 
     setup = prepare(words)
+    if own.hardware is not None:
+        import torch  # noqa: F401 - before protrain's core, which links to it
+
+        from protrain.hardware import load_hardware
+
+        return _from_hardware(words, own, setup, load_hardware(own.hardware, n_devices=own.devices), precision)
+    return _from_here(words, setup)
+
+
+def _from_file(words: Words, own: PlanWords, name: str) -> Source:
+    """No model is loaded, nothing of this machine counts."""
+    import torch  # noqa: F401 - before protrain's core, which links to it
+
+    from protrain.planning import plan_from_profile
+    from protrain.profiles import Profile
+
+    try:
+        with open(name, encoding="utf-8") as file:
+            text = file.read()
+    except UnicodeDecodeError:
+        raise CommandError(f"--profile {name!r} is no text; give a file that --save-profile wrote") from None
+    except OSError as error:
+        raise CommandError(
+            f"--profile {name!r} cannot be read: {error.strerror}; give a file that --save-profile wrote"
+        ) from None
+    profile = Profile.from_json(text)
+    if own.host_memory is not None and profile.machine.upload.bytes_per_second == 0:
+        raise CommandError("--host-memory: the machine of this profile has no host beside its device; leave the option out")
+    host_bytes = own.host_memory or 0
+    return Source(
+        f"{profile.model or 'a model'}, {_states(profile)}, from {name}",
+        lambda budget: profile,
+        lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
+        words.memory or 0,
+    )
+
+
+def _from_here(words: Words, setup: Setup) -> Source:
+    """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
     if words.precision != "fp32":
-        raise CommandError(f"--precision {words.precision}: only fp32 can be planned yet; leave the option out")
+        raise CommandError(f"--precision {words.precision}: only fp32 can be planned here yet; leave the option out")
     import torch
 
-    import protrain
+    from protrain import api
     from protrain.cli.model import build
+    from protrain.cli.train import disk_folder
+    from protrain.planning import plan_from_profile
+    from protrain.sizes import default_memory_bytes
 
     model = build(copy.deepcopy(setup.config))
     ids = torch.zeros((words.batch, setup.seq), dtype=torch.long)
-    plan = protrain.plan(
-        model,
-        {"input_ids": ids, "labels": ids, "use_cache": False},
-        memory=words.memory,
-        accumulate=words.accumulate,
-        max_grad_norm=words.max_grad_norm,
+    name = f"{words.model_name}, batch {words.batch} x {setup.seq} tokens"
+
+    def profile_for(budget_bytes: int) -> Profile:
+        with disk_folder(words.disk):
+            found = api.profile(
+                model,
+                {"input_ids": ids, "labels": ids, "use_cache": False},
+                disk=words.disk,
+                accumulate=words.accumulate,
+                max_grad_norm=words.max_grad_norm,
+                memory=budget_bytes,
+            )
+        return replace(found, model=name)
+
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Source(
+        f"{words.model_name}: {count:,} parameters, {size_text(16 * count)} of states, batch {words.batch} x {setup.seq} tokens",
+        profile_for,
+        plan_from_profile,
+        default_memory_bytes() if words.memory is None else words.memory,
     )
-    if words.as_json:
-        print(json.dumps(fields_of(plan)))
+
+
+def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardware, precision: str | None) -> Source:
+    """Counts the model's operations. A device with memory of its own trains in mixed precision unless the words say otherwise."""
+    from protrain.offline import plan_for, profile_offline
+
+    for option, given, there in (
+        ("--memory", words.memory, hardware.device_bytes),
+        ("--host-memory", own.host_memory, hardware.host_bytes),
+    ):
+        if given is not None and given > there:
+            raise CommandError(f"{option} {size_text(given)} is more than {hardware.name} has; give at most {there} bytes")
+    precision = precision or ("mixed" if hardware.host else "fp32")
+    devices = f"{own.devices} device{'s' if own.devices > 1 else ''} of " if own.devices else ""
+    return Source(
+        f"{words.model_name}, {precision}, batch {words.batch} x {setup.seq} tokens for each device, {devices}{hardware.name}",
+        lambda budget: profile_offline(
+            copy.deepcopy(setup.config), hardware, memory=budget, batch=words.batch, seq=setup.seq, precision=precision
+        ),
+        lambda profile, budget: plan_for(profile, hardware, memory=budget, host_memory=own.host_memory),
+        hardware.device_bytes if words.memory is None else words.memory,
+        hardware.device_bytes,
+    )
+
+
+def _states(profile: Profile) -> str:
+    size = sum(size for size, *_ in profile.parameters)
+    trained = sum(size for size, _, is_trained in profile.parameters if is_trained)
+    return f"{size_text(size + (1 + profile.n_states) * trained)} of states"
+
+
+@contextmanager
+def _progress(words: Words) -> Iterator[Callable[[str], None]]:
+    """Says what takes its time, to a person who waits for it."""
+    if words.as_json or not sys.stdout.isatty():
+        yield lambda text: None
         return
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    budget = "what is free now" if words.memory is None else size_text(words.memory)
-    print(
-        f"{words.model_name}: {parameters:,} parameters, {size_text(16 * parameters)} of states, "
-        f"batch {words.batch} x {setup.seq} tokens, "
-        f"budget {budget}"
-    )
-    text = plan.explain()
-    print(text if isinstance(text, str) else "\n".join(text))
+    from rich.console import Console
+
+    with Console(highlight=False).status("getting ready") as line:
+        yield line.update

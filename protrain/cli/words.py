@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import stat
@@ -71,6 +72,15 @@ def check_file(option: str, name: str) -> None:
         raise CommandError(
             f"{option} {name!r} cannot be written: {error.strerror} ({folder}); give a file in a folder that can be written to"
         ) from None
+
+
+def check_picture(option: str, name: str) -> None:
+    """Whether a picture can be drawn there, before anything slow begins. Raises CommandError."""
+    if not name.lower().endswith(".png"):
+        raise CommandError(f"{option} {name!r} is no PNG; give a name that ends in .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(f"{option} needs matplotlib, which is not installed: pip install 'protrain[bench]'")
+    check_file(option, name)
 
 
 def model_options(command: _Command) -> _Command:
@@ -168,6 +178,54 @@ def model_options(command: _Command) -> _Command:
             help="Number format of parameters and gradients; bf16 is not available yet.",
         ),
         click.option("--json", "as_json", is_flag=True, help="JSON lines alone on stdout. [default: text]"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def plan_options(command: _Command) -> _Command:
+    """The options that plan has beside those of train: where its figures come from, and a sweep over budgets."""
+    options = [
+        click.option(
+            "--profile",
+            type=click.Path(),
+            metavar="FILE",
+            help="Plan from this profile, which --save-profile wrote, for --memory or --sweep; no model is loaded. "
+            "[default: the model is measured here, without its states]",
+        ),
+        click.option(
+            "--save-profile",
+            type=click.Path(),
+            metavar="FILE",
+            help="Write what was measured, so that --profile gives the same plans elsewhere. [default: nowhere]",
+        ),
+        click.option(
+            "--hardware",
+            metavar="NAME|FILE",
+            help="Plan for this machine, one that ships or a TOML file that describes one; nothing is measured. Precision is "
+            "mixed where its device has memory of its own, unless --precision is given. [default: this machine]",
+        ),
+        click.option(
+            "--host-memory",
+            type=Size(),
+            metavar="SIZE",
+            help="Budget of host memory beside the device, with --hardware or --profile. [default: the hardware's]",
+        ),
+        click.option(
+            "--devices",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Devices of --hardware that are used. [default: all]",
+        ),
+        click.option(
+            "--sweep",
+            is_flag=True,
+            help="Plan for a dozen budgets, from the smallest that works to the largest of use. [default: for --memory alone]",
+        ),
+        click.option(
+            "--out", type=click.Path(), metavar="FILE.png", help="With --sweep: draw it, by matplotlib. [default: no picture]"
+        ),
     ]
     for option in reversed(options):
         command = option(command)

@@ -60,8 +60,28 @@ static void check_model(const ptn_layout_param *params, size_t n_params, uint64_
   }
 }
 
+/* A block of 12 units, of which chunks may hold 11: thirds fill their slots, one of 8 and one of 4 would not. */
+static void size_by_hand(void) {
+  enum { UNIT = 1 << 20 };
+  ptn_layout_param params[8];
+  uint64_t chunk_bytes;
+  for (int i = 0; i < 8; i++) {
+    static const uint64_t units[4] = {3, 1, 4, 4};
+    params[i] = (ptn_layout_param){.bytes = units[i % 4] * UNIT, .block = i / 4};
+  }
+  CHECK_OK(ptn_layout_size(params, 8, 4 * UNIT, 11 * UNIT, &chunk_bytes));
+  CHECK(chunk_bytes >= 4 * UNIT && chunk_bytes < 8 * UNIT);
+  CHECK_OK(ptn_layout_size(params, 8, 6 * UNIT, 12 * UNIT, &chunk_bytes)); /* the block as a whole is as good, and larger */
+  CHECK(chunk_bytes == 12 * UNIT);
+  CHECK_OK(ptn_layout_size(params, 0, 1, 5000, &chunk_bytes));
+  CHECK(chunk_bytes == 8192);
+  CHECK(ptn_layout_size(params, 8, 0, 11 * UNIT, &chunk_bytes) == PTN_INVALID);
+  CHECK(ptn_layout_size(params, 8, 2, 1, &chunk_bytes) == PTN_INVALID);
+}
+
 int main(void) {
   by_hand();
+  size_by_hand();
   uint64_t random = 1;
   for (int round = 0; round < 5000; round++) {
     ptn_layout_param params[64] = {0};

@@ -1,0 +1,235 @@
+"""How right are plans? For many models, batches and budgets: the step and peak that `protrain.plan` says, and those of a run.
+
+    python benchmarks/predictions.py --out benchmarks/results/predictions.json
+
+Every model and batch is planned for three budgets in a process of its own; each plan is then carried out in another process, as
+it is. A plan is made before anything of its run is known. The median of the last steps counts. Prints a line for each case and,
+at the end, how many lie within 3 % of the peak and 5 % of the step time; --table FILE writes the cases as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHARES = (0.3, 0.55, 0.9)  # of what training in memory takes: states, and activations of blocks that are kept
+WARM_STEPS, STEPS = 3, 5
+
+
+def _gpt2(hidden: int, layers: int, vocabulary: int = 1024, dropout: float = 0.1) -> Any:
+    import transformers
+
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=hidden, n_layer=layers, n_head=hidden // 64, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    )  # fmt: skip
+
+
+def _llama(hidden: int, layers: int) -> Any:
+    import transformers
+
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128,
+            intermediate_size=hidden * 3, vocab_size=1024, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def _vit(hidden: int, layers: int) -> Any:
+    import transformers
+
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, intermediate_size=4 * hidden,
+            image_size=224, patch_size=16, num_labels=10,
+        )
+    )  # fmt: skip
+
+
+def _encoder(hidden: int, layers: int) -> Any:
+    import torch
+
+    layer = torch.nn.TransformerEncoderLayer(hidden, hidden // 64, 4 * hidden, batch_first=True)
+    return torch.nn.Sequential(torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), torch.nn.Linear(hidden, 8))
+
+
+def _tokens(batch: int, length: int, vocabulary: int = 1024) -> Callable[[int], dict[str, Any]]:
+    def make(number: int) -> dict[str, Any]:
+        import torch
+
+        ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def _images(batch: int) -> Callable[[int], dict[str, Any]]:
+    def make(number: int) -> dict[str, Any]:
+        import torch
+
+        random = torch.Generator().manual_seed(number)
+        return {
+            "pixel_values": torch.randn(batch, 3, 224, 224, generator=random),
+            "labels": torch.randint(0, 10, (batch,), generator=random),
+        }
+
+    return make
+
+
+def _floats(batch: int, length: int, hidden: int) -> Callable[[int], dict[str, Any]]:
+    def make(number: int) -> dict[str, Any]:
+        import torch
+
+        return {"input": torch.randn(batch, length, hidden, generator=torch.Generator().manual_seed(number))}
+
+    return make
+
+
+#: name -> (the model, its batches)
+CASES: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
+    "gpt2 384x6, 2x256": (lambda: _gpt2(384, 6, 256), _tokens(2, 256, 256)),
+    "gpt2 384x12, 4x128": (lambda: _gpt2(384, 12), _tokens(4, 128)),
+    "gpt2 512x8, 1x512": (lambda: _gpt2(512, 8), _tokens(1, 512)),
+    "gpt2 512x8, 4x256": (lambda: _gpt2(512, 8), _tokens(4, 256)),
+    "gpt2 768x6, 1x256": (lambda: _gpt2(768, 6), _tokens(1, 256)),
+    "gpt2 768x6, 2x512": (lambda: _gpt2(768, 6), _tokens(2, 512)),
+    "gpt2 768x4, 2x512, vocabulary 16384": (lambda: _gpt2(768, 4, 16384), _tokens(2, 512, 16384)),
+    "gpt2 256x24, 2x128": (lambda: _gpt2(256, 24), _tokens(2, 128)),
+    "llama 512x8, 2x256": (lambda: _llama(512, 8), _tokens(2, 256)),
+    "llama 768x6, 1x512": (lambda: _llama(768, 6), _tokens(1, 512)),
+    "vit 384x8, 4 images": (lambda: _vit(384, 8), _images(4)),
+    "torch encoder 512x6, 4x128": (lambda: _encoder(512, 6), _floats(4, 128, 512)),
+}
+
+
+def _plans(name: str) -> list[tuple[int, str]]:
+    """(budget in bytes, JSON of the plan for it), for each share of what training in memory takes."""
+    import torch
+
+    import protrain
+
+    torch.manual_seed(0)
+    make, batch = CASES[name]
+    model = make().train()
+    ample = protrain.plan(model, batch(0), memory=1 << 40)
+    return [
+        (budget, protrain.plan(model, batch(0), memory=budget).to_json())
+        for budget in (int(s * ample.peak_bytes) for s in SHARES)
+    ]
+
+
+def _run(name: str, budget: int, text: str) -> dict[str, Any]:
+    """Carry the plan out: what it took."""
+    import torch
+
+    import protrain
+
+    torch.manual_seed(0)
+    make, batch = CASES[name]
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = protrain.wrap(model, optimizer, memory=budget, plan=protrain.Plan.from_json(text))
+    seconds, waits = [], []
+    for number in range(WARM_STEPS + STEPS):
+        output = model(**batch(number))
+        loss = output.loss if hasattr(output, "loss") else output.square().mean()
+        loss.backward()
+        del output, loss
+        optimizer.step()
+        optimizer.zero_grad()
+        status = protrain.status(model)
+        seconds.append(status.step_seconds)
+        waits.append(status.wait_seconds)
+    return {
+        "step_seconds": statistics.median(seconds[WARM_STEPS:]),
+        "slowest_seconds": max(seconds[WARM_STEPS:]),
+        "wait_seconds": statistics.median(waits[WARM_STEPS:]),
+        "peak_bytes": status.peak_memory_bytes,
+    }
+
+
+def _in_child(function: Callable[..., Any], *words: Any) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, words)
+
+
+def _table(cases: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model and batch | budget | modes | in memory | step planned | measured | ratio | peak planned | measured | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in cases:
+        modes = ", ".join(f"{case['modes'].count(mode)} {mode}" for mode in dict.fromkeys(case["modes"]))
+        lines.append(
+            f"| {case['case']} | {case['budget_bytes'] >> 20} MiB | {modes} | {case['n_persist']}/{case['n_chunks']} chunks "
+            f"| {case['planned_seconds']:.3f} s | {case['step_seconds']:.3f} s | {case['step_ratio']:.3f} "
+            f"| {case['planned_bytes'] / 2**20:.0f} MiB | {case['peak_bytes'] / 2**20:.0f} MiB | {case['peak_ratio']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every case; print a line for each and write all of it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path)
+    arguments = parser.parse_args()
+    cases = []
+    for name in CASES:
+        if arguments.only not in name:
+            continue
+        for budget, text in _in_child(_plans, name):
+            plan = json.loads(text)
+            found = _in_child(_run, name, budget, text)
+            case = {
+                "case": name,
+                "budget_bytes": budget,
+                "n_persist": plan["n_persist"],
+                "n_chunks": plan["n_chunks"],
+                "modes": plan["block_modes"],
+                "planned_seconds": plan["step_seconds"],
+                "planned_bytes": plan["peak_bytes"],
+                **found,
+                "step_ratio": plan["step_seconds"] / found["step_seconds"],
+                "peak_ratio": plan["peak_bytes"] / found["peak_bytes"],
+                "forecast": plan["forecast"],
+            }
+            cases.append(case)
+            print(
+                f"{name}, {budget >> 20} MiB: step {case['step_ratio']:.3f} of {found['step_seconds']:.3f} s, peak "
+                f"{case['peak_ratio']:.3f} of {found['peak_bytes'] >> 20} MiB, {plan['n_persist']}/{plan['n_chunks']} chunks in "
+                f"memory, {','.join(plan['block_modes'])}",
+                flush=True,
+            )
+    steps = sum(abs(case["step_ratio"] - 1) <= 0.05 for case in cases)
+    peaks = sum(abs(case["peak_ratio"] - 1) <= 0.03 for case in cases)
+    middle = statistics.median(abs(case["step_ratio"] - 1) for case in cases)
+    print(f"{len(cases)} cases: step within 5 %: {steps}, peak within 3 %: {peaks}; median error of the step {middle:.3f}")
+    results = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "benchmarks/predictions.py",
+        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "system": platform.machine()},
+        "steps_within_5_percent": steps,
+        "peaks_within_3_percent": peaks,
+        "cases": cases,
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.table:
+        arguments.table.write_text(_table(cases))
+
+
+if __name__ == "__main__":
+    main()

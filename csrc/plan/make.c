@@ -1,0 +1,93 @@
+/* Making a plan: check the request, choose a candidate, write down what it means.
+ *
+ * Problem: the same request may be decided by a rule, by a search, or by the caller, and what comes out must say the same things
+ * of it. Design: the rule always comes first: it knows the smallest budget and whether anything fits. Where times are known the
+ * search goes on from its choice. A candidate is modes, a number of persistent chunks and a window of slots; all else follows.
+ *
+ * Invariants: peak_bytes is at most the budget; the forecast is filled if and only if times and the phases of accesses are known.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "plan/parts.h"
+
+static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
+  const ptn_plan_request *request = fit->request;
+  unsigned long long needed = ptn_rule_least_bytes(rule), smallest = ptn_rule_smallest_bytes(rule);
+  const char *what = request->modes || request->n_persist >= 0 ? "with the block modes and n_persist given " : "";
+  if (fit->least_persist > 0) {
+    return ptn_fail_budget(needed, request->budget_bytes, smallest,
+                           "one step %sneeds %llu bytes of memory, the budget is %llu: at least %u of %u chunks must stay in it, as "
+                           "there is no disk and the host budget is %llu; give more host memory, a disk, or a device budget of %llu",
+                           what, needed, (unsigned long long)request->budget_bytes, fit->least_persist, request->n_chunks,
+                           (unsigned long long)request->host_budget_bytes, smallest);
+  }
+  return ptn_fail_budget(needed, request->budget_bytes, smallest,
+                         "one step %sneeds %llu bytes of memory, the budget is %llu; the smallest budget that works is %llu: "
+                         "give more memory, or a smaller batch or shorter sequences",
+                         what, needed, (unsigned long long)request->budget_bytes, smallest);
+}
+
+/* Everything that follows from out->modes, n_persist and window. */
+static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, ptn_plan *out) {
+  const ptn_plan_request *request = fit->request;
+  ptn_tiers tiers;
+  ptn_fit_compose(fit, out->modes);
+  int64_t without_slots_bytes = ptn_fit_without_slots(fit, n_persist);
+  int64_t slots_bytes = ptn_fit_slots(fit, n_persist, window);
+  uint32_t n_away = request->n_chunks - n_persist;
+  out->n_persist = n_persist;
+  out->n_buffer = fit->n_slots;
+  out->n_ahead = n_away == 0 ? 0 : (uint32_t)ptn_min_u64(window, n_away) - 1;
+  out->slot_bytes_total = (uint64_t)slots_bytes;
+  if (fit->n_slots > 0) memcpy(out->slot_bytes, fit->slot_bytes, fit->n_slots * sizeof *out->slot_bytes);
+  if (request->n_chunks > 0) memcpy(out->slot_of_chunk, fit->slot_of_chunk, request->n_chunks * sizeof *out->slot_of_chunk);
+  ptn_fit_ring(fit, n_persist, without_slots_bytes + slots_bytes, out);
+  out->static_bytes = ptn_fit_persistent_bytes(fit, n_persist) + out->slot_bytes_total + out->ring_bytes;
+  out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + out->ring_bytes;
+  out->stash_bytes = ptn_swap_stash_bytes(request, fit->consumer_of_phase, out->modes);
+  out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
+  out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);
+  if (!ptn_tiers_split(request, n_persist, out->stash_bytes, &tiers)) {
+    return ptn_fail_budget(out->smallest_bytes, request->budget_bytes, out->smallest_bytes,
+                           "the host budget of %llu bytes has no room for what %u chunks and %llu bytes of activations leave, and "
+                           "there is no disk: give more host memory or a disk",
+                           (unsigned long long)request->host_budget_bytes, n_away, (unsigned long long)out->stash_bytes);
+  }
+  out->n_host = tiers.n_host;
+  out->host_bytes = tiers.host_bytes;
+  out->disk_bytes = tiers.disk_bytes;
+  return PTN_OK;
+}
+
+static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
+  uint32_t n_persist, window;
+  out->smallest_bytes = ptn_rule_smallest_bytes(rule);
+  out->forecast = (ptn_forecast){0};
+  if (!ptn_rule_choose(rule, out->modes, &n_persist, &window)) return refuse(fit, rule);
+  if (fit->request->profile && fit->request->access_phases) {
+    PTN_TRY(ptn_search(fit, rule, out->modes, &n_persist, &window, &out->forecast));
+  }
+  return write_plan(fit, n_persist, window, out);
+}
+
+ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out) {
+  static const ptn_phase nothing = {.block = -1, .backward = true};
+  ptn_plan_request given = *request;
+  if (given.n_phases == 0) { /* nothing is known of the activations, then nothing of times */
+    given.n_phases = 1;
+    given.phases = &nothing;
+    given.access_phases = NULL;
+    given.profile = NULL;
+  }
+  PTN_TRY(ptn_request_check(&given));
+  ptn_fit fit = {0};
+  ptn_rule *rule = NULL;
+  ptn_status status = ptn_fit_create(&fit, &given);
+  if (status == PTN_OK) status = ptn_rule_create(&rule, &fit);
+  if (status == PTN_OK) status = make(&fit, rule, out);
+  ptn_rule_destroy(rule);
+  ptn_fit_destroy(&fit);
+  return status;
+}

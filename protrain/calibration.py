@@ -1,0 +1,304 @@
+"""Calibration: what the lanes of this machine carry while a model computes, and what they cost its computation.
+
+A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
+of one of compute's threads, for which the others of its team wait: the time lost is about the processor time of the lane, which
+the clocks of its threads tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is
+expected, to within a half. What is seen is how much longer the same computation takes beside the lane than alone, in turns,
+several times. On a quiet machine that is known better than the expectation, on a busy one it says nothing: so the two are joined
+with weights by their uncertainty. The result is at least the team's share of the lane's processor time where no core is free, and
+at most twice that time.
+
+It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
+disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
+and is given back.
+
+access_seconds, checkpoint_seconds, swap_seconds and step_fixed_seconds stay 0.0: they are tens of microseconds of Python that
+only a wrapped model spends, and the times of a wrapped model's phases have them in.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch._C import DisableTorchFunction
+from torch.nn import functional as F
+
+from . import _core
+from .profiles import Machine, Speed
+
+#: The memory of requests and updates, and the file they go through.
+BUFFER_BYTES = 12 << 20
+FILE_BYTES = 64 << 20
+#: Of a segment of compute and of an idle one. A slow disk is given longer ones, in which SEGMENT_BYTES are moved.
+SEGMENT_SECONDS = 0.02
+IDLE_SECONDS = 0.012
+LONGEST_SEGMENT_SECONDS = 0.08
+SEGMENT_BYTES = 12 << 20
+#: Twice as many where compute alone varies by more than MOST_SPREAD; after the first only what ends within MOST_SECONDS.
+ROUNDS = 5
+MOST_SPREAD = 0.2
+MOST_SECONDS = 1.5
+#: The update lane sleeps so many times as long as a piece took it: most of the time it waits for the disk.
+LANE_REST = 3.0
+UPDATE_PASSES = 16
+CHECKSUM_PASSES = 3
+#: How far off an expected drag may be, and the most that is believed, in parts of the lane's processor time.
+DOUBT = 0.5
+MOST_DRAG = 2.0
+
+_known: dict[tuple[int, int], Machine] = {}
+_lock = threading.Lock()
+
+
+def measure_machine(folder: str) -> Machine:
+    """What lanes carry and cost on this machine, with the disk of `folder` and as many threads of compute as torch has now.
+
+    The first call for a disk and a number of threads takes one to two seconds; later ones give the same object. Of a machine
+    whose device is its processor: upload, offload and gather stay empty.
+
+    Raises:
+        DiskError: the folder is none or cannot be used, or the disk has no room for the file or fails.
+    """
+    key = (os.stat(folder).st_dev, torch.get_num_threads()) if os.path.isdir(folder) else None
+    with _lock:
+        if key is not None and key in _known:
+            return _known[key]
+        account = _core.swap_account(None)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), DisableTorchFunction():
+                machine = _measure(folder)
+        finally:
+            _core.swap_account(account)
+        if key is not None:
+            _known[key] = machine
+        return machine
+
+
+def _measure(folder: str) -> Machine:
+    bench = _core.MachineBench(folder, BUFFER_BYTES, FILE_BYTES)  # what cannot be used ends here
+    try:
+        return _Calibration(bench).run()
+    finally:
+        bench.close()
+
+
+class _Counts(NamedTuple):
+    """What `_core.MachineBench.look` gives, or how two of them differ."""
+
+    at_ns: int
+    read_bytes: int
+    write_bytes: int
+    disk_processor_ns: int
+    disk_processor_bytes: int
+    work_bytes: int
+    work_busy_ns: int
+    work_processor_ns: int
+
+
+def _between(before: _Counts, after: _Counts) -> _Counts:
+    return _Counts(*(b - a for a, b in zip(before, after, strict=True)))
+
+
+def _sum(counts: Iterable[_Counts]) -> _Counts:
+    return _Counts(*map(sum, zip(*counts, strict=True)))
+
+
+class _Compute:
+    """The mix of a transformer's block: two products with a GELU between them, an addition and a norm. 9.75 MiB of its own."""
+
+    TOKENS, WIDTH, INNER = 512, 384, 1536
+
+    def __init__(self) -> None:
+        def filled(rows: int, columns: int, value: float) -> torch.Tensor:
+            return torch.full((rows, columns), value, dtype=torch.float32, device="cpu")
+
+        self.x, self.y = (filled(self.TOKENS, self.WIDTH, 0.5) for _ in range(2))
+        self.rise, self.fall = filled(self.WIDTH, self.INNER, 0.01), filled(self.INNER, self.WIDTH, 0.01)
+        self.inner = filled(self.TOKENS, self.INNER, 0.0)
+        self.passes = 1  # in a segment
+
+    def segment(self) -> float:
+        """Seconds of a segment."""
+        begin = time.perf_counter()
+        for _ in range(self.passes):
+            torch.mm(self.x, self.rise, out=self.inner)
+            torch.ops.aten.gelu_(self.inner)
+            torch.mm(self.inner, self.fall, out=self.y)
+            self.y.add_(self.x)
+            F.layer_norm(self.y, (self.WIDTH,))
+        return time.perf_counter() - begin
+
+    def fit(self, seconds: float) -> None:
+        """Make a segment about so long."""
+        self.passes = max(1, round(seconds / min(self.segment() for _ in range(4))))
+
+
+@dataclass
+class _Segment:
+    """Some time in which a lane ran."""
+
+    seconds: float  # that what ran beside it took
+    counts: _Counts  # in these
+    whole: _Counts  # from start to stop: with what was in flight at the end
+
+
+@dataclass
+class _Lane:
+    """A lane and its segments: beside compute, and with nothing else."""
+
+    start: Callable[[], None]
+    moved_bytes: Callable[[_Counts], int]
+    busy_ns: Callable[[_Counts], int]
+    processor: Callable[[_Counts], tuple[int, int]]  # time in ns, and the bytes that it was for
+    beside: list[_Segment] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)  # seconds of compute, in each of these
+    idle: list[_Segment] = field(default_factory=list)
+
+    def bytes_per_second(self, segments: list[_Segment]) -> float:
+        counts = _sum(segment.counts for segment in segments)
+        return self.moved_bytes(counts) / self.busy_ns(counts) * 1e9
+
+    @property
+    def processor_seconds_per_byte(self) -> float:
+        nanoseconds, size = self.processor(_sum(segment.whole for segment in self.beside + self.idle))
+        return nanoseconds / size / 1e9
+
+
+def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool) -> _Lane:
+    return _Lane(
+        lambda: bench.start_disk(reads, writes),
+        lambda counts: counts.read_bytes * reads + counts.write_bytes * writes,
+        lambda counts: counts.at_ns,
+        lambda counts: (counts.disk_processor_ns, counts.disk_processor_bytes),
+    )
+
+
+def _update_lane(bench: _core.MachineBench) -> _Lane:
+    return _Lane(
+        lambda: bench.start_update(LANE_REST),
+        lambda counts: counts.work_bytes,
+        lambda counts: counts.work_busy_ns,
+        lambda counts: (counts.work_processor_ns, counts.work_bytes),
+    )
+
+
+class _Calibration:
+    """One measurement."""
+
+    def __init__(self, bench: _core.MachineBench) -> None:
+        self.bench = bench
+        self.compute = _Compute()
+        self.alone: list[float] = []  # seconds of segments
+        self.read, self.write = _disk_lane(bench, True, False), _disk_lane(bench, False, True)
+        self.both, self.update = _disk_lane(bench, True, True), _update_lane(bench)
+        slow = min(LONGEST_SEGMENT_SECONDS, bench.first_write_ns / 1e9 * SEGMENT_BYTES / FILE_BYTES)
+        self.compute.segment()  # the first one prepares what the others use
+        self.compute.fit(max(SEGMENT_SECONDS, slow))
+        self.idle_seconds = max(IDLE_SECONDS, slow)
+        threads = torch.get_num_threads()
+        self.threads = threads if threads >= len(os.sched_getaffinity(0)) else 0  # 0: a core is free
+
+    def run(self) -> Machine:
+        begin = time.perf_counter()
+        rounds, spent = 0, 0.0
+        while rounds == 0 or (rounds < self._wanted_rounds() and spent * (rounds + 1) / rounds < MOST_SECONDS):
+            self._round()
+            rounds += 1
+            spent = time.perf_counter() - begin
+        return self._machine()
+
+    # ---- measuring ----
+
+    def _wanted_rounds(self) -> int:
+        middle = median(self.alone)
+        return ROUNDS if median(abs(seconds - middle) for seconds in self.alone) <= MOST_SPREAD * middle else 2 * ROUNDS
+
+    def _round(self) -> None:
+        before = self._alone()
+        for lane in (self.read, self.write, self.update):
+            lane.beside.append(self._with(lane, self.compute.segment))
+            after = self._alone()
+            lane.lost.append(lane.beside[-1].seconds - (before + after) / 2)
+            before = after
+        for lane in (self.read, self.write, self.both, self.update):
+            lane.idle.append(self._with(lane, self._wait))
+
+    def _wait(self) -> float:
+        time.sleep(self.idle_seconds)
+        return self.idle_seconds
+
+    def _alone(self) -> float:
+        self.alone.append(self.compute.segment())
+        return self.alone[-1]
+
+    def _look(self) -> _Counts:
+        return _Counts(*self.bench.look())
+
+    def _with(self, lane: _Lane, what: Callable[[], float]) -> _Segment:
+        begin = self._look()
+        lane.start()
+        try:
+            before = self._look()
+            seconds = what()
+            counts = _between(before, self._look())
+            while lane.moved_bytes(counts) == 0:  # a request may take longer: nothing moved would be no lane
+                time.sleep(self.idle_seconds)
+                counts = _between(before, self._look())
+        finally:
+            self.bench.stop()
+        return _Segment(seconds, counts, _between(begin, self._look()))
+
+    # ---- conclusions ----
+
+    def _drag(self, lane: _Lane) -> float:
+        """Seconds of compute lost for each byte: see the head of this file."""
+        processor = lane.processor_seconds_per_byte
+        expected, least = (processor, processor / self.threads) if self.threads else (0.0, 0.0)
+        seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
+        doubt, noise = DOUBT * processor, self._noise(lane, seen)
+        weight = doubt**2 / (doubt**2 + noise**2)
+        return min(max(expected + weight * (median(seen) - expected), least), MOST_DRAG * processor)
+
+    def _noise(self, lane: _Lane, seen: list[float]) -> float:
+        """The uncertainty of the median of what was seen: from how it varies, or, where few values happen to agree, from how
+        compute alone varies."""
+        middle, alone = median(seen), median(self.alone)
+        moved = median(lane.moved_bytes(segment.counts) for segment in lane.beside)
+        spread = max(
+            median(abs(value - middle) for value in seen), median(abs(seconds - alone) for seconds in self.alone) / moved
+        )
+        return 1.86 * spread / math.sqrt(len(seen))  # from a median of distances to the standard error of a median
+
+    def _machine(self) -> Machine:
+        speeds = [
+            Speed(lane.bytes_per_second(lane.beside), lane.bytes_per_second(lane.idle), self._drag(lane))
+            for lane in (self.read, self.write, self.update)
+        ]
+        read, write, update = speeds
+        both = _sum(segment.counts for segment in self.both.idle)
+        overlap = (both.read_bytes / read.idle_bytes_per_second + both.write_bytes / write.idle_bytes_per_second) / (
+            both.at_ns / 1e9
+        )
+        # What a byte of a checksum costs, the disk's threads lose as they lose their own time.
+        share = (read.drag_seconds_per_byte + write.drag_seconds_per_byte) / (
+            self.read.processor_seconds_per_byte + self.write.processor_seconds_per_byte
+        )
+        # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
+        updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
+        checksums = median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES)))
+        return Machine(
+            disk_read=read,
+            disk_write=write,
+            update=update,
+            disk_overlap=min(max(overlap, 1.0), 2.0),
+            stash_drag_seconds_per_byte=share * checksums / 1e9,
+            step_update_bytes_per_second=1e9 / updates,
+        )

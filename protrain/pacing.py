@@ -1,0 +1,133 @@
+"""Pacing: the first steps of a session are measured, its plan is made by time, and steps that depart from it are noticed.
+
+A dry run says before the first step what fits memory, and a fixed rule makes the first plan from that alone. The first two
+steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
+searches with times, and where its plan is better than the one in use the session changes over, between two steps. A longer batch
+starts this anew: its memory is foreseen first, and it is profiled as it runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .calibration import measure_machine
+from .dryrun import DryRun
+from .errors import BudgetError, DiskError
+from .observed import Pass, drag_seconds, least, observe, without_drag
+from .planning import Arrangement
+from .profiles import Machine, Times
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: In the first of them memory is touched for the first time and threads start; of each phase the shorter time counts.
+PROFILED_STEPS = 2
+#: Another plan must be so much better than the one in use: homes that move cost time, and predictions err.
+LEAST_GAIN = 0.02
+#: Steps that depart by more than this share, so many in a row, are profiled and planned for again.
+DEPARTURE, DEPARTED_STEPS = 0.2, 5
+#: Bytes updated in memory from which on their time says how fast that goes.
+TELLING_BYTES = 8 << 20
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Pacer:
+    """Of one session; called on the thread that drives the step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._run: DryRun | None = None
+        self._shapes: Shapes | None = None  # of the batch that was planned for
+        self._times: Times | None = None
+        self._rest_seconds = 0.0
+        self._profiled = 0  # steps
+        self._departed = 0  # steps in a row
+        self._patience = DEPARTED_STEPS
+        self._told = False
+
+    def begin(self, run: DryRun | None, shapes: Shapes) -> None:
+        """The session's plan was made for this batch from memory alone."""
+        self._run, self._shapes = run, shapes
+        self._times, self._profiled, self._departed = None, 0, 0
+
+    def after_step(self, shapes: Shapes | None, update_seconds: float, update_bytes: int) -> None:
+        """A step is complete. shapes: of its batch; None where it had several. update_*: of what step() updated in memory."""
+        session = self._session
+        if self._run is None or shapes != self._shapes or session.settings.plan is not None:
+            return
+        if self._profiled < PROFILED_STEPS:
+            if self._observe(self._run, update_seconds):
+                self._profiled += 1
+                if self._profiled == PROFILED_STEPS:
+                    self._plan(self._run, update_seconds, update_bytes)
+            return
+        planned = session.arrangement.plan.step_seconds
+        if planned <= 0:
+            return
+        departs = not 1 / (1 + DEPARTURE) <= session.step_seconds / planned <= 1 + DEPARTURE
+        self._departed = self._departed + 1 if departs else 0
+        if self._departed >= self._patience:
+            self._again(planned, update_seconds, update_bytes)
+
+    def _again(self, planned: float, update_seconds: float, update_bytes: int) -> None:
+        """Profile the step that was just made, and plan anew; said once."""
+        assert self._run is not None
+        taken = self._session.step_seconds
+        self._departed, self._patience, self._times = 0, 2 * self._patience, None
+        if not self._observe(self._run, update_seconds):
+            return
+        self._plan(self._run, update_seconds, update_bytes)
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {DEPARTED_STEPS} steps; they were "
+                f"measured and planned again",
+                stacklevel=5,
+            )
+
+    def _observe(self, run: DryRun, update_seconds: float) -> bool:
+        step = self._session.clock.step
+        events = step.raw() if step is not None else []
+        if step is None or not events:
+            return False
+        passes = [Pass(*one) for one in step.passes]
+        found = observe(events, passes, step.begin_ns, step.end_ns, run)
+        if found is None:
+            return False
+        rest = max(found.rest_seconds - update_seconds, 0.0)
+        lost = drag_seconds(events, passes, self._machine())
+        times = without_drag(found.times, lost, len(passes))
+        self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
+        self._times = times if self._times is None else least(self._times, times)
+        return True
+
+    def _machine(self) -> Machine:
+        """What lanes carry here; measured where something of the model leaves memory."""
+        session = self._session
+        plan = session.arrangement.plan
+        if plan.n_persist == plan.n_chunks and all(mode == "keep" for mode in plan.block_modes):
+            return Machine()
+        try:
+            return measure_machine(session.settings.disk)
+        except (DiskError, BudgetError, MemoryError):
+            return Machine()  # without figures the plan stays as it is
+
+    def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+        session, machine = self._session, self._machine()
+        machine = replace(machine, step_fixed_seconds=self._rest_seconds)
+        if update_bytes >= TELLING_BYTES and update_seconds > 0:
+            machine = replace(machine, step_update_bytes_per_second=update_bytes / update_seconds)
+        now = session.decide(run, times=self._times, machine=machine, as_now=True)
+        if machine.disk_read.bytes_per_second > 0:
+            best = session.decide(run, times=self._times, machine=machine)
+            if self._better(best, now):
+                session.rearrange(best)
+                return
+        session.rearrange(now)
+
+    @staticmethod
+    def _better(best: Arrangement, now: Arrangement) -> bool:
+        return best.plan.step_seconds < (1 - LEAST_GAIN) * now.plan.step_seconds

@@ -1,0 +1,230 @@
+"""Calibration: every figure is one, disk and memory come back, what cannot be used is said. No figure is judged by a clock."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain import _core, calibration
+from protrain.calibration import measure_machine
+from protrain.errors import DiskError
+from protrain.profiles import Machine, Speed
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known yet, and one round is enough."""
+    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "ROUNDS", 1)
+
+
+@pytest.fixture
+def bench(fresh_disk: Path) -> Iterator[_core.MachineBench]:
+    made = _core.MachineBench(str(fresh_disk), 4 * MIB, 8 * MIB)
+    yield made
+    made.close()
+
+
+def lanes(machine: Machine) -> list[Speed]:
+    return [machine.disk_read, machine.disk_write, machine.update]
+
+
+# ---- the machine ----
+
+
+def test_every_figure_is_one_and_nothing_is_left(fresh_disk: Path) -> None:
+    machine = measure_machine(str(fresh_disk))
+    for lane in lanes(machine):
+        for name in (field.name for field in fields(Speed)):
+            assert 0 < getattr(lane, name) < math.inf, name
+    assert machine.upload == machine.offload == machine.gather == Speed()  # a machine without these lanes
+    assert 1.0 <= machine.disk_overlap <= 2.0
+    assert 0 < machine.stash_drag_seconds_per_byte < math.inf
+    assert 0 < machine.step_update_bytes_per_second < math.inf
+    assert os.listdir(fresh_disk) == []
+
+
+def test_it_is_measured_once_for_a_disk_and_a_number_of_threads(fresh_disk: Path) -> None:
+    machine = measure_machine(str(fresh_disk))
+    inner = fresh_disk / "inner"
+    inner.mkdir()
+    assert measure_machine(str(fresh_disk)) is machine
+    assert measure_machine(str(inner)) is machine  # the same disk
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    assert measure_machine(str(fresh_disk)) is not machine
+
+
+def test_memory_is_little_and_in_no_budget(fresh_disk: Path) -> None:
+    _core.install_allocator()
+    engine = _core.Engine(str(fresh_disk), 64 * MIB, [], [], 0, 0)
+    try:
+        engine.use_account(True)
+        _core.trim(0)
+        live, in_budget = _core.memory_stats()["live_bytes"], engine.stats()["live_bytes"]
+        measure_machine(str(fresh_disk))
+        stats = _core.memory_stats()
+        assert calibration.BUFFER_BYTES < stats["high_water_bytes"] - live <= 24 * MIB
+        assert engine.stats()["peak_bytes"] == engine.stats()["live_bytes"] == in_budget
+        tensor = torch.ones(MIB)
+        assert engine.stats()["live_bytes"] - in_budget >= tensor.nbytes  # the budget is in force again
+    finally:
+        engine.close()
+
+
+def test_neither_random_numbers_nor_modes_are_touched(fresh_disk: Path) -> None:
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.autocast("cpu"):
+            measure_machine(str(fresh_disk))
+            assert torch.empty(1).is_meta
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_its_threads_end(fresh_disk: Path) -> None:
+    def ours() -> list[str]:
+        names = [Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")]
+        return sorted(name for name in names if name.startswith("ptn-"))
+
+    before = ours()
+    measure_machine(str(fresh_disk))
+    assert ours() == before
+
+
+# ---- what cannot be used ----
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_a_folder_that_is_none(name: str, fresh_disk: Path) -> None:
+    measure_machine(str(fresh_disk))  # a disk that is known does not make it one
+    (fresh_disk / "file").write_text("")
+    with pytest.raises(DiskError) as caught:
+        measure_machine(str(fresh_disk / name))
+    assert caught.value.errno in (errno.ENOENT, errno.ENOTDIR)
+    assert caught.value.filename == str(fresh_disk / name)
+
+
+def test_a_folder_in_memory(fresh_disk: Path) -> None:
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("no file system in memory here")
+    with pytest.raises(DiskError, match="tmpfs"):
+        measure_machine(str(shared))
+
+
+def test_a_disk_without_room_is_an_error_and_not_remembered(fresh_disk: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (calibration.FILE_BYTES // 2, hard))
+    try:
+        with pytest.raises(DiskError) as caught:
+            measure_machine(str(fresh_disk))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.asked_bytes == calibration.FILE_BYTES
+    assert os.listdir(fresh_disk) == []
+    assert measure_machine(str(fresh_disk)).disk_read.bytes_per_second > 0
+
+
+# ---- what is concluded ----
+
+
+def test_expectation_and_measurement_are_joined_by_their_uncertainty(bench: _core.MachineBench) -> None:
+    found = calibration._Calibration(bench)
+    counts = calibration._Counts(1000, 0, 0, 0, 0, 100, 1000, 1000)  # 100 bytes, 10 ns of a processor for each
+
+    def drag(lost: list[float], alone: list[float], threads: int) -> float:
+        lane = calibration._update_lane(bench)
+        lane.beside = [calibration._Segment(1.0, counts, counts)] * len(lost)
+        lane.lost, found.alone, found.threads = [value * 1e-9 * 100 for value in lost], [value * 1e-9 for value in alone], threads
+        return found._drag(lane) * 1e9
+
+    quiet, loud = [1000.0] * 6, [1000.0, 9000.0] * 3
+    assert drag([12.0] * 5, quiet, 2) == pytest.approx(12)  # well measured: as measured
+    assert drag([12.0] * 5, quiet, 0) == pytest.approx(12)
+    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 2) == pytest.approx(10, abs=0.1)  # noise: as expected
+    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 0) == pytest.approx(0, abs=0.1)  # a free core: nothing
+    assert drag([-3.0] * 5, quiet, 4) == pytest.approx(2.5)  # never less than the team's share
+    assert drag([-3.0] * 5, quiet, 0) == 0
+    assert drag([500.0] * 5, quiet, 2) == pytest.approx(20)  # nor more than twice the lane's own time
+    between = drag([14.0, 10.0, 18.0, 12.0, 16.0], quiet, 2)
+    assert 10 < between < 14
+    assert drag([14.0] * 5, [1000.0, 3000.0] * 3, 2) < between  # few values that agree by chance
+
+
+# ---- the bench ----
+
+
+def test_the_bench_runs_one_thing_at_a_time(bench: _core.MachineBench) -> None:
+    assert bench.engine == "threads"
+    assert bench.first_write_ns > 0
+    bench.start_disk(True, False)
+    for start in (
+        lambda: bench.start_disk(False, True),
+        lambda: bench.start_update(1.0),
+        bench.update_in_memory,
+        bench.checksums,
+    ):
+        with pytest.raises(RuntimeError, match="stop"):
+            start()
+    bench.stop()
+    bench.stop()
+    with pytest.raises(ValueError, match="at least one"):
+        bench.start_disk(False, False)
+    before = bench.look()
+    bench.start_update(0.0)
+    while bench.look()[5] < before[5] + 64 * MIB:
+        time.sleep(0.001)
+    bench.stop()
+    after = bench.look()
+    assert after[1:5] == before[1:5]  # the disk stood still
+    assert after[5] >= before[5] + 64 * MIB
+    assert after[6] > before[6]
+    assert after[7] > before[7]
+    size, spent = bench.update_in_memory()
+    assert size == 3 * MIB
+    assert spent > 0
+    size, spent = bench.checksums()
+    assert size == 8 * MIB
+    assert spent > 0
+    bench.close()
+    bench.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.look()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 3 * MIB])
+def test_the_bench_refuses_sizes(memory_bytes: int, fresh_disk: Path) -> None:
+    with pytest.raises(ValueError, match="memory_bytes"):
+        _core.MachineBench(str(fresh_disk), memory_bytes, 8 * MIB)
+    with pytest.raises(ValueError, match="room for two"):
+        _core.MachineBench(str(fresh_disk), 4 * MIB, MIB)
+    assert os.listdir(fresh_disk) == []
+
+
+def test_two_threads_that_ask_at_a_time_get_one_measurement(fresh_disk: Path) -> None:
+    found: list[Machine] = []
+    threads = [threading.Thread(target=lambda: found.append(measure_machine(str(fresh_disk)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert found[0] is found[1]
