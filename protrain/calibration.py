@@ -1,12 +1,13 @@
 """Calibration: what the lanes of this machine carry while a model computes, and what they cost its computation.
 
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
-of one of compute's threads, for which the others of its team wait: the time lost is about the processor time of the lane, which
-the clocks of its threads tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is
-expected, to within a half. What is seen is how much longer the same computation takes beside the lane than alone, in turns,
-several times. On a quiet machine that is known better than the expectation, on a busy one it says nothing: so the two are joined
-with weights by their uncertainty. The result is at least the team's share of the lane's processor time where no core is free, and
-at most twice that time.
+of one of compute's threads, for which the others of its team wait, and longer than that: a thread that was set aside is woken late,
+and its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the lane, which the clocks of its threads
+tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT`
+times the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
+times. On a quiet machine that is known better than the expectation, on a busy one it says nothing: so the two are joined with
+weights by their uncertainty. The result is at least the team's share of the lane's processor time where no core is free, and at
+most `MOST_DRAG` times that time.
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
@@ -50,9 +51,10 @@ MOST_SECONDS = 1.5
 LANE_REST = 3.0
 UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
-#: How far off an expected drag may be, and the most that is believed, in parts of the lane's processor time.
-DOUBT = 0.5
-MOST_DRAG = 2.0
+#: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
+EXPECTED_DRAG = 2.5
+DOUBT = 1.0
+MOST_DRAG = 4.0
 
 _known: dict[tuple[int, int], Machine] = {}
 _lock = threading.Lock()
@@ -261,7 +263,7 @@ class _Calibration:
     def _drag(self, lane: _Lane) -> float:
         """Seconds of compute lost for each byte: see the head of this file."""
         processor = lane.processor_seconds_per_byte
-        expected, least = (processor, processor / self.threads) if self.threads else (0.0, 0.0)
+        expected, least = (EXPECTED_DRAG * processor, processor / self.threads) if self.threads else (0.0, 0.0)
         seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
         doubt, noise = DOUBT * processor, self._noise(lane, seen)
         weight = doubt**2 / (doubt**2 + noise**2)

@@ -7,13 +7,12 @@
  *           Bytes that move while compute waits cost nothing, but the wait is longer than what they would have cost; where
  *           lanes could drag compute to its least speed, only that part counts.
  *   lanes   Each lane's bytes at its best speed; both directions of the disk, and of the link, in the time that they share.
- *   walk    The step in its order, once through the recorded accesses: an access waits for the fetch of its chunk, fetches are one
- *           after another and wait for their slots, updates are one after another and wait for their gradients, a phase waits
- *           until memory has room beside what is not yet written. Lanes drag nothing in it, and fetches and updates do not wait
- *           for each other, but the last of all ends when the disk (the link) has moved everything, each from when it was possible.
- *           These are the
- *           equations (2) to (7) of arXiv 2406.08334, one term an access, with slots in place of a number of buffers. Passes after
- *           the first count their work alone.
+ *   walk    The step in its order, once through the recorded accesses: an access waits for the fetch of its chunk, a fetch for its
+ *           slot, updates are one after another and wait for their gradients, a phase waits until memory has room beside what
+ *           is not yet written. Lanes drag nothing in it, and fetches and updates do not wait for each other; but the step does
+ *           not end before the disk (the link) has moved everything, each from when it was possible. These are the equations
+ *           (2) to (7) of arXiv 2406.08334, one term an access, with slots in place of a number of buffers. Passes after the
+ *           first count their work alone.
  *
  * What is written of activations is known at least: what has no room in memory when backward comes to the blocks.
  *
@@ -26,9 +25,26 @@
 #include "plan/search_internal.h"
 #include "plan/simulate_internal.h"
 
-#define MOST_DRAG 0.8   /* of compute's time, at its least speed (simulate_lanes.c) */
-#define KEPT_PART 4     /* of the stash, one in so many bytes may stay in memory */
+#define MOST_DRAG 0.8 /* of compute's time, at its least speed (simulate_lanes.c) */
+#define KEPT_PART 4   /* of the stash, one in so many bytes may stay in memory */
 #define NOTHING UINT32_MAX
+
+/* Several lanes with one time between them, or one by itself. Readers: where nothing but the disk slows fetches down, each that
+ * reads has the disk's reading for itself, and an update stands still, its writes too, while something else reads. */
+typedef enum queue { DISK_QUEUE, LINK_QUEUE, READ_QUEUE, WRITE_QUEUE, UPLOAD_QUEUE, OFFLOAD_QUEUE, READER_QUEUE, N_QUEUES } queue;
+
+/* Bytes that move at once. */
+typedef struct transfer {
+  double bytes[PTN_N_LANES];
+  double ns;                 /* at least, with the lanes to itself */
+  double queue_ns[N_QUEUES]; /* of each queue's time */
+  bool impossible;           /* a lane is not there */
+} transfer;
+
+typedef struct chunk_transfers {
+  transfer fetch, update;
+  transfer keep, add; /* of gradients that are not updated behind their pass; from the second pass on read and added */
+} chunk_transfers;
 
 struct ptn_bounds {
   ptn_course course; /* of it what belongs to the request */
@@ -36,25 +52,23 @@ struct ptn_bounds {
   double best_ns_per_byte[PTN_N_LANES];
   double drag_part; /* of the drag, what is certain */
   bool disk_alone;  /* slows fetches down */
+  double keeps;     /* passes whose gradients are not updated behind them */
+  chunk_transfers *transfers; /* of each chunk with its home on the host, then of each with it on disk */
   uint32_t *holder;   /* of each slot: its chunk in the walk */
   double *free_ns;    /* of each slot: since when its chunk is not needed */
   uint32_t *last;     /* of each slot: the access that was its last */
   uint32_t *releases; /* of each access: the chunk that may come into the slot from then on */
 };
 
-/* Several lanes with one time between them, or one by itself. Readers: where nothing but the disk slows fetches down, each that reads
- * has the disk's reading for itself, and an update stands still, its writes too, while something else reads. */
-typedef enum queue { DISK_QUEUE, LINK_QUEUE, READ_QUEUE, WRITE_QUEUE, UPLOAD_QUEUE, OFFLOAD_QUEUE, READER_QUEUE, N_QUEUES } queue;
-
 typedef struct walk {
   const ptn_candidate *candidate;
-  double work_ns;             /* of one pass, with costs of accesses */
+  double work_ns;            /* of one pass, with costs of accesses */
   double compute_ns, fetch_ns, update_ns; /* the clocks: until when each is busy */
-  double since_ns, all_fetches_ns;        /* what fetch_ns counts could not begin before; all of the pass */
-  double bytes[PTN_N_LANES];  /* moved, of all passes */
-  double readers_ns;          /* of all that reads the disk, one after another, where that is so */
-  double queue_ns[N_QUEUES];  /* the clocks of the lanes, with all that may have begun */
-  double put_bytes, put_ns;   /* to the stash; since when something is */
+  double since_ns, all_fetches_ns; /* what fetch_ns counts could not begin before; all of the pass */
+  double bytes[PTN_N_LANES]; /* moved, of all passes */
+  double readers_ns;         /* of all that reads the disk, one after another, where that is so */
+  double queue_ns[N_QUEUES]; /* the clocks of the lanes, with all that may have begun */
+  double put_bytes, put_ns;  /* to the stash; since when something is */
   double written_bytes, turn_ns; /* of it written at least; backward comes to the blocks */
   double total_stash_bytes;
   bool turned, impossible;
@@ -62,6 +76,85 @@ typedef struct walk {
 
 static double higher(double a, double b) { return a > b ? a : b; }
 static double lower(double a, double b) { return a < b ? a : b; }
+
+/* ---- lanes ---- */
+
+/* What it takes to move these bytes through all their lanes at once. */
+static double pipeline_ns(const ptn_bounds *bounds, const double *bytes) {
+  double ns[PTN_N_LANES], longest_ns = 0;
+  for (int i = 0; i < PTN_N_LANES; i++) longest_ns = higher(longest_ns, ns[i] = bytes[i] * bounds->best_ns_per_byte[i]);
+  longest_ns = higher(longest_ns, (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap);
+  return higher(longest_ns, (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap);
+}
+
+static transfer make_transfer(const ptn_bounds *bounds, const double *bytes) {
+  transfer made = {.ns = pipeline_ns(bounds, bytes)};
+  double ns[PTN_N_LANES];
+  for (int i = 0; i < PTN_N_LANES; i++) {
+    ns[i] = bytes[i] * bounds->best_ns_per_byte[i];
+    made.bytes[i] = bytes[i];
+    made.impossible |= bytes[i] > 0 && !bounds->lanes.present[i];
+  }
+  made.queue_ns[DISK_QUEUE] = (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap;
+  made.queue_ns[LINK_QUEUE] = (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap;
+  made.queue_ns[READ_QUEUE] = ns[PTN_DISK_READ];
+  made.queue_ns[WRITE_QUEUE] = ns[PTN_DISK_WRITE];
+  made.queue_ns[UPLOAD_QUEUE] = ns[PTN_UPLOAD];
+  made.queue_ns[OFFLOAD_QUEUE] = ns[PTN_OFFLOAD];
+  made.queue_ns[READER_QUEUE] = bounds->disk_alone && ns[PTN_DISK_READ] > 0 ? made.ns : 0;
+  return made;
+}
+
+static transfer make_fetch(const ptn_bounds *bounds, const ptn_plan_chunk *chunk, bool host) {
+  uint64_t part_bytes = ptn_course_part(&bounds->course, chunk->param_bytes);
+  double bytes[PTN_N_LANES] = {0};
+  if (!host) bytes[PTN_DISK_READ] = (double)part_bytes;
+  if (host || bounds->lanes.present[PTN_UPLOAD]) bytes[PTN_UPLOAD] = (double)part_bytes;
+  bytes[PTN_GATHER] = (double)(chunk->param_bytes - part_bytes);
+  return make_transfer(bounds, bytes);
+}
+
+/* An update may find the parameters in their slot, unless it is made on the host. */
+static chunk_transfers make_transfers(const ptn_bounds *bounds, const ptn_plan_chunk *chunk, bool host) {
+  const ptn_course *course = &bounds->course;
+  bool link = bounds->lanes.present[PTN_UPLOAD], open = course->request->grads_outlive_backward;
+  double grads = (double)ptn_course_part(course, chunk->grad_bytes), params = (double)ptn_course_part(course, chunk->param_bytes);
+  double states = (double)ptn_course_part(course, chunk->state_bytes), gathered = (double)chunk->grad_bytes - grads;
+  double keep[PTN_N_LANES] = {0}, add[PTN_N_LANES] = {0}, update[PTN_N_LANES] = {0};
+  keep[PTN_GATHER] = gathered;
+  if (host || link) keep[PTN_OFFLOAD] = grads;
+  if (!open) update[PTN_GATHER] = keep[PTN_GATHER], update[PTN_OFFLOAD] = keep[PTN_OFFLOAD];
+  update[PTN_UPDATE] = params + states;
+  if (!host) {
+    keep[PTN_DISK_WRITE] = add[PTN_DISK_READ] = grads;
+    update[PTN_DISK_READ] = states + (link ? params : 0) + (open || course->n_passes > 1 ? grads : 0);
+    update[PTN_DISK_WRITE] = params + states;
+  }
+  return (chunk_transfers){.fetch = make_fetch(bounds, chunk, host),
+                           .update = make_transfer(bounds, update),
+                           .keep = make_transfer(bounds, keep),
+                           .add = make_transfer(bounds, add)};
+}
+
+static const chunk_transfers *transfers_of(const ptn_bounds *bounds, const walk *at, uint32_t chunk) {
+  bool host = chunk < at->candidate->n_persist + at->candidate->n_host;
+  return &bounds->transfers[chunk + (host ? 0 : bounds->course.request->n_chunks)];
+}
+
+/* Certainly moves, `times` times. */
+static void move(walk *at, const transfer *moved, double times) {
+  for (int i = 0; i < PTN_N_LANES; i++) at->bytes[i] += times * moved->bytes[i];
+  at->readers_ns += times * moved->queue_ns[READER_QUEUE];
+  at->impossible |= moved->impossible && times > 0;
+}
+
+/* May begin now, and not before. Queues are told in the order of time. */
+static void enqueue(walk *at, double now_ns, const transfer *begun) {
+  for (int i = 0; i < N_QUEUES; i++) {
+    double end_ns = higher(at->queue_ns[i], now_ns) + begun->queue_ns[i];
+    at->queue_ns[i] = begun->queue_ns[i] > 0 ? end_ns : at->queue_ns[i];
+  }
+}
 
 /* ---- create ---- */
 
@@ -80,6 +173,21 @@ double ptn_bounds_drag_part(const ptn_profile *profile) {
   return idle * certain > 1 ? 1 / idle : certain;
 }
 
+static void read_request(ptn_bounds *bounds) {
+  const ptn_plan_request *request = bounds->course.request;
+  ptn_lanes_read(&bounds->lanes, request->profile);
+  for (int i = 0; i < PTN_N_LANES; i++) {
+    bounds->best_ns_per_byte[i] = lower(bounds->lanes.ns_per_byte[0][i], bounds->lanes.ns_per_byte[1][i]);
+  }
+  bounds->disk_alone = !bounds->lanes.present[PTN_UPLOAD] && bounds->course.n_ranks == 1;
+  bounds->drag_part = ptn_bounds_drag_part(request->profile);
+  bounds->keeps = bounds->course.n_passes - (request->grads_outlive_backward ? 0 : 1);
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    bounds->transfers[c] = make_transfers(bounds, &request->chunks[c], true);
+    bounds->transfers[request->n_chunks + c] = make_transfers(bounds, &request->chunks[c], false);
+  }
+}
+
 ptn_status ptn_bounds_create(ptn_bounds **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase) {
   ptn_bounds *bounds = *out = calloc(1, sizeof *bounds);
   if (!bounds) return ptn_fail(PTN_MEMORY, "no memory for the bounds of a plan");
@@ -87,118 +195,30 @@ ptn_status ptn_bounds_create(ptn_bounds **out, const ptn_plan_request *request, 
   if (status == PTN_OK) {
     bounds->holder = calloc((size_t)request->n_chunks + 1, sizeof *bounds->holder);
     bounds->free_ns = calloc((size_t)request->n_chunks + 1, sizeof *bounds->free_ns);
+    bounds->transfers = calloc(2 * (size_t)request->n_chunks + 1, sizeof *bounds->transfers);
     bounds->last = calloc((size_t)request->n_chunks + 1, sizeof *bounds->last);
     bounds->releases = calloc((size_t)request->n_accesses + 1, sizeof *bounds->releases);
-    if (!bounds->holder || !bounds->free_ns || !bounds->last || !bounds->releases) status = ptn_fail(PTN_MEMORY, "no memory for bounds of %u chunks", request->n_chunks);
+    if (!bounds->transfers || !bounds->holder || !bounds->free_ns || !bounds->last || !bounds->releases)
+      status = ptn_fail(PTN_MEMORY, "no memory for bounds of %u chunks", request->n_chunks);
   }
   if (status != PTN_OK) {
     ptn_bounds_destroy(bounds);
     *out = NULL;
     return status;
   }
-  ptn_lanes_read(&bounds->lanes, request->profile);
-  for (int i = 0; i < PTN_N_LANES; i++) {
-    bounds->best_ns_per_byte[i] = lower(bounds->lanes.ns_per_byte[0][i], bounds->lanes.ns_per_byte[1][i]);
-  }
-  bounds->disk_alone = !bounds->lanes.present[PTN_UPLOAD] && bounds->course.n_ranks == 1;
-  bounds->drag_part = ptn_bounds_drag_part(request->profile);
+  read_request(bounds);
   return PTN_OK;
 }
 
 void ptn_bounds_destroy(ptn_bounds *bounds) {
   if (!bounds) return;
   ptn_course_destroy(&bounds->course);
+  free(bounds->transfers);
   free(bounds->holder);
   free(bounds->free_ns);
   free(bounds->last);
   free(bounds->releases);
   free(bounds);
-}
-
-/* ---- lanes ---- */
-
-/* What it takes to move these bytes through all their lanes at once. */
-static double pipeline_ns(const ptn_bounds *bounds, const double *bytes) {
-  double ns[PTN_N_LANES], longest_ns = 0;
-  for (int i = 0; i < PTN_N_LANES; i++) longest_ns = higher(longest_ns, ns[i] = bytes[i] * bounds->best_ns_per_byte[i]);
-  longest_ns = higher(longest_ns, (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap);
-  return higher(longest_ns, (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap);
-}
-
-/* Bytes that certainly move, `times` times; what that takes once. */
-static double move(const ptn_bounds *bounds, walk *at, const double *bytes, double times) {
-  for (int i = 0; i < PTN_N_LANES; i++) {
-    at->bytes[i] += times * bytes[i];
-    at->impossible |= bytes[i] * times > 0 && !bounds->lanes.present[i];
-  }
-  double once_ns = pipeline_ns(bounds, bytes);
-  if (bounds->disk_alone && bytes[PTN_DISK_READ] > 0) at->readers_ns += times * once_ns;
-  return once_ns;
-}
-
-/* These bytes may begin to move now, and not before. Queues are told in the order of time. */
-static void enqueue(const ptn_bounds *bounds, walk *at, double now_ns, const double *bytes) {
-  double ns[PTN_N_LANES];
-  for (int i = 0; i < PTN_N_LANES; i++) ns[i] = bytes[i] * bounds->best_ns_per_byte[i];
-  const double work_ns[N_QUEUES] = {
-      [DISK_QUEUE] = (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap,
-      [LINK_QUEUE] = (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap,
-      [READ_QUEUE] = ns[PTN_DISK_READ],
-      [WRITE_QUEUE] = ns[PTN_DISK_WRITE],
-      [UPLOAD_QUEUE] = ns[PTN_UPLOAD],
-      [OFFLOAD_QUEUE] = ns[PTN_OFFLOAD],
-      [READER_QUEUE] = bounds->disk_alone && ns[PTN_DISK_READ] > 0 ? pipeline_ns(bounds, bytes) : 0,
-  };
-  for (int i = 0; i < N_QUEUES; i++) {
-    if (work_ns[i] > 0) at->queue_ns[i] = higher(at->queue_ns[i], now_ns) + work_ns[i];
-  }
-}
-
-static bool on_host(const walk *at, uint32_t chunk) { return chunk < at->candidate->n_persist + at->candidate->n_host; }
-
-static void fetch_bytes(const ptn_bounds *bounds, const walk *at, uint32_t chunk, double *bytes) {
-  uint64_t whole_bytes = bounds->course.request->chunks[chunk].param_bytes, part_bytes = ptn_course_part(&bounds->course, whole_bytes);
-  memset(bytes, 0, PTN_N_LANES * sizeof *bytes);
-  if (!on_host(at, chunk)) bytes[PTN_DISK_READ] = (double)part_bytes;
-  if (on_host(at, chunk) || bounds->lanes.present[PTN_UPLOAD]) bytes[PTN_UPLOAD] = (double)part_bytes;
-  bytes[PTN_GATHER] = (double)(whole_bytes - part_bytes);
-}
-
-static double fetch_ns(const ptn_bounds *bounds, walk *at, uint32_t chunk, double times) {
-  double bytes[PTN_N_LANES];
-  fetch_bytes(bounds, at, chunk, bytes);
-  return move(bounds, at, bytes, times);
-}
-
-static void enqueue_fetch(const ptn_bounds *bounds, walk *at, double now_ns, uint32_t chunk) {
-  double bytes[PTN_N_LANES];
-  fetch_bytes(bounds, at, chunk, bytes);
-  enqueue(bounds, at, now_ns, bytes);
-}
-
-/* The update of a chunk, and before it what happens to its gradients in passes whose gradients are not updated behind them; what
- * the update takes. It may find the parameters in their slot, unless it is made on the host. */
-static double update_ns(const ptn_bounds *bounds, walk *at, uint32_t number) {
-  const ptn_course *course = &bounds->course;
-  const ptn_plan_chunk *chunk = &course->request->chunks[number];
-  bool host = on_host(at, number), link = bounds->lanes.present[PTN_UPLOAD], open = course->request->grads_outlive_backward;
-  double grads = (double)ptn_course_part(course, chunk->grad_bytes), params = (double)ptn_course_part(course, chunk->param_bytes);
-  double states = (double)ptn_course_part(course, chunk->state_bytes), gathered = (double)chunk->grad_bytes - grads;
-  double keeps = open ? course->n_passes : course->n_passes - 1;
-  double keep[PTN_N_LANES] = {0}, add[PTN_N_LANES] = {0}, bytes[PTN_N_LANES] = {0};
-  keep[PTN_GATHER] = bytes[PTN_GATHER] = gathered;
-  if (host || link) keep[PTN_OFFLOAD] = bytes[PTN_OFFLOAD] = grads;
-  if (open) bytes[PTN_GATHER] = bytes[PTN_OFFLOAD] = 0;
-  bytes[PTN_UPDATE] = params + states;
-  if (!host) {
-    keep[PTN_DISK_WRITE] = add[PTN_DISK_READ] = grads;
-    bytes[PTN_DISK_READ] = states + (link ? params : 0) + (open || course->n_passes > 1 ? grads : 0);
-    bytes[PTN_DISK_WRITE] = params + states;
-  }
-  if (course->n_passes == 1) enqueue(bounds, at, at->compute_ns, open ? keep : bytes);
-  move(bounds, at, keep, keeps);
-  move(bounds, at, add, keeps > 1 ? keeps - 1 : 0);
-  return move(bounds, at, bytes, 1);
 }
 
 /* ---- the walk ---- */
@@ -210,8 +230,8 @@ static bool recomputes_in(const walk *at, const ptn_phase *phase) {
 /* Before backward comes to the blocks: what is saved is written so far that the phase has room. */
 static void wait_for_room(const ptn_bounds *bounds, walk *at, uint32_t p, double write_ns_per_byte) {
   const ptn_candidate *candidate = at->candidate;
-  double room_bytes = (double)candidate->above_static_bytes - (double)bounds->course.request->fixed_bytes -
-                      (double)candidate->phase_bytes[p];
+  double room_bytes =
+      (double)candidate->above_static_bytes - (double)bounds->course.request->fixed_bytes - (double)candidate->phase_bytes[p];
   double written_bytes = at->put_bytes - higher(room_bytes, 0);
   written_bytes = lower(written_bytes, at->put_bytes - at->total_stash_bytes / KEPT_PART);
   if (written_bytes <= at->written_bytes) return;
@@ -238,7 +258,9 @@ static void demand(const ptn_bounds *bounds, walk *at, uint32_t chunk) {
   uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
   spend(at, (double)bounds->course.request->profile->access_ns);
   if (bounds->holder[slot] == chunk) return;
-  wait_for_fetch(at, bounds->free_ns[slot], fetch_ns(bounds, at, chunk, 1));
+  const transfer *fetch = &transfers_of(bounds, at, chunk)->fetch;
+  move(at, fetch, 1);
+  wait_for_fetch(at, bounds->free_ns[slot], fetch->ns);
   /* The cost of the access itself comes after the wait. */
   at->compute_ns = higher(at->compute_ns, at->fetch_ns + (double)bounds->course.request->profile->access_ns);
   bounds->holder[slot] = chunk;
@@ -255,7 +277,7 @@ static void walk_accesses(const ptn_bounds *bounds, walk *at, uint32_t p, bool r
     if (!demands) continue;
     bounds->free_ns[at->candidate->slot_of_chunk[chunk]] = at->compute_ns;
     bounds->last[at->candidate->slot_of_chunk[chunk]] = i;
-    if (bounds->releases[i] != NOTHING) enqueue_fetch(bounds, at, at->compute_ns, bounds->releases[i]);
+    if (bounds->releases[i] != NOTHING) enqueue(at, at->compute_ns, &transfers_of(bounds, at, bounds->releases[i])->fetch);
   }
 }
 
@@ -290,8 +312,12 @@ static void walk_updates(const ptn_bounds *bounds, walk *at, uint32_t p) {
   for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
     uint32_t chunk = course->complete[i];
     if (chunk < at->candidate->n_persist) continue;
-    double ns = update_ns(bounds, at, chunk);
-    at->update_ns = behind ? higher(at->update_ns, at->compute_ns) + ns : at->update_ns + ns;
+    const chunk_transfers *transfers = transfers_of(bounds, at, chunk);
+    if (course->n_passes == 1) enqueue(at, at->compute_ns, behind ? &transfers->update : &transfers->keep);
+    move(at, &transfers->update, 1);
+    if (bounds->keeps > 0) move(at, &transfers->keep, bounds->keeps);
+    if (bounds->keeps > 1) move(at, &transfers->add, bounds->keeps - 1);
+    at->update_ns = (behind ? higher(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
     if (behind && !bounds->lanes.present[PTN_UPLOAD]) hold_slot(bounds, at, chunk, p);
   }
 }
@@ -307,7 +333,7 @@ static void find_releases(const ptn_bounds *bounds, walk *at) {
       bounds->releases[i] = NOTHING;
       if ((!course->last_visit[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
       uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-      if (bounds->holder[slot] == NOTHING) enqueue_fetch(bounds, at, 0, chunk);
+      if (bounds->holder[slot] == NOTHING) enqueue(at, 0, &transfers_of(bounds, at, chunk)->fetch);
       else if (bounds->holder[slot] != chunk) bounds->releases[bounds->last[slot]] = chunk;
       bounds->holder[slot] = chunk;
       bounds->last[slot] = i;
@@ -325,7 +351,7 @@ static void walk_later_passes(const ptn_bounds *bounds, walk *at) {
       uint32_t chunk = request->accesses[i];
       if ((!course->last_visit[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
       uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-      if (bounds->holder[slot] != chunk) fetch_ns(bounds, at, chunk, course->n_passes - 1);
+      if (bounds->holder[slot] != chunk) move(at, &transfers_of(bounds, at, chunk)->fetch, course->n_passes - 1);
       bounds->holder[slot] = chunk;
     }
   }
@@ -338,8 +364,7 @@ static void wait_for_stash(walk *at, double start_bytes, double read_ns_per_byte
 }
 
 /* The first pass. start_bytes of what each forward phase saves are left in room_bytes, which is the course's scratch. */
-static void walk_pass(const ptn_bounds *bounds, walk *at, const double *write, const double *read) {
-  double write_ns_per_byte = pipeline_ns(bounds, write), read_ns_per_byte = pipeline_ns(bounds, read);
+static void walk_pass(const ptn_bounds *bounds, walk *at, const transfer *write, const transfer *read) {
   const ptn_course *course = &bounds->course;
   const ptn_plan_request *request = course->request;
   double *start_bytes = course->room_bytes;
@@ -348,12 +373,12 @@ static void walk_pass(const ptn_bounds *bounds, walk *at, const double *write, c
     if (request->phases[p].backward && request->phases[p].block >= 0 && !at->turned) {
       at->turned = true;
       at->turn_ns = at->compute_ns;
-      double bytes[PTN_N_LANES];
-      for (int i = 0; i < PTN_N_LANES; i++) bytes[i] = read[i] * at->written_bytes;
-      enqueue(bounds, at, at->turn_ns, bytes);
+      transfer all = *read;
+      for (int i = 0; i < N_QUEUES; i++) all.queue_ns[i] *= at->written_bytes;
+      enqueue(at, at->turn_ns, &all);
     }
-    if (at->put_bytes > 0 && !at->turned) wait_for_room(bounds, at, p, write_ns_per_byte);
-    if (start_bytes[p] >= 0) wait_for_stash(at, start_bytes[p], read_ns_per_byte);
+    if (at->put_bytes > 0 && !at->turned) wait_for_room(bounds, at, p, write->ns);
+    if (start_bytes[p] >= 0) wait_for_stash(at, start_bytes[p], read->ns);
     double begin_ns = at->compute_ns, begin_work_ns = at->work_ns;
     walk_phase(bounds, at, p);
     uint64_t saved_bytes = ptn_swap_phase_bytes(request, course->consumer_of_phase, at->candidate->modes, p);
@@ -390,24 +415,26 @@ int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_
   ptn_tiers tiers;
   ptn_tiers_split(request, candidate->n_persist, (uint64_t)at.total_stash_bytes, &tiers);
   bool link = bounds->lanes.present[PTN_UPLOAD];
-  double write[PTN_N_LANES] = {[PTN_OFFLOAD] = link, [PTN_DISK_WRITE] = !tiers.stash_on_host};
-  double read[PTN_N_LANES] = {[PTN_UPLOAD] = link, [PTN_DISK_READ] = !tiers.stash_on_host};
+  transfer write =
+      make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_OFFLOAD] = link, [PTN_DISK_WRITE] = !tiers.stash_on_host});
+  transfer read = make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_UPLOAD] = link, [PTN_DISK_READ] = !tiers.stash_on_host});
   for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING, bounds->free_ns[c] = 0;
   find_releases(bounds, &at);
   for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING;
-  walk_pass(bounds, &at, write, read);
+  walk_pass(bounds, &at, &write, &read);
   double passes = bounds->course.n_passes, fixed_ns = (double)profile->step_fixed_ns, stash_drag_ns = 0;
   if (bounds->course.n_passes > 1) walk_later_passes(bounds, &at);
   double chunk_bytes = 0;
   for (int i = 0; i < PTN_N_LANES; i++) chunk_bytes += at.bytes[i];
   if (at.written_bytes > 0) {
-    move(bounds, &at, write, passes * at.written_bytes);
-    move(bounds, &at, read, passes * at.written_bytes);
+    move(&at, &write, passes * at.written_bytes);
+    move(&at, &read, passes * at.written_bytes);
     stash_drag_ns = 2 * passes * at.written_bytes * profile->stash_drag_ns_per_byte;
   }
   *moved_bytes = (uint64_t)(chunk_bytes + 2 * at.total_stash_bytes);
 
-  double open_ns = in_step_ns(bounds, &at), lanes_ns = higher(pipeline_ns(bounds, at.bytes), at.readers_ns), drag_ns = stash_drag_ns;
+  double open_ns = in_step_ns(bounds, &at), lanes_ns = higher(pipeline_ns(bounds, at.bytes), at.readers_ns),
+         drag_ns = stash_drag_ns;
   for (int i = 0; i < PTN_N_LANES; i++) drag_ns += at.bytes[i] * bounds->lanes.drag_ns_per_byte[i];
   double work_ns = passes * at.work_ns + drag_ns * bounds->drag_part;
   double walk_ns = at.compute_ns + (passes - 1) * at.work_ns;

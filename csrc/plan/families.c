@@ -93,17 +93,18 @@ static void compose(const ptn_families *families, const uint8_t *keep, int64_t *
   ptn_peak_compose(request, families->consumer_of_phase, families->modes, phase_bytes);
 }
 
-/* One of `begin` and on is at least as good in everything. Their phases are composed again: they are few. */
+/* One of `begin` and on is at least as good in everything. Their phases are kept: they are few. */
 static bool beaten(const ptn_families *families, uint32_t begin, const uint8_t *keep) {
   const ptn_plan_request *request = families->request;
   double recompute_ns = recompute_of(families, keep);
-  int64_t *mine = families->phase_bytes, *theirs = families->phase_bytes + request->n_phases;
-  if (begin < families->n_sets) compose(families, keep, mine);
+  int64_t *mine = families->phase_bytes + (size_t)(families->n_sets - begin) * request->n_phases;
   for (uint32_t s = begin; s < families->n_sets; s++) {
-    const uint8_t *other = ptn_families_keep(families, s);
-    if (memcmp(other, keep, request->n_blocks) == 0) return true;
-    if (recompute_of(families, other) > recompute_ns) continue;
-    compose(families, other, theirs);
+    if (memcmp(ptn_families_keep(families, s), keep, request->n_blocks) == 0) return true;
+  }
+  compose(families, keep, mine);
+  for (uint32_t s = begin; s < families->n_sets; s++) {
+    const int64_t *theirs = families->phase_bytes + (size_t)(s - begin) * request->n_phases;
+    if (recompute_of(families, ptn_families_keep(families, s)) > recompute_ns) continue;
     uint32_t p = 0;
     while (p < request->n_phases && theirs[p] <= mine[p]) p++;
     if (p == request->n_phases) return true;
@@ -111,12 +112,13 @@ static bool beaten(const ptn_families *families, uint32_t begin, const uint8_t *
   return false;
 }
 
-static void add_set(ptn_families *families, const uint8_t *keep, bool edge) {
+static void add_set(ptn_families *families, const uint8_t *keep, uint32_t family, bool edge) {
   uint32_t n_blocks = families->request->n_blocks, n_keep = 0;
+  uint64_t lateness = 0;
   uint8_t *to = families->keep + (size_t)families->n_sets * n_blocks;
   if (to != keep && n_blocks > 0) memmove(to, keep, n_blocks);
-  for (uint32_t i = 0; i < n_blocks; i++) n_keep += keep[i];
-  families->sets[families->n_sets++] = (ptn_keep_set){.n_keep = n_keep, .edge = edge};
+  for (uint32_t i = 0; i < n_blocks; i++) n_keep += keep[i], lateness += keep[i] ? i : 0;
+  families->sets[families->n_sets++] = (ptn_keep_set){.n_keep = n_keep, .family = family, .lateness = lateness, .edge = edge};
 }
 
 /* Numbers of kept blocks that all families have; the rule's has the others too, for the ends of what a budget can be. */
@@ -134,7 +136,7 @@ static void add_counts(ptn_families *families) {
       bool edge = !counted(n_blocks, k);
       if (family != PTN_KEEP_RULE && (edge || k == 0 || k == n_blocks)) break;
       write_keep(families, (ptn_keep_family)family, k, keep);
-      if (!beaten(families, begin, keep)) add_set(families, keep, edge);
+      if (!beaten(families, begin, keep)) add_set(families, keep, (uint32_t)family, edge);
     }
   }
 }
@@ -142,15 +144,20 @@ static void add_counts(ptn_families *families) {
 static void add_given(ptn_families *families) {
   ptn_keep_set *set = &families->sets[families->n_sets++];
   *set = (ptn_keep_set){.given = true};
-  for (uint32_t i = 0; i < families->request->n_blocks; i++) set->n_keep += families->request->modes[i] == PTN_KEEP;
+  for (uint32_t i = 0; i < families->request->n_blocks; i++) {
+    bool keep = families->request->modes[i] == PTN_KEEP;
+    set->n_keep += keep;
+    set->lateness += keep ? i : 0;
+  }
 }
 
 static void add_every_set(ptn_families *families) {
+  families->every = true;
   uint32_t n_blocks = families->request->n_blocks;
   for (uint32_t bits = 0; bits < (uint32_t)1 << n_blocks; bits++) {
     uint8_t *keep = families->keep + (size_t)families->n_sets * n_blocks;
     for (uint32_t i = 0; i < n_blocks; i++) keep[i] = bits >> i & 1;
-    add_set(families, keep, false);
+    add_set(families, keep, 0, false);
   }
 }
 
@@ -190,7 +197,8 @@ ptn_status ptn_families_create(ptn_families *families, const ptn_fit *fit, const
   bool made = scratch != NULL;
   made &= (families->blocks = calloc(n_blocks + 1, sizeof *families->blocks)) != NULL;
   made &= (families->modes = calloc(n_blocks + 1, sizeof *families->modes)) != NULL;
-  made &= (families->phase_bytes = calloc(2 * (size_t)request->n_phases, sizeof *families->phase_bytes)) != NULL;
+  made &=
+      (families->phase_bytes = calloc(PTN_N_KEEP_FAMILIES * (size_t)request->n_phases, sizeof *families->phase_bytes)) != NULL;
   made &= (families->keep = calloc(most + 1, n_blocks + 1)) != NULL;
   made &= (families->sets = calloc(most + 1, sizeof *families->sets)) != NULL;
   for (int i = 0; i <= PTN_N_KEEP_FAMILIES; i++) {
@@ -224,7 +232,9 @@ uint32_t ptn_families_swappable(const ptn_families *families, uint32_t set) {
 
 bool ptn_families_every_swap(uint32_t n_swappable) { return n_swappable <= EVERY_SET_BLOCKS - 1; }
 
-void ptn_families_modes(const ptn_families *families, uint32_t set, ptn_swap_family family, uint32_t n_swap, ptn_mode *modes) {
+void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, ptn_mode *modes) {
+  uint32_t set = choice->set, n_swap = choice->n_swap;
+  ptn_swap_family family = choice->swap;
   const uint8_t *keep = ptn_families_keep(families, set);
   const uint32_t *by_rate = families->orders[PTN_N_KEEP_FAMILIES];
   uint64_t n_swappable = ptn_families_swappable(families, set), at = 0;

@@ -105,7 +105,7 @@ static void list_windows(ptn_fit *fit, uint32_t widest) {
   fit->windows[count++] = fit->more;
   if (fit->few != fit->more) fit->windows[count++] = fit->few;
   for (uint32_t window = fit->more;;) {
-    window += (window + 1) / 3;
+    window += (window + 1) / 2;
     if (window > widest || window >= n_chunks || count + 1 == PTN_FIT_MOST_WINDOWS) break;
     fit->windows[count++] = window;
   }

@@ -17,11 +17,12 @@ static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
   unsigned long long needed = ptn_rule_least_bytes(rule), smallest = ptn_rule_smallest_bytes(rule);
   const char *what = request->modes || request->n_persist >= 0 ? "with the block modes and n_persist given " : "";
   if (fit->least_persist > 0) {
-    return ptn_fail_budget(needed, request->budget_bytes, smallest,
-                           "one step %sneeds %llu bytes of memory, the budget is %llu: at least %u of %u chunks must stay in it, as "
-                           "there is no disk and the host budget is %llu; give more host memory, a disk, or a device budget of %llu",
-                           what, needed, (unsigned long long)request->budget_bytes, fit->least_persist, request->n_chunks,
-                           (unsigned long long)request->host_budget_bytes, smallest);
+    return ptn_fail_budget(
+        needed, request->budget_bytes, smallest,
+        "one step %sneeds %llu bytes of memory, the budget is %llu: at least %u of %u chunks must stay in it, as "
+        "there is no disk and the host budget is %llu; give more host memory, a disk, or a device budget of %llu",
+        what, needed, (unsigned long long)request->budget_bytes, fit->least_persist, request->n_chunks,
+        (unsigned long long)request->host_budget_bytes, smallest);
   }
   return ptn_fail_budget(needed, request->budget_bytes, smallest,
                          "one step %sneeds %llu bytes of memory, the budget is %llu; the smallest budget that works is %llu: "
@@ -50,10 +51,11 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
   out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);
   if (!ptn_tiers_split(request, n_persist, out->stash_bytes, &tiers)) {
-    return ptn_fail_budget(out->smallest_bytes, request->budget_bytes, out->smallest_bytes,
-                           "the host budget of %llu bytes has no room for what %u chunks and %llu bytes of activations leave, and "
-                           "there is no disk: give more host memory or a disk",
-                           (unsigned long long)request->host_budget_bytes, n_away, (unsigned long long)out->stash_bytes);
+    return ptn_fail_budget(
+        out->smallest_bytes, request->budget_bytes, out->smallest_bytes,
+        "the host budget of %llu bytes has no room for what %u chunks and %llu bytes of activations leave, and "
+        "there is no disk: give more host memory or a disk",
+        (unsigned long long)request->host_budget_bytes, n_away, (unsigned long long)out->stash_bytes);
   }
   out->n_host = tiers.n_host;
   out->host_bytes = tiers.host_bytes;

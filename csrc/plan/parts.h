@@ -1,15 +1,17 @@
 /* The planner's own parts, between its files and its tests; others include plan/plan.h.
  *
- *   slots.c  which slot each chunk on disk is loaded into
- *   peak.c   what a candidate holds at its highest moment
- *   swap.c   what a plan writes to disk of activations, and the memory it works in while they are read ahead
  *   request.c   whether what was asked can be planned at all
+ *   slots.c     which slot each chunk that comes and goes is loaded into
+ *   peak.c      what a candidate holds at its highest moment
+ *   swap.c      what a plan writes of activations, and the memory it works in while they are read ahead
  *   tiers.c     what is at home on the host and what on disk
  *   fit.c       what a budget holds beside the modes of a candidate: persistent chunks, slots, ring
  *   rule.c      which candidate is taken where nothing was timed
- *   simulate.c  what a candidate takes in time, event by event
- *   bounds.c    the least it can take, in closed form
- *   search.c    which candidate is taken where a profile has times, families.c among which
+ *   simulate.c  what a candidate takes in time, event by event; simulate_course.c: what it does in which order,
+ *               simulate_lanes.c: how jobs share lanes, simulate_jobs.c, simulate_stash.c: what waits for its turn
+ *   bounds.c    the least it can take, in closed form; sums.c: of many at once
+ *   search.c    which candidate is taken where a profile has times; families.c: among which, trials.c: what each takes,
+ *               climb.c: what is near one
  *   make.c      all of it: from a request to a plan
  */
 #ifndef PTN_PLAN_PARTS_H
@@ -29,8 +31,8 @@ ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_requ
 void ptn_slots_scratch_destroy(ptn_slots_scratch *scratch);
 
 /* Slots for the chunks from n_persist on: chunks within any `window` distinct chunks in the cyclic order of the accesses never
- * share one. window is 1..most_window, or n_chunks and more: each has its own. slot_of_chunk and slot_bytes have n_chunks entries, of
- * the latter *n_slots are set. */
+ * share one. window is 1..most_window, or n_chunks and more: then each has its own. slot_of_chunk and slot_bytes have n_chunks
+ * entries, of the latter *n_slots are set. */
 void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint32_t n_persist, uint32_t window,
                int32_t *slot_of_chunk, uint64_t *slot_bytes, uint32_t *n_slots);
 

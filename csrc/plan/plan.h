@@ -70,14 +70,12 @@ typedef struct ptn_plan_request {
   const ptn_phase *phases;
   uint32_t n_accesses;
   const uint32_t *accesses;     /* chunk of each access in a step, in order, forward and backward */
-  const uint32_t
-      *access_phases; /* the phase in which each access happens, never falling; NULL: not known, then nothing is timed */
+  const uint32_t *access_phases; /* the phase of each access, never falling; NULL: not known, then nothing is timed */
   uint32_t n_together;          /* the most chunks that one operation reads at once; 0 is read as 1 */
   uint32_t n_arrays;            /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
-  const ptn_mode *modes;        /* n_blocks modes to use as they are, or NULL: the planner chooses keep or checkpoint */
+  const ptn_mode *modes;        /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
   int64_t n_persist;            /* as given, or -1: the planner chooses */
-  int64_t
-      n_buffer; /* with n_persist given: the slots of the plan that it is from, taken where that many are possible; 0 or less: free */
+  int64_t n_buffer; /* with n_persist given: the slots of the plan that it is from, where so many fit; 0 or less: free */
   bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
   uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
@@ -130,8 +128,9 @@ typedef struct ptn_plan {
 } ptn_plan;
 
 /* PTN_BUDGET (needed, budget, smallest) where nothing fits; PTN_PLAN where modes or n_persist are wrong in themselves;
- * PTN_INVALID where the description of the model or of its phases is. Swap modes are never chosen here, only given; the memory of
- * a block that swaps is counted as that of one that is recomputed, an upper bound (why: peak.c). */
+ * PTN_INVALID where the description of the model, of its phases or of their times is, and where everything that fits needs a lane
+ * that the machine lacks. The memory of a block that swaps is counted as that of one that is recomputed, an upper bound (why:
+ * peak.c); swap is chosen where times are known, checkpoint_swap never, only given. */
 ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out);
 
 #endif

@@ -62,8 +62,8 @@ static ptn_status check_accesses(const ptn_plan_request *request) {
     if (!request->access_phases) continue;
     uint32_t phase = request->access_phases[i], before = i > 0 ? request->access_phases[i - 1] : 0;
     if (phase >= request->n_phases || phase < before) {
-      return ptn_fail(PTN_INVALID, "access %u is in phase %u of %u, the one before it in phase %u; phases must not fall", i, phase,
-                      request->n_phases, before);
+      return ptn_fail(PTN_INVALID, "access %u is in phase %u of %u, the one before it in phase %u; phases must not fall", i,
+                      phase, request->n_phases, before);
     }
   }
   return PTN_OK;
@@ -123,13 +123,16 @@ static ptn_status check_profile(const ptn_plan_request *request) {
   }
   PTN_TRY(check_times(request));
   PTN_TRY(check_lanes(profile));
-  if (!(profile->disk_overlap >= 1 && profile->disk_overlap <= 2) || !(profile->link_overlap >= 1 && profile->link_overlap <= 2)) {
+  if (!(profile->disk_overlap >= 1 && profile->disk_overlap <= 2) ||
+      !(profile->link_overlap >= 1 && profile->link_overlap <= 2)) {
     return ptn_fail(PTN_INVALID, "profile: overlaps of %g (disk) and %g (link); 1 to 2 are possible", profile->disk_overlap,
                     profile->link_overlap);
   }
-  if (!sound(profile->stash_drag_ns_per_byte, MOST_DRAG_NS_PER_BYTE) || !sound(profile->step_update_bytes_per_s, MOST_BYTES_PER_S)) {
-    return ptn_fail(PTN_INVALID, "profile: a drag of %g ns/byte of activations, an update of %g bytes/s in step(); 0 to %g and 0 to "
-                                 "%g are possible",
+  if (!sound(profile->stash_drag_ns_per_byte, MOST_DRAG_NS_PER_BYTE) ||
+      !sound(profile->step_update_bytes_per_s, MOST_BYTES_PER_S)) {
+    return ptn_fail(PTN_INVALID,
+                    "profile: a drag of %g ns/byte of activations, an update of %g bytes/s in step(); 0 to %g and 0 to "
+                    "%g are possible",
                     profile->stash_drag_ns_per_byte, profile->step_update_bytes_per_s, MOST_DRAG_NS_PER_BYTE, MOST_BYTES_PER_S);
   }
   return PTN_OK;

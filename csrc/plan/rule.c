@@ -22,7 +22,8 @@ enum { KEEP_LAST, KEEP_FIRST, KEEP_SPREAD, N_PATTERNS };
 
 typedef struct choice { /* of modes: k blocks kept by a pattern, or the caller's */
   uint32_t pattern;
-  int64_t least_persist_bytes, all_persist_bytes; /* what it needs, without a ring, with the fewest and with every chunk persistent */
+  int64_t least_persist_bytes,
+      all_persist_bytes; /* what it needs, without a ring, with the fewest and with every chunk persistent */
   int64_t given_persist_bytes;                    /* with as many persistent as the caller wants */
 } choice;
 
@@ -69,9 +70,8 @@ static choice measure_choice(ptn_rule *rule, uint32_t n_keep, const ptn_mode *gi
     ptn_fit_compose(fit, given ? given : rule->modes);
     int64_t needed_bytes = ptn_fit_without_slots(fit, rule->least_persist) + rule->least_slots_bytes;
     if (needed_bytes >= best.least_persist_bytes) continue;
-    best = (choice){.pattern = pattern,
-                    .least_persist_bytes = needed_bytes,
-                    .all_persist_bytes = ptn_fit_without_slots(fit, rule->n_chunks)};
+    best = (choice){
+        .pattern = pattern, .least_persist_bytes = needed_bytes, .all_persist_bytes = ptn_fit_without_slots(fit, rule->n_chunks)};
     if (n_persist >= 0) best.given_persist_bytes = ptn_fit_without_slots(fit, (uint32_t)n_persist);
   }
   return best;
@@ -122,10 +122,11 @@ static ptn_status measure(ptn_rule *rule) {
     measure_least_slots(rule, least_persist);
   }
   if (given && n_persist < least_persist) {
-    return ptn_fail_budget((uint64_t)rule->smallest_bytes, request->budget_bytes, (uint64_t)rule->smallest_bytes,
-                           "%u of %u chunks are to stay in the device's memory, and there is no disk and %llu bytes of host memory "
-                           "for the others: give a disk or more host memory, or let at least %u chunks stay",
-                           n_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
+    return ptn_fail_budget(
+        (uint64_t)rule->smallest_bytes, request->budget_bytes, (uint64_t)rule->smallest_bytes,
+        "%u of %u chunks are to stay in the device's memory, and there is no disk and %llu bytes of host memory "
+        "for the others: give a disk or more host memory, or let at least %u chunks stay",
+        n_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
   }
   int64_t slots_bytes = given ? ptn_fit_slots(rule->fit, n_persist, rule->fit->few) : 0;
   rule->least_bytes = INT64_MAX;

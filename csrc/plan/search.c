@@ -2,24 +2,27 @@
  *
  * Problem: modes of blocks, persistent chunks and slots share one budget, and what is best depends on which lanes still have
  * time. Simulating all is too much. Design: best first. A candidate is first one of many that are bounded together (sums.c), then
- * bounded alone (bounds.c), then simulated (simulate.c). A heap gives what may still be best; as soon as that has been simulated
- * it is the answer.
+ * bounded alone (bounds.c), then simulated (simulate.c). Heaps give what may still be best; when nothing may, what is best is
+ * the answer. Whenever something better was found, what is near it is tried before (climb.c): the better the best, the less is
+ * left to look at.
  *
  *   ROUGH      a set of kept blocks, whatever else; opened into numbers of persistent chunks and windows
  *   COUNTED    with both, bounded by sums; opened into choices of blocks that swap
  *   PLACED     a candidate, with its bound; then it is simulated
  *
- * The order: forecasts in steps of half a percent; in one step more persistent chunks win, then more kept blocks, then fewer bytes
- * moved. It is an order of all candidates, which no budget changes: what is best among those that fit is best in every smaller
- * choice of them that has it. So a plan given again is chosen again, and more memory is never forecast slower by more than
- * a step. Where everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are
- * worth less than a step of certainty. It costs at most its own updates in step().
+ * The order: forecasts in steps of half a percent; in one step more persistent chunks win, then more kept blocks, then fewer
+ * bytes moved, then the later blocks kept. It is an order of all candidates, which no budget changes: what is best among those
+ * that fit is best in every smaller choice of them that has it. So a plan given again is chosen again, and more memory is not
+ * forecast slower by more than a step, as long as the search comes to its end within its limit of work; where it does not (many
+ * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides. Where
+ * everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are not as certain
+ * as that. It costs at most its own updates in step().
  *
- * The number of persistent chunks is the most that fits beside modes and window; of few chunks any number, of many also some fewer,
- * for persistent chunks are updated in step(), others behind backward.
+ * The number of persistent chunks is the most that fits beside modes and window; of few chunks any number, of many also some
+ * fewer, for persistent chunks are updated in step(), others behind backward.
  *
  * Invariants: nothing over the limit of the fit is looked at; the answer is never after the rule's in the order; the work is
- * limited by the size of the request alone (MOST_WORK), deterministic.
+ * limited by the size of the request alone, deterministic.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -28,28 +31,31 @@
 #include "base/bytes.h"
 #include "plan/search_internal.h"
 
-#define STEP 1.005             /* forecasts closer than this are alike */
-#define FEW_CHUNKS 16          /* any number of them persistent */
-#define N_FEWER 6              /* numbers of persistent chunks below the most that fits, of many chunks */
-#define N_RANGES 6             /* of numbers of persistent chunks, in the bound of a set */
+#define STEP 1.005           /* forecasts closer than this are alike */
+#define FEW_CHUNKS 16        /* any number of them persistent */
+#define N_FEWER 6            /* numbers of persistent chunks below the most that fits, of many chunks */
+#define N_RANGES 3           /* of numbers of persistent chunks, in the bound of a set */
 #define N_SWAP_STEPS 8
-#define MOST_WORK 60000        /* phases, accesses and chunks simulated ... */
-#define LEAST_SIMULATIONS 64   /* ... but so many candidates at least */
+#define N_STARTS 6           /* numbers of kept blocks from which to climb */
+#define MOST_IN_VAIN 4       /* tried near something after the last that was better */
+#define CLIMB_PART 4          /* of the work, one in so many for one climb */
+#define MOST_WORK 140000     /* phases, accesses and chunks simulated ... */
+#define LEAST_SIMULATIONS 160/* ... but so many candidates at least */
 #define MOST_SIMULATIONS 4096
-#define BOUNDS_PER_SIMULATION 12
-#define UNKNOWN INT64_MIN
+#define BOUNDS_PER_SIMULATION 4   /* as long as one takes ... */
+#define WINDOWS_PER_SIMULATION 20 /* ... and the slots of windows of so many chunks in all */
+#define MOST_PASSES 3        /* that are simulated: others are as those before them */
+#define N_TRIED 16384        /* a power of two, above what is ever simulated */
 
 typedef enum stage { ROUGH, COUNTED, PLACED } stage;
 
 typedef struct entry {
-  int32_t step;          /* of its bound or forecast */
-  uint32_t n_persist, n_keep;
-  uint64_t moved_bytes;
-  uint32_t serial;       /* the order in which they were made */
-  uint32_t set, window;
-  uint32_t n_swap;
-  ptn_swap_family swap;
+  int32_t step; /* of its bound or forecast */
+  uint32_t n_keep;
+  uint64_t moved_bytes, lateness; /* lateness: of the kept blocks, the sum of their numbers */
+  uint32_t serial; /* the order in which they were made */
   stage stage;
+  ptn_choice choice; /* of its n_persist the most that is possible */
 } entry;
 
 typedef struct heap { /* the first in the order on top */
@@ -58,30 +64,16 @@ typedef struct heap { /* the first in the order on top */
 } heap;
 
 typedef struct search {
-  ptn_fit *fit;
+  ptn_trials trials;
   const ptn_plan_request *request;
-  ptn_families families;
-  ptn_sums *sums;
-  ptn_bounds *bounds;
-  ptn_simulation *simulation;
-  uint32_t least_persist, most_persist;
-
-  heap open, placed;     /* what stands for many, and candidates */
+  heap open, placed; /* what stands for many, and candidates */
   uint32_t n_serial;
-
-  int64_t *slots_bytes;  /* by window and number of persistent chunks; UNKNOWN */
-  uint32_t *slots_count;
-  uint32_t assigned_window, assigned_persist; /* in the fit now */
-
-  uint32_t composed_set; /* in the fit's phases now, with these modes but for blocks that swap */
-  int64_t *needs;        /* of the composed set without slots, by number of persistent chunks; UNKNOWN */
-  uint32_t last_forward; /* the last phase before backward comes to the blocks */
-  ptn_mode *modes;
-
-  uint64_t bound_work, simulated_work, most_work;
+  uint64_t *tried;   /* keys of choices that were simulated, by hash */
+  uint32_t n_tried;
+  uint64_t size, bound_work, simulated_work, most_work;
   bool found;
   entry best;
-  ptn_mode *best_modes;
+  ptn_mode *modes, *best_modes;
   uint32_t best_window;
   ptn_forecast best_forecast;
 } search;
@@ -93,9 +85,10 @@ static int32_t step_of(double ns) { return (int32_t)floor(log(ns > 1 ? ns : 1) /
 /* Less than 0: a comes first. */
 static int compare(const entry *a, const entry *b) {
   if (a->step != b->step) return a->step < b->step ? -1 : 1;
-  if (a->n_persist != b->n_persist) return a->n_persist > b->n_persist ? -1 : 1;
+  if (a->choice.n_persist != b->choice.n_persist) return a->choice.n_persist > b->choice.n_persist ? -1 : 1;
   if (a->n_keep != b->n_keep) return a->n_keep > b->n_keep ? -1 : 1;
   if (a->moved_bytes != b->moved_bytes) return a->moved_bytes < b->moved_bytes ? -1 : 1;
+  if (a->lateness != b->lateness) return a->lateness > b->lateness ? -1 : 1;
   return 0;
 }
 
@@ -135,241 +128,202 @@ static entry pop(heap *from) {
   return first;
 }
 
-/* ---- needs ---- */
+/* ---- candidates ---- */
 
-/* Kept or away is all that memory depends on. */
-static void compose_set(search *at, uint32_t set) {
-  if (at->composed_set == set) return;
-  ptn_families_modes(&at->families, set, PTN_SWAP_EARLY, 0, at->modes);
-  ptn_fit_compose(at->fit, at->modes);
-  at->composed_set = set;
-  for (uint32_t p = 0; p <= at->request->n_chunks; p++) at->needs[p] = UNKNOWN;
+static uint64_t work(const search *at) {
+  return at->bound_work + at->simulated_work + at->trials.slots_work * at->size / WINDOWS_PER_SIMULATION;
 }
 
-static int64_t need(search *at, uint32_t n_persist) {
-  if (at->needs[n_persist] == UNKNOWN) at->needs[n_persist] = ptn_fit_without_slots(at->fit, n_persist);
-  return at->needs[n_persist];
+static bool may_go_on(const search *at) { return work(at) < at->most_work; }
+
+/* The first time: true, and from then on known. */
+static bool is_new(search *at, const ptn_choice *choice) {
+  uint64_t key = 1 + choice->n_swap + ((uint64_t)choice->swap << 17) + ((uint64_t)choice->window << 20) +
+                 ((uint64_t)choice->n_persist << 25) + ((uint64_t)choice->set << 42);
+  uint64_t slot = key * 0x9E3779B97F4A7C15u >> 40;
+  while (at->tried[slot % N_TRIED] != 0 && at->tried[slot % N_TRIED] != key) slot++;
+  bool fresh = at->tried[slot % N_TRIED] != key;
+  if (fresh && at->n_tried + 1 < N_TRIED) at->tried[slot % N_TRIED] = key, at->n_tried++;
+  return fresh;
 }
 
-static void assign(search *at, uint32_t window, uint32_t n_persist) {
-  if (at->assigned_window == window && at->assigned_persist == n_persist) return;
-  size_t cell = (size_t)window * (at->request->n_chunks + 1) + n_persist;
-  at->slots_bytes[cell] = ptn_fit_slots(at->fit, n_persist, at->fit->windows[window]);
-  at->slots_count[cell] = at->fit->n_slots;
-  at->assigned_window = window;
-  at->assigned_persist = n_persist;
+static entry entry_of(search *at, const ptn_choice *choice) {
+  const ptn_keep_set *set = &at->trials.families.sets[choice->set];
+  entry of = {.stage = PLACED, .choice = *choice, .n_keep = set->n_keep, .lateness = set->lateness};
+  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
+  of.step = step_of((double)ptn_trials_bound_ns(&at->trials, choice, &of.moved_bytes));
+  return of;
 }
 
-static int64_t slots_bytes(search *at, uint32_t window, uint32_t n_persist) {
-  size_t cell = (size_t)window * (at->request->n_chunks + 1) + n_persist;
-  if (at->slots_bytes[cell] == UNKNOWN) assign(at, window, n_persist);
-  return at->slots_bytes[cell];
-}
-
-static uint32_t slots_count(search *at, uint32_t window, uint32_t n_persist) {
-  slots_bytes(at, window, n_persist);
-  return at->slots_count[(size_t)window * (at->request->n_chunks + 1) + n_persist];
-}
-
-static bool fits(search *at, uint32_t window, uint32_t n_persist) {
-  int64_t without_bytes = need(at, n_persist);
-  if (!ptn_fit_fits(at->fit, n_persist, without_bytes)) return false;
-  return n_persist == at->request->n_chunks || ptn_fit_fits(at->fit, n_persist, without_bytes + slots_bytes(at, window, n_persist));
-}
-
-/* A number of slots stands for the first window that has so many and fits (fit.c): the others are not looked at. */
-static bool stands_for_itself(search *at, uint32_t window, uint32_t n_persist) {
-  if (n_persist == at->request->n_chunks) return window == 0;
-  for (uint32_t other = 0; other < window; other++) {
-    bool narrow = at->fit->windows[other] > at->fit->windows[window]; /* more, before few */
-    if (slots_count(at, other, n_persist) == slots_count(at, window, n_persist) && (!narrow || fits(at, other, n_persist))) {
-      return false;
-    }
+/* Its forecast takes the place of its bound; of one that was simulated before nothing is known. */
+static entry simulate(search *at, entry of) {
+  ptn_forecast forecast = {.step_ns = PTN_NEVER_NS};
+  if (is_new(at, &of.choice)) {
+    at->simulated_work += at->size;
+    ptn_trials_simulate(&at->trials, &of.choice, &forecast);
   }
-  return true;
-}
-
-/* ---- simulating ---- */
-
-/* modes are in at->modes. False: the stash has no place. */
-static bool describe(search *at, uint32_t window, uint32_t n_persist, ptn_candidate *out) {
-  ptn_tiers tiers;
-  uint64_t stash_bytes = ptn_swap_stash_bytes(at->request, at->fit->consumer_of_phase, at->modes);
-  if (!ptn_tiers_split(at->request, n_persist, stash_bytes, &tiers)) return false;
-  assign(at, window, n_persist);
-  *out = (ptn_candidate){.modes = at->modes,
-                         .n_persist = n_persist,
-                         .n_host = tiers.n_host,
-                         .slot_of_chunk = at->fit->slot_of_chunk,
-                         .phase_bytes = at->fit->phase_bytes,
-                         .above_static_bytes = (uint64_t)need(at, n_persist) - ptn_fit_persistent_bytes(at->fit, n_persist),
-                         .pending_bytes = at->fit->pending_bytes};
-  return true;
-}
-
-static uint64_t size(const search *at) {
-  return (uint64_t)at->request->n_phases + at->request->n_accesses + at->request->n_chunks + 1;
-}
-
-static ptn_status bound(search *at, entry of) {
-  ptn_candidate candidate;
-  ptn_families_modes(&at->families, of.set, of.swap, of.n_swap, at->modes);
-  if (!describe(at, of.window, of.n_persist, &candidate)) return PTN_OK;
-  at->bound_work += size(at) / BOUNDS_PER_SIMULATION + 1;
-  of.step = step_of((double)ptn_bound_ns(at->bounds, &candidate, &of.moved_bytes));
-  of.stage = PLACED;
-  return push(at, of);
-}
-
-static void simulate(search *at, entry of) {
-  ptn_candidate candidate;
-  ptn_forecast forecast;
-  compose_set(at, of.set);
-  ptn_families_modes(&at->families, of.set, of.swap, of.n_swap, at->modes);
-  if (!describe(at, of.window, of.n_persist, &candidate)) return;
-  at->simulated_work += size(at);
-  ptn_simulate(at->simulation, &candidate, &forecast);
   of.step = step_of((double)forecast.step_ns);
-  if (forecast.step_ns >= PTN_NEVER_NS || hopeless(at, &of)) return;
+  if (forecast.step_ns >= PTN_NEVER_NS || hopeless(at, &of)) return of;
+  if (at->request->n_blocks > 0) memcpy(at->modes, at->trials.modes, at->request->n_blocks * sizeof *at->modes);
+  if (!ptn_trials_stands(&at->trials, &of.choice)) {
+    of.step = INT32_MAX;
+    return of;
+  }
   at->found = true;
   at->best = of;
-  at->best_window = at->fit->windows[of.window];
+  at->best_window = at->trials.fit->windows[of.choice.window];
   at->best_forecast = forecast;
   if (at->request->n_blocks > 0) memcpy(at->best_modes, at->modes, at->request->n_blocks * sizeof *at->modes);
+  return of;
 }
 
-/* ---- sets of kept blocks ---- */
-
-/* What is written of a stash at least: what has no room when backward comes to the blocks, and is not the part that may stay. */
-static double written_bytes(search *at, double stash_bytes, uint32_t n_persist) {
-  double above = (double)need(at, n_persist) - (double)ptn_fit_persistent_bytes(at->fit, n_persist);
-  double room = above - (double)at->request->fixed_bytes - (double)at->fit->phase_bytes[at->last_forward];
-  double written = stash_bytes - (room > 0 ? room : 0);
-  if (written > stash_bytes * 3 / 4) written = stash_bytes * 3 / 4;
-  return written > 0 ? written : 0;
-}
-
-/* The least with any choice of swapping blocks: in each step of them the recomputation of its end, the bytes of its begin. */
-static double least_ns(search *at, uint32_t set, uint32_t least, uint32_t most, double held_bytes) {
-  double recompute_ns[PTN_SWAP_STEPS + 1], stash_bytes[PTN_SWAP_STEPS + 1], lowest_ns = HUGE_VAL;
-  uint32_t n_steps;
-  ptn_families_swapped(&at->families, set, recompute_ns, stash_bytes, &n_steps);
-  ptn_many many = {.least_persist = least, .most_persist = most, .slots_bytes = held_bytes};
-  for (uint32_t i = 0; i <= n_steps; i++) {
-    many.recompute_ns = recompute_ns[i < n_steps ? i + 1 : i];
-    many.stash_bytes = written_bytes(at, stash_bytes[i], most);
-    double ns = ptn_sums_least_ns(at->sums, &many);
-    if (ns < lowest_ns) lowest_ns = ns;
+/* A candidate from outside the families: the rule's. */
+static void simulate_modes(search *at, const ptn_mode *modes, uint32_t n_persist, uint32_t window) {
+  ptn_trials *trials = &at->trials;
+  entry of = {.stage = PLACED, .choice = {.n_persist = n_persist}};
+  uint32_t n_blocks = at->request->n_blocks;
+  while (of.choice.window + 1 < trials->fit->n_windows && trials->fit->windows[of.choice.window] != window) of.choice.window++;
+  ptn_trials_simulate_modes(trials, modes, of.choice.window, n_persist, &of.moved_bytes, &at->best_forecast);
+  if (at->best_forecast.step_ns >= PTN_NEVER_NS) return;
+  for (uint32_t i = 0; i < n_blocks; i++) {
+    of.n_keep += modes[i] == PTN_KEEP;
+    of.lateness += modes[i] == PTN_KEEP ? i : 0;
   }
-  return lowest_ns;
+  of.step = step_of((double)at->best_forecast.step_ns);
+  at->found = true;
+  at->best = of;
+  at->best_window = window;
+  if (modes != at->best_modes && n_blocks > 0) memcpy(at->best_modes, modes, n_blocks * sizeof *modes);
 }
 
-static uint32_t most_without_slots(search *at) {
-  uint32_t least = at->least_persist, most = at->most_persist;
-  while (least < most) {
-    uint32_t middle = most - (most - least) / 2;
-    if (ptn_fit_fits(at->fit, middle, need(at, middle))) least = middle;
-    else most = middle - 1;
-  }
-  return least;
+/* ---- climbing ---- */
+
+static bool allowed(search *at, const ptn_choice *choice) {
+  ptn_trials *trials = &at->trials;
+  if (at->request->n_persist >= 0 && at->request->n_buffer > 0) return false;
+  return ptn_trials_fits(trials, choice->set, choice->window, choice->n_persist);
 }
+
+/* What may be better than this one near it, the most promising first. */
+static uint32_t list_hopes(search *at, const entry *from, entry *hopes) {
+  ptn_choice near[PTN_CLIMB_MOST_CHOICES];
+  uint32_t count = ptn_climb_near(&at->trials, &from->choice, near), n_hopes = 0;
+  for (uint32_t i = 0; i < count; i++) {
+    if (!allowed(at, &near[i])) continue;
+    entry of = entry_of(at, &near[i]);
+    uint32_t j = n_hopes++;
+    of.serial = i;
+    for (; j > 0 && before(&of, &hopes[j - 1]); j--) hopes[j] = hopes[j - 1];
+    hopes[j] = of;
+  }
+  while (n_hopes > 0 && compare(&hopes[n_hopes - 1], from) >= 0) n_hopes--;
+  return n_hopes;
+}
+
+/* To what is better near it, until nothing is. Of what is near all is tried while it gets better: to list it cost time. */
+static void climb(search *at, entry here) {
+  entry hopes[PTN_CLIMB_MOST_CHOICES];
+  uint64_t most_work = work(at) + at->most_work / CLIMB_PART;
+  for (bool better = true; better;) {
+    uint32_t n_hopes = list_hopes(at, &here, hopes), in_vain = 0;
+    better = false;
+    for (uint32_t i = 0; i < n_hopes && (!better || in_vain < MOST_IN_VAIN); i++) {
+      if (!may_go_on(at) || work(at) > most_work) return;
+      if (compare(&hopes[i], &here) >= 0) break;
+      entry there = simulate(at, hopes[i]);
+      bool steps_up = compare(&there, &here) < 0;
+      if (steps_up) here = there;
+      better |= steps_up;
+      in_vain = steps_up ? 0 : in_vain + 1;
+    }
+  }
+}
+
+/* ---- opening ---- */
 
 static ptn_status push_set(search *at, uint32_t set) {
-  compose_set(at, set);
-  uint32_t first = at->least_persist, last = most_without_slots(at);
-  int64_t limit_bytes = at->fit->budget_bytes > at->fit->limit_bytes ? at->fit->budget_bytes : at->fit->limit_bytes;
+  ptn_trials *trials = &at->trials;
+  uint32_t first = trials->least_persist, last = ptn_climb_most_without_slots(&at->trials, set);
+  int64_t limit_bytes =
+      trials->fit->budget_bytes > trials->fit->limit_bytes ? trials->fit->budget_bytes : trials->fit->limit_bytes;
   double lowest_ns = HUGE_VAL;
-  if (!ptn_fit_fits(at->fit, last, need(at, last))) return PTN_OK;
+  if (!ptn_fit_fits(trials->fit, last, ptn_trials_need(trials, set, last))) return PTN_OK;
   for (uint32_t i = 0; i < N_RANGES; i++) {
     uint32_t least = first + (uint32_t)((uint64_t)(last - first + 1) * i / N_RANGES);
     uint32_t next = first + (uint32_t)((uint64_t)(last - first + 1) * (i + 1) / N_RANGES);
     if (least == next) continue;
-    double ns = least_ns(at, set, least, next - 1, (double)(limit_bytes - need(at, least)));
-    if (ns < lowest_ns) lowest_ns = ns;
+    double held_bytes = (double)(limit_bytes - ptn_trials_need(trials, set, least));
+    lowest_ns = fmin(lowest_ns, ptn_trials_least_ns(trials, set, least, next - 1, held_bytes));
   }
-  return push(at, (entry){.step = step_of(lowest_ns), .n_persist = last, .n_keep = at->families.sets[set].n_keep, .set = set});
-}
-
-/* The most that fits with this window; -1: none. Needs nearly always grow with the number. */
-static int64_t most_persistent(search *at, uint32_t window, uint32_t last) {
-  uint32_t least = at->least_persist, most = last;
-  if (at->request->n_chunks <= FEW_CHUNKS) {
-    while (most > least && !fits(at, window, most)) most--;
-    return fits(at, window, most) ? (int64_t)most : -1;
-  }
-  if (!fits(at, window, least)) return most == at->request->n_chunks && fits(at, window, most) ? (int64_t)most : -1;
-  while (least < most) {
-    uint32_t middle = most - (most - least) / 2;
-    if (fits(at, window, middle)) least = middle;
-    else most = middle - 1;
-  }
-  while (least < last && fits(at, window, least + 1)) least++;
-  return least;
+  const ptn_keep_set *of = &trials->families.sets[set];
+  ptn_choice choice = {.set = set, .n_persist = last};
+  return push(at, (entry){.step = step_of(lowest_ns), .n_keep = of->n_keep, .lateness = of->lateness, .choice = choice});
 }
 
 static ptn_status push_counted(search *at, const entry *of, uint32_t window, uint32_t n_persist) {
-  if (n_persist < at->least_persist || !fits(at, window, n_persist) || !stands_for_itself(at, window, n_persist)) return PTN_OK;
-  double held_bytes = n_persist < at->request->n_chunks ? (double)slots_bytes(at, window, n_persist) : 0;
+  ptn_trials *trials = &at->trials;
+  uint32_t set = of->choice.set;
+  if (!ptn_trials_fits(trials, set, window, n_persist)) return PTN_OK;
+  double held_bytes = n_persist < at->request->n_chunks ? (double)ptn_trials_slots_bytes(trials, window, n_persist) : 0;
   entry counted = *of;
-  counted.step = step_of(least_ns(at, of->set, n_persist, n_persist, held_bytes));
-  counted.n_persist = n_persist;
-  counted.window = window;
+  counted.step = step_of(ptn_trials_least_ns(trials, set, n_persist, n_persist, held_bytes));
+  counted.choice.n_persist = n_persist;
+  counted.choice.window = window;
   counted.stage = COUNTED;
   return push(at, counted);
 }
 
 static ptn_status open_window(search *at, const entry *of, uint32_t window, uint32_t last) {
   uint32_t n_chunks = at->request->n_chunks, fewer = n_chunks <= FEW_CHUNKS ? n_chunks : N_FEWER;
-  int64_t most = most_persistent(at, window, last);
+  int64_t most = ptn_climb_most_persistent(&at->trials, of->choice.set, window, last);
   if (most < 0) return PTN_OK;
   PTN_TRY(push_counted(at, of, window, (uint32_t)most));
   for (uint32_t i = 0; i < fewer; i++) { /* the same numbers for every budget */
-    uint32_t n_persist = (uint32_t)((uint64_t)n_chunks * i / fewer);
-    if (n_persist < at->least_persist) n_persist = at->least_persist;
-    bool again = i > 0 && n_persist == at->least_persist;
-    if ((int64_t)n_persist < most && !again) PTN_TRY(push_counted(at, of, window, n_persist));
+    uint32_t n_persist = (uint32_t)((uint64_t)n_chunks * i / fewer), least = at->trials.least_persist;
+    if (n_persist < least && (i + 1 == fewer || (uint64_t)n_chunks * (i + 1) / fewer > least)) n_persist = least;
+    if (n_persist >= least && (int64_t)n_persist < most) PTN_TRY(push_counted(at, of, window, n_persist));
   }
   return PTN_OK;
 }
 
-static bool wants_window(const search *at, uint32_t n_persist, uint32_t window) {
+/* The window that a given number of slots stands for; all where it stands for none. */
+static uint32_t given_window(search *at, uint32_t set, uint32_t n_persist) {
   const ptn_plan_request *request = at->request;
-  if (request->n_persist < 0 || request->n_buffer <= 0) return true;
-  uint32_t wanted = ptn_fit_window_of(at->fit, n_persist, (uint32_t)ptn_min_u64((uint64_t)request->n_buffer, UINT32_MAX));
-  return wanted == 0 || wanted == at->fit->windows[window];
+  ptn_trials *trials = &at->trials;
+  if (request->n_persist < 0 || request->n_buffer <= 0) return 0;
+  ptn_trials_need(trials, set, n_persist); /* composes the set */
+  return ptn_fit_window_of(trials->fit, n_persist, (uint32_t)ptn_min_u64((uint64_t)request->n_buffer, UINT32_MAX));
 }
 
 static ptn_status open_set(search *at, const entry *of) {
-  compose_set(at, of->set);
-  uint32_t last = most_without_slots(at), n_windows = at->fit->n_windows;
-  if (at->families.sets[of->set].edge) {
-    for (uint32_t window = 0; window < n_windows && window < 2; window++) PTN_TRY(push_counted(at, of, window, at->least_persist));
+  ptn_trials *trials = &at->trials;
+  uint32_t set = of->choice.set, last = ptn_climb_most_without_slots(&at->trials, set), given = given_window(at, set, last);
+  if (trials->families.sets[set].edge) {
+    for (uint32_t window = 0; window < 2 && window < trials->fit->n_windows; window++) {
+      PTN_TRY(push_counted(at, of, window, trials->least_persist));
+    }
     return last == at->request->n_chunks ? push_counted(at, of, 0, last) : PTN_OK;
   }
-  for (uint32_t window = 0; window < n_windows; window++) {
-    at->assigned_persist = UINT32_MAX; /* looking for a window assigns others */
-    if (wants_window(at, last, window)) PTN_TRY(open_window(at, of, window, last));
+  for (uint32_t window = 0; window < trials->fit->n_windows; window++) {
+    if (given == 0 || given == trials->fit->windows[window]) PTN_TRY(open_window(at, of, window, last));
   }
   return PTN_OK;
 }
 
-/* ---- blocks that swap ---- */
-
-static double bound_of(search *at, const entry *of, uint32_t n_swap) {
-  ptn_candidate candidate;
+static double bound_of_swaps(search *at, const entry *of, uint32_t n_swap) {
+  ptn_choice choice = of->choice;
   uint64_t moved_bytes;
-  ptn_families_modes(&at->families, of->set, PTN_SWAP_EARLY, n_swap, at->modes);
-  if (!describe(at, of->window, of->n_persist, &candidate)) return HUGE_VAL;
-  at->bound_work += size(at) / BOUNDS_PER_SIMULATION + 1;
-  return (double)ptn_bound_ns(at->bounds, &candidate, &moved_bytes);
+  choice.n_swap = n_swap;
+  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
+  return (double)ptn_trials_bound_ns(&at->trials, &choice, &moved_bytes);
 }
 
 /* The number with the lowest bound: recomputation falls with it, what lanes carry grows. */
 static uint32_t best_swaps(search *at, const entry *of, uint32_t n_swappable) {
   uint32_t best = 0, width = (n_swappable + N_SWAP_STEPS - 1) / N_SWAP_STEPS;
-  double lowest_ns = bound_of(at, of, 0);
+  double lowest_ns = bound_of_swaps(at, of, 0);
   for (uint32_t n_swap = width; n_swap <= n_swappable; n_swap += width) {
-    double ns = bound_of(at, of, n_swap);
+    double ns = bound_of_swaps(at, of, n_swap);
     if (ns < lowest_ns) lowest_ns = ns, best = n_swap;
   }
   while (width > 1) {
@@ -378,34 +332,33 @@ static uint32_t best_swaps(search *at, const entry *of, uint32_t n_swappable) {
     for (int side = -1; side <= 1; side += 2) {
       int64_t n_swap = (int64_t)middle + side * (int64_t)width;
       if (n_swap < 0 || n_swap > (int64_t)n_swappable) continue;
-      double ns = bound_of(at, of, (uint32_t)n_swap);
+      double ns = bound_of_swaps(at, of, (uint32_t)n_swap);
       if (ns < lowest_ns) lowest_ns = ns, best = (uint32_t)n_swap;
     }
-    if (width == 1) break;
+    if (width == 2) width = 1; /* both sides of 1 were not yet seen from the last middle */
   }
   return best;
 }
 
 static ptn_status place(search *at, const entry *of, ptn_swap_family family, uint32_t n_swap) {
-  entry placed = *of;
-  placed.swap = family;
-  placed.n_swap = n_swap;
-  return bound(at, placed);
+  ptn_choice choice = of->choice;
+  choice.swap = family;
+  choice.n_swap = n_swap;
+  return push(at, entry_of(at, &choice));
 }
 
 static ptn_status open_counted(search *at, const entry *of) {
-  compose_set(at, of->set);
-  uint32_t n_swappable = ptn_families_swappable(&at->families, of->set);
+  uint32_t n_swappable = ptn_families_swappable(&at->trials.families, of->choice.set);
   PTN_TRY(place(at, of, PTN_SWAP_EARLY, 0));
   if (ptn_families_every_swap(n_swappable)) {
     for (uint32_t bits = 1; bits < (uint32_t)1 << n_swappable; bits++) PTN_TRY(place(at, of, PTN_SWAP_EVERY, bits));
     return PTN_OK;
   }
   /* Beside the number with the lowest bound some fewer: bounds are lower than what happens. */
-  uint32_t best = best_swaps(at, of, n_swappable), least = best;
-  for (uint32_t part = 8; part >= 2; part -= part > 6 ? 1 : 2) {
-    uint32_t n_swap = best * part / 8;
-    if (n_swap == 0 || (part < 8 && n_swap == least)) continue;
+  uint32_t best = best_swaps(at, of, n_swappable), least = best + 1;
+  for (uint32_t part = 4; part >= 2; part--) {
+    uint32_t n_swap = best * part / 4;
+    if (n_swap == 0 || n_swap >= least) continue;
     least = n_swap;
     for (int family = 0; family < PTN_N_SWAP_FAMILIES; family++) PTN_TRY(place(at, of, (ptn_swap_family)family, n_swap));
   }
@@ -414,115 +367,98 @@ static ptn_status open_counted(search *at, const entry *of) {
 
 /* ---- the search ---- */
 
+/* A few sets from none kept to all, with a window: the best of them is where climbing begins. */
+static void start(search *at, uint32_t window) {
+  ptn_trials *trials = &at->trials;
+  entry best = {.step = INT32_MAX};
+  for (uint32_t i = 0; i < N_STARTS; i++) {
+    uint32_t set = (uint32_t)((uint64_t)(trials->families.n_sets - 1) * i / (N_STARTS - 1));
+    ptn_choice choice = {.set = set, .window = window};
+    int64_t most = ptn_climb_most_persistent(trials, set, window, trials->most_persist);
+    if (most < 0) continue;
+    choice.n_persist = (uint32_t)most;
+    if (!allowed(at, &choice)) continue;
+    entry there = simulate(at, entry_of(at, &choice));
+    if (compare(&there, &best) < 0) best = there;
+  }
+  if (best.step < INT32_MAX) climb(at, best);
+}
+
 static ptn_status search_all(search *at) {
-  for (uint32_t set = 0; set < at->families.n_sets; set++) PTN_TRY(push_set(at, set));
-  while (at->bound_work + at->simulated_work < at->most_work) {
-    while (at->open.count > 0 && hopeless(at, &at->open.entries[0])) at->open.count = 0;
-    while (at->placed.count > 0 && hopeless(at, &at->placed.entries[0])) at->placed.count = 0;
+  uint32_t n_windows = at->trials.fit->n_windows;
+  start(at, 0);
+  if (n_windows > 2) start(at, n_windows / 2);
+  if (n_windows > 1) start(at, n_windows - 1);
+  for (uint32_t set = 0; set < at->trials.families.n_sets; set++) PTN_TRY(push_set(at, set));
+  while (may_go_on(at)) {
+    if (at->open.count > 0 && hopeless(at, &at->open.entries[0])) at->open.count = 0;
+    if (at->placed.count > 0 && hopeless(at, &at->placed.entries[0])) at->placed.count = 0;
     if (at->open.count + at->placed.count == 0) break;
-    bool first = at->open.count == 0 || (at->placed.count > 0 && !before(&at->open.entries[0], &at->placed.entries[0]));
-    if (at->placed.count > 0 && (first || at->simulated_work <= at->bound_work)) {
-      simulate(at, pop(&at->placed));
+    bool first = at->open.count == 0 || (at->placed.count > 0 && before(&at->placed.entries[0], &at->open.entries[0]));
+    if (at->placed.count > 0 && (first || 2 * at->simulated_work <= work(at))) {
+      entry there = simulate(at, pop(&at->placed));
+      if (compare(&there, &at->best) <= 0) climb(at, there);
       continue;
     }
     entry next = pop(&at->open);
-    if (next.stage == COUNTED) PTN_TRY(open_counted(at, &next));
-    else PTN_TRY(open_set(at, &next));
+    PTN_TRY(next.stage == COUNTED ? open_counted(at, &next) : open_set(at, &next));
   }
   return PTN_OK;
 }
 
-/* A candidate from outside the families: the rule's. */
-static void simulate_modes(search *at, const ptn_mode *modes, uint32_t n_persist, uint32_t window) {
-  ptn_candidate candidate;
-  ptn_forecast forecast;
-  uint32_t n_blocks = at->request->n_blocks;
-  entry of = {.n_persist = n_persist};
-  if (modes != at->modes && n_blocks > 0) memcpy(at->modes, modes, n_blocks * sizeof *modes);
-  for (uint32_t i = 0; i < n_blocks; i++) of.n_keep += modes[i] == PTN_KEEP;
-  ptn_fit_compose(at->fit, modes);
-  at->composed_set = UINT32_MAX;
-  for (uint32_t p = 0; p <= at->request->n_chunks; p++) at->needs[p] = UNKNOWN;
-  while (of.window + 1 < at->fit->n_windows && at->fit->windows[of.window] != window) of.window++;
-  if (!describe(at, of.window, n_persist, &candidate)) return;
-  ptn_bound_ns(at->bounds, &candidate, &of.moved_bytes);
-  ptn_simulate(at->simulation, &candidate, &forecast);
-  if (forecast.step_ns >= PTN_NEVER_NS) return;
-  of.step = step_of((double)forecast.step_ns);
-  at->found = true;
-  at->best = of;
-  at->best_window = window;
-  at->best_forecast = forecast;
-  if (n_blocks > 0) memcpy(at->best_modes, modes, n_blocks * sizeof *modes);
-}
-
 /* Everything in memory, and all of it fits: the modes given are no others. */
-static bool ample(search *at) {
+static bool is_ample(search *at, ptn_mode *modes) {
   const ptn_plan_request *request = at->request;
+  ptn_fit *fit = at->trials.fit;
   for (uint32_t i = 0; i < request->n_blocks; i++) {
     if (request->modes && request->modes[i] != PTN_KEEP) return false;
-    at->modes[i] = PTN_KEEP;
+    modes[i] = PTN_KEEP;
   }
-  if (at->most_persist < request->n_chunks) return false;
-  ptn_fit_compose(at->fit, at->modes);
-  return ptn_fit_fits(at->fit, request->n_chunks, ptn_fit_without_slots(at->fit, request->n_chunks));
+  if (at->trials.most_persist < request->n_chunks) return false;
+  ptn_fit_compose(fit, modes);
+  return ptn_fit_fits(fit, request->n_chunks, ptn_fit_without_slots(fit, request->n_chunks));
 }
 
 static void search_destroy(search *at) {
-  ptn_families_destroy(&at->families);
-  ptn_sums_destroy(at->sums);
-  ptn_bounds_destroy(at->bounds);
-  ptn_simulation_destroy(at->simulation);
+  ptn_trials_destroy(&at->trials);
   free(at->open.entries);
   free(at->placed.entries);
-  free(at->slots_bytes);
-  free(at->slots_count);
-  free(at->needs);
+  free(at->tried);
   free(at->modes);
   free(at->best_modes);
 }
 
 static ptn_status search_create(search *at, ptn_fit *fit, const ptn_rule *rule) {
   const ptn_plan_request *request = fit->request;
-  size_t cells = (size_t)fit->n_windows * ((size_t)request->n_chunks + 1), n_blocks = (size_t)request->n_blocks + 1;
-  bool given = request->n_persist >= 0;
-  *at = (search){.fit = fit, .request = request, .composed_set = UINT32_MAX, .assigned_persist = UINT32_MAX};
-  at->least_persist = given ? (uint32_t)request->n_persist : fit->least_persist;
-  at->most_persist = given ? at->least_persist : request->n_chunks;
-  while (at->last_forward + 1 < request->n_phases && !request->phases[at->last_forward + 1].backward) at->last_forward++;
-  uint64_t least_work = LEAST_SIMULATIONS * size(at), most_work = MOST_SIMULATIONS * size(at);
-  at->most_work = ptn_min_u64(ptn_max_u64(MOST_WORK, least_work), most_work);
-  at->slots_bytes = calloc(cells, sizeof *at->slots_bytes);
-  at->slots_count = calloc(cells, sizeof *at->slots_count);
-  at->needs = calloc((size_t)request->n_chunks + 1, sizeof *at->needs);
-  at->modes = calloc(n_blocks, sizeof *at->modes);
-  at->best_modes = calloc(n_blocks, sizeof *at->best_modes);
-  if (!at->slots_bytes || !at->slots_count || !at->needs || !at->modes || !at->best_modes) {
-    return ptn_fail(PTN_MEMORY, "no memory to search plans of %u chunks and %u blocks", request->n_chunks, request->n_blocks);
-  }
-  for (size_t i = 0; i < cells; i++) at->slots_bytes[i] = UNKNOWN;
-  PTN_TRY(ptn_sums_create(&at->sums, request));
-  PTN_TRY(ptn_bounds_create(&at->bounds, request, fit->consumer_of_phase));
-  PTN_TRY(ptn_simulation_create(&at->simulation, request, fit->consumer_of_phase));
-  return ptn_families_create(&at->families, fit, rule);
+  *at = (search){.request = request};
+  uint64_t passes = ptn_min_u64(ptn_max_u64(request->n_passes, 1), MOST_PASSES);
+  at->size = passes * ((uint64_t)request->n_phases + request->n_accesses + request->n_chunks + 1);
+  at->most_work = ptn_min_u64(ptn_max_u64(MOST_WORK, LEAST_SIMULATIONS * at->size), MOST_SIMULATIONS * at->size);
+  at->tried = calloc(N_TRIED, sizeof *at->tried);
+  at->modes = calloc((size_t)request->n_blocks + 1, sizeof *at->modes);
+  at->best_modes = calloc((size_t)request->n_blocks + 1, sizeof *at->best_modes);
+  if (!at->tried || !at->modes || !at->best_modes)
+    return ptn_fail(PTN_MEMORY, "no memory to search plans of %u blocks", request->n_blocks);
+  return ptn_trials_create(&at->trials, fit, rule);
 }
 
 ptn_status ptn_search(ptn_fit *fit, const ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window,
                       ptn_forecast *forecast) {
   search at;
   ptn_status status = search_create(&at, fit, rule);
-  if (status == PTN_OK && ample(&at)) {
-    simulate_modes(&at, at.modes, fit->request->n_chunks, fit->more);
+  if (status == PTN_OK && is_ample(&at, at.best_modes)) {
+    simulate_modes(&at, at.best_modes, fit->request->n_chunks, fit->more);
   } else if (status == PTN_OK) {
     simulate_modes(&at, modes, *n_persist, *window);
     status = search_all(&at);
   }
   if (status == PTN_OK && !at.found) {
-    status = ptn_fail(PTN_INVALID, "profile: every plan for this budget needs a lane that carries no bytes; give its speed, or more memory");
+    status = ptn_fail(PTN_INVALID,
+                      "profile: every plan for this budget needs a lane of speed 0 bytes/s; give its speed, or more memory");
   }
   if (status == PTN_OK) {
     if (fit->request->n_blocks > 0) memcpy(modes, at.best_modes, fit->request->n_blocks * sizeof *modes);
-    *n_persist = at.best.n_persist;
+    *n_persist = at.best.choice.n_persist;
     *window = at.best_window;
     *forecast = at.best_forecast;
   }

@@ -49,9 +49,8 @@ bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64
   for (; at < request->n_chunks; at++) out->disk_bytes += on_disk_bytes(request, &request->chunks[at]);
   out->stash_on_host = stash_bytes > 0 && stash_bytes <= room_bytes - out->host_bytes;
   *(out->stash_on_host ? &out->host_bytes : &out->disk_bytes) += stash_bytes;
-  return n_persist + out->n_host == request->n_chunks && (stash_bytes == 0 || out->stash_on_host)
-             ? true
-             : ptn_tiers_has_disk(request);
+  return n_persist + out->n_host == request->n_chunks && (stash_bytes == 0 || out->stash_on_host) ? true
+                                                                                                  : ptn_tiers_has_disk(request);
 }
 
 ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t stash_bytes, uint32_t *least_persist) {
