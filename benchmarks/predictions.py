@@ -2,9 +2,10 @@
 
     python benchmarks/predictions.py --out benchmarks/results/predictions.json
 
-Every model and batch is planned for three budgets in a process of its own; each plan is then carried out in another process, as
-it is. A plan is made before anything of its run is known. The median of the last steps counts. Prints a line for each case and,
-at the end, how many lie within 3 % of the peak and 5 % of the step time; --table FILE writes the cases as a Markdown table.
+Every model and batch has a process of its own, which plans for three budgets, each time from a new rehearsal, and carries each
+plan out as it is right after it was made: how fast a machine is changes within minutes. The median of the last steps counts.
+Prints a line for each case and, at the end, how many lie within 3 % of the peak and 5 % of the step time; --table FILE writes the
+cases as a Markdown table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SHARES = (0.3, 0.55, 0.9)  # of what training in memory takes: states, and activations of blocks that are kept
-WARM_STEPS, STEPS = 3, 5
+WARM_STEPS, STEPS = 3, 7
 
 
 def _gpt2(hidden: int, layers: int, vocabulary: int = 1024, dropout: float = 0.1) -> Any:
@@ -113,33 +114,32 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
 }
 
 
-def _plans(name: str) -> list[tuple[int, str]]:
-    """(budget in bytes, JSON of the plan for it), for each share of what training in memory takes."""
+def _measure(name: str) -> list[dict[str, Any]]:
+    """For each share of what training in memory takes: a plan, made anew, and at once what carrying it out took."""
     import torch
 
     import protrain
 
-    torch.manual_seed(0)
     make, batch = CASES[name]
-    model = make().train()
-    ample = protrain.plan(model, batch(0), memory=1 << 40)
-    return [
-        (budget, protrain.plan(model, batch(0), memory=budget).to_json())
-        for budget in (int(s * ample.peak_bytes) for s in SHARES)
-    ]
+    found = []
+    for share in SHARES:
+        torch.manual_seed(0)
+        model = make().train()
+        ample = protrain.plan(model, batch(0), memory=1 << 40)
+        budget = int(share * ample.peak_bytes)
+        plan = protrain.plan(model, batch(0), memory=budget)
+        found.append({"budget_bytes": budget, "plan": plan.to_json(), **_run(model, batch, budget, plan)})
+    return found
 
 
-def _run(name: str, budget: int, text: str) -> dict[str, Any]:
+def _run(model: Any, batch: Callable[[int], dict[str, Any]], budget: int, plan: Any) -> dict[str, Any]:
     """Carry the plan out: what it took."""
     import torch
 
     import protrain
 
-    torch.manual_seed(0)
-    make, batch = CASES[name]
-    model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = protrain.wrap(model, optimizer, memory=budget, plan=protrain.Plan.from_json(text))
+    model, optimizer = protrain.wrap(model, optimizer, memory=budget, plan=plan)
     seconds, waits = [], []
     for number in range(WARM_STEPS + STEPS):
         output = model(**batch(number))
@@ -151,6 +151,7 @@ def _run(name: str, budget: int, text: str) -> dict[str, Any]:
         status = protrain.status(model)
         seconds.append(status.step_seconds)
         waits.append(status.wait_seconds)
+    protrain.unwrap(model)
     return {
         "step_seconds": statistics.median(seconds[WARM_STEPS:]),
         "slowest_seconds": max(seconds[WARM_STEPS:]),
@@ -190,12 +191,10 @@ def main() -> None:
     for name in CASES:
         if arguments.only not in name:
             continue
-        for budget, text in _in_child(_plans, name):
-            plan = json.loads(text)
-            found = _in_child(_run, name, budget, text)
+        for found in _in_child(_measure, name):
+            plan, budget = json.loads(found.pop("plan")), found["budget_bytes"]
             case = {
                 "case": name,
-                "budget_bytes": budget,
                 "n_persist": plan["n_persist"],
                 "n_chunks": plan["n_chunks"],
                 "modes": plan["block_modes"],

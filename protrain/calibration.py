@@ -1,10 +1,10 @@
 """Calibration: what the lanes of this machine carry while a model computes, and what they cost its computation.
 
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
-of one of compute's threads, for which the others of its team wait, and longer than that: a thread that was set aside is woken late,
-and its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the lane, which the clocks of its threads
-tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT`
-times the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
+of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
+its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the lane, which the clocks of threads tell
+within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT` times
+the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
 times. On a quiet machine that is known better than the expectation, on a busy one it says nothing: so the two are joined with
 weights by their uncertainty. The result is at least the team's share of the lane's processor time where no core is free, and at
 most `MOST_DRAG` times that time.

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Error(Exception):
     """Base class of all of protrain's errors. After any of them the model's last complete step is intact."""
+
+    _keywords: tuple[str, ...] = ()  # of its constructor, beside the message
+
+    def __reduce__(self) -> Any:
+        """Errors cross processes as they are: a worker's BudgetError is one in its parent."""
+        return _again, (type(self), str(self), {name: getattr(self, name) for name in self._keywords})
+
+
+def _again(kind: type[Error], message: str, keywords: dict[str, Any]) -> Error:
+    return kind(message, **keywords)
 
 
 class BudgetError(Error):
@@ -16,6 +28,8 @@ class BudgetError(Error):
         smallest_bytes: the smallest budget that works, as far as it is known when the error is raised.
     """
 
+    _keywords = ("needed_bytes", "budget_bytes", "smallest_bytes")
+
     def __init__(self, message: str, *, needed_bytes: int, budget_bytes: int, smallest_bytes: int) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
@@ -25,6 +39,8 @@ class BudgetError(Error):
 
 class DiskError(Error, OSError):
     """An operation on the disk failed: `errno` and `filename` as in any OSError, `asked_bytes` of the operation."""
+
+    _keywords = ("errno", "filename", "asked_bytes")
 
     def __init__(self, message: str, *, errno: int = 0, filename: str = "", asked_bytes: int = 0) -> None:
         super().__init__(message)

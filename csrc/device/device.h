@@ -22,6 +22,10 @@ typedef struct ptn_page_source {
   /* Multiples of PTN_HUGE_BYTES. Allowed: the next write to any byte may make a whole huge page resident. Ranges start
    * disallowed. A hint: a system without huge pages does nothing. */
   void (*allow_huge)(void *begin, size_t bytes, bool allowed);
+  /* Of one huge page, at a multiple of PTN_HUGE_BYTES: allows it, and moves there at once what lies in small pages; bytes stay as
+   * they are, whoever uses them meanwhile. All of it is resident then. A hint, as above, and where the system cannot do it now
+   * (a device is using the pages) it may do so later. */
+  void (*gather_huge)(void *begin);
 } ptn_page_source;
 
 const ptn_page_source *ptn_host_pages(void);

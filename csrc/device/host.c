@@ -74,7 +74,15 @@ static void host_allow_huge(void *begin, size_t bytes, bool allowed) {
   madvise(begin, bytes, allowed ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); /* a hint */
 }
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25 /* since Linux 6.1; older ones refuse it, and gather pages where huge ones are allowed in time */
+#endif
+
+static void host_gather_huge(void *begin) {
+  if (madvise(begin, PTN_HUGE_BYTES, MADV_HUGEPAGE) == 0) madvise(begin, PTN_HUGE_BYTES, MADV_COLLAPSE);
+}
+
 const ptn_page_source *ptn_host_pages(void) {
-  static const ptn_page_source source = {host_reserve, host_unreserve, host_purge, host_allow_huge};
+  static const ptn_page_source source = {host_reserve, host_unreserve, host_purge, host_allow_huge, host_gather_huge};
   return &source;
 }

@@ -48,15 +48,16 @@ void ptn_arena_settle(void) {
 /* With the lock; the account has room. */
 static ptn_status hand_out(ptn_account *account, size_t bytes, void **out) {
   if (bytes > largest_bytes) return ptn_fail(PTN_MEMORY, "a request of %zu bytes is larger than the address space", bytes);
+  ptn_stretch *stretch = NULL;
   if (bytes < PTN_PAGE_BYTES) {
     PTN_TRY(ptn_slab_take(bytes, account, out));
   } else {
-    ptn_stretch *stretch;
     PTN_TRY(ptn_stretch_take(bytes, account, &stretch));
     *out = (void *)stretch->begin;
   }
   ptn_account_count(account, bytes);
   ptn_arena_settle();
+  if (stretch) ptn_stretch_gather(stretch);
   return PTN_OK;
 }
 

@@ -17,7 +17,9 @@
  * at once: against the work on them merging costs nothing, and holes would cost pages.
  *
  * Huge pages: a huge page is allowed only where it lies within pages put to use, and disallowed when a byte of it is purged.
- * So a fault never makes a clean page resident, and resident memory is what is counted.
+ * So a fault never makes a clean page resident, and resident memory is what is counted. Blocks end anywhere, so a huge page may be
+ * put to use in parts, by neighbours, and be faulted in as small pages; it is gathered when its last part is put to use (for that
+ * moment the system has its small pages too). A direct transfer pays for each small page, and a disk for each few hundred of them.
  *
  * Invariants (ptn_stretches_check): stretches of a range are adjacent and cover it; no two neighbours are both dirty or both
  * clean; each dirty stretch is in the tree by bytes and in the list by age, each first stretch of a run in the tree of runs;
@@ -36,6 +38,7 @@
 
 #define RECENT_COUNT 16
 #define RANGE_COUNT 8192 /* as many as the page map keeps */
+#define MOST_EDGES 8     /* kept of one block; those beyond stay in small pages */
 
 static const size_t wished_range_bytes = (size_t)64 << 30;
 static const size_t largest_recent_bytes = (size_t)256 << 10;
@@ -56,6 +59,9 @@ static ptn_stretch *recent[RECENT_COUNT];
 static size_t recent_bytes[RECENT_COUNT]; /* 0: none; beside the pointers for the search */
 static size_t recent_next, recent_used;
 static uint64_t last_serial;
+static uintptr_t
+    edges[MOST_EDGES]; /* of what was clean in the block taken last: huge pages around them are put to use in parts */
+static size_t edge_count;
 static ptn_metadata_pool pool = {.record_bytes = sizeof(ptn_stretch)};
 
 #define stretch_of(node, member) ((ptn_stretch *)(void *)((char *)(node) - offsetof(ptn_stretch, member)))
@@ -290,12 +296,35 @@ static ptn_status add_range(size_t bytes) {
   return PTN_OK;
 }
 
+/* Whether no byte of a huge page is clean; the stretch has bytes of it. */
+static bool is_complete(uintptr_t huge, ptn_stretch *stretch) {
+  for (ptn_stretch *right = stretch; end_of(right) < huge + PTN_HUGE_BYTES;) {
+    right = stretch_after(right);
+    if (!right || right->state == PTN_STRETCH_CLEAN) return false;
+  }
+  while (stretch->begin > huge) {
+    stretch = stretch_before(stretch);
+    if (!stretch || stretch->state == PTN_STRETCH_CLEAN) return false;
+  }
+  return true;
+}
+
+void ptn_stretch_gather(ptn_stretch *stretch) {
+  for (; edge_count > 0; edge_count--) {
+    uintptr_t edge = edges[edge_count - 1], huge = edge / PTN_HUGE_BYTES * PTN_HUGE_BYTES;
+    if (huge != edge && is_complete(huge, stretch)) ptn_host_pages()->gather_huge((void *)huge);
+  }
+}
+
 /* The whole huge pages within pages that were clean until now. */
 static void use_fresh(uintptr_t begin, uintptr_t end) {
   uintptr_t first = (uintptr_t)ptn_round_up(begin, PTN_HUGE_BYTES), last = end / PTN_HUGE_BYTES * PTN_HUGE_BYTES;
   ptn_stretch_sums.fresh_count++;
   ptn_stretch_sums.fresh_bytes += end - begin;
   if (first < last) ptn_host_pages()->allow_huge((void *)first, last - first, true);
+  if (edge_count + 2 > MOST_EDGES) return;
+  edges[edge_count++] = begin;
+  edges[edge_count++] = end;
 }
 
 /* Cuts the window out of its run as one stretch that is in no list. */
@@ -327,6 +356,7 @@ static ptn_stretch *carve(window from, size_t bytes) {
 
 ptn_status ptn_stretch_take(size_t bytes, ptn_account *owner, ptn_stretch **out) {
   ptn_stretch *stretch = take_recent(bytes);
+  edge_count = 0;
   if (stretch) {
     ptn_stretch_sums.cached_bytes -= bytes;
   } else {

@@ -41,8 +41,10 @@ typedef struct ptn_stretch_totals {
 
 extern ptn_stretch_totals ptn_stretch_sums;
 
-/* bytes: a multiple of PTN_PAGE_BYTES. The caller counts it and then purges what is resident above the ceiling. */
+/* bytes: a multiple of PTN_PAGE_BYTES. The caller counts it, purges what is resident above the ceiling, and then calls gather. */
 ptn_status ptn_stretch_take(size_t bytes, ptn_account *owner, ptn_stretch **out);
+/* Of the stretch taken last: the huge pages that it completed become such at once. */
+void ptn_stretch_gather(ptn_stretch *stretch);
 void ptn_stretch_give(ptn_stretch *stretch);
 ptn_stretch *ptn_stretch_find(uintptr_t address); /* the live one in which address lies, or NULL */
 /* Gives up to bytes of dirty memory back, rarely a little more; returns how much it was. */

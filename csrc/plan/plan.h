@@ -31,9 +31,9 @@ typedef struct ptn_layout_param {
  * chunk while they fit. Writes chunk and offset_bytes; *n_chunks is set; chunk sizes are the caller's to sum. */
 ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_bytes, uint32_t *n_chunks);
 
-/* The chunk size from least_bytes to most_bytes, a multiple of a page, with which packing wastes least: the parameters of blocks are
- * packed with each size of a grid, and the size counts whose chunks fill the largest of them best; of those as good, the largest.
- * Overwrites chunk and offset_bytes of params. */
+/* The chunk size from least_bytes to most_bytes, a multiple of a page, with which packing wastes least: the parameters of blocks
+ * are packed with each size of a grid, and the size counts whose chunks fill the largest of them best; of those as good, the
+ * largest. Overwrites chunk and offset_bytes of params. */
 ptn_status ptn_layout_size(ptn_layout_param *params, size_t n_params, uint64_t least_bytes, uint64_t most_bytes,
                            uint64_t *chunk_bytes);
 

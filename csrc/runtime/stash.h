@@ -38,7 +38,7 @@ typedef struct ptn_stash_stats {
   uint64_t memory_bytes;                   /* that only the stash holds, now: to be written, read ahead, kept back */
   uint64_t disk_bytes, most_disk_bytes;    /* in records now; the most since ptn_stash_mark */
   int64_t wait_ns;                         /* callers waited for reads and for memory */
-  int64_t checksum_ns;                     /* spent on checksums, on the store's threads */
+  int64_t checksum_ns;                     /* of processor time spent on checksums, on the store's threads */
 } ptn_stash_stats;
 
 /* store, account and trace (which may be NULL) are borrowed until close. */

@@ -1,7 +1,9 @@
 /* The arena's contract, one property at a time: rounding, alignment, limits, goals, pressure, what may be resident, fork. */
 /* sources: csrc/device/?*.c csrc/memory/?*.c */
+#define _GNU_SOURCE
 #include <stdbool.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -271,6 +273,59 @@ static void huge_pages_bring_nothing_that_is_not_counted(void) {
   for (int i = 0; i < pair_count; i++) ptn_arena_free(pages[i]);
 }
 
+/* Bytes of the arena that the system has in huge pages. */
+static uint64_t huge_bytes(void) {
+  FILE *file = fopen("/proc/self/smaps", "r");
+  CHECK(file);
+  char line[512];
+  uint64_t sum = 0;
+  bool ours = false;
+  while (fgets(line, sizeof line, file)) {
+    unsigned long long begin, end, kib;
+    if (sscanf(line, "%llx-%llx ", &begin, &end) == 2) ours = ptn_arena_owns((const void *)(uintptr_t)begin);
+    else if (ours && sscanf(line, "AnonHugePages: %llu kB", &kib) == 1) sum += kib << 10;
+  }
+  fclose(file);
+  return sum;
+}
+
+/* Whether this system gathers pages (MADV_COLLAPSE, 25), tried on memory that is not the arena's. */
+static bool system_gathers_pages(void) {
+  enum { bytes = 2 * PTN_HUGE_BYTES };
+  char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  char *huge = memory + (ptn_round_up((uintptr_t)memory, PTN_HUGE_BYTES) - (uintptr_t)memory);
+  memset(huge, 1, PTN_HUGE_BYTES);
+  bool gathers = madvise(huge, PTN_HUGE_BYTES, MADV_HUGEPAGE) == 0 && madvise(huge, PTN_HUGE_BYTES, 25) == 0;
+  munmap(memory, bytes);
+  return gathers;
+}
+
+/* Neighbours smaller than a huge page, each written before the next is made: they keep their bytes, come to lie in huge pages, and
+ * nothing is resident that is not counted; also where holes among them were purged and are put to use again. */
+static void huge_pages_are_gathered_from_neighbours(void) {
+  enum { count = 64, odd_bytes = PTN_HUGE_BYTES / 2 + 5 * PTN_PAGE_BYTES };
+  char *blocks[count];
+  ptn_arena_trim(0);
+  uint64_t outside_bytes = resident_bytes() - stats().resident_bytes;
+  for (int round = 0; round < 3; round++) {
+    for (int i = round > 0; i < count; i += 1 + (round > 0)) {
+      blocks[i] = take(NULL, odd_bytes);
+      memset(blocks[i], 1 + i, odd_bytes);
+      CHECK(resident_bytes() - outside_bytes < stats().resident_bytes + 6 * PTN_MIB);
+    }
+    for (int i = 0; i < count; i++)
+      for (size_t at = 0; at < odd_bytes; at += PTN_PAGE_BYTES / 2) CHECK(blocks[i][at] == 1 + i);
+    if (system_gathers_pages()) CHECK(huge_bytes() > count * (uint64_t)odd_bytes / 2);
+    ptn_arena_check();
+    for (int i = 1; i < count; i += 2) ptn_arena_free(blocks[i]);
+    ptn_arena_trim(0);
+    CHECK(resident_bytes() - outside_bytes < stats().resident_bytes + 6 * PTN_MIB);
+  }
+  for (int i = 0; i < count; i += 2) ptn_arena_free(blocks[i]);
+  ptn_arena_check();
+}
+
 static void cached_memory_counts_against_the_limits(void) {
   ptn_arena_free(take(NULL, 64 * PTN_MIB));
   CHECK(stats().resident_bytes >= 64 * PTN_MIB);
@@ -391,6 +446,7 @@ int main(void) {
   blocks_outlive_their_account();
   resident_memory_stays_at_the_high_water_mark();
   huge_pages_bring_nothing_that_is_not_counted();
+  huge_pages_are_gathered_from_neighbours();
   cached_memory_counts_against_the_limits();
   a_size_freed_is_reused_without_the_system();
   the_child_of_a_fork_has_an_arena();
