@@ -52,9 +52,9 @@ LANE_REST = 3.0
 UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
-EXPECTED_DRAG = 2.5
-DOUBT = 1.0
-MOST_DRAG = 4.0
+EXPECTED_DRAG = 3.5
+DOUBT = 1.5
+MOST_DRAG = 6.0
 
 _known: dict[tuple[int, int], Machine] = {}
 _lock = threading.Lock()

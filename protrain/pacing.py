@@ -28,8 +28,9 @@ PROFILED_STEPS = 2
 LEAST_GAIN = 0.02
 #: Steps that depart by more than this share, so many in a row, are profiled and planned for again.
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
-#: Bytes updated in memory from which on their time says how fast that goes.
+#: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
 TELLING_BYTES = 8 << 20
+UPDATE_BYTES_PER_SECOND = 1e10
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -97,15 +98,19 @@ class Pacer:
         found = observe(events, passes, step.begin_ns, step.end_ns, run)
         if found is None:
             return False
+        machine = self._machine()
+        if machine is None:
+            return False
         rest = max(found.rest_seconds - update_seconds, 0.0)
-        lost = drag_seconds(events, passes, self._machine())
+        lost = drag_seconds(events, passes, machine)
         times = without_drag(found.times, lost, len(passes))
         self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
         self._times = times if self._times is None else least(self._times, times)
         return True
 
-    def _machine(self) -> Machine:
-        """What lanes carry here; measured where something of the model leaves memory."""
+    def _machine(self) -> Machine | None:
+        """What lanes carry here; measured where something of the model leaves memory. None where that is not possible: the plan
+        stays as memory alone made it."""
         session = self._session
         plan = session.arrangement.plan
         if plan.n_persist == plan.n_chunks and all(mode == "keep" for mode in plan.block_modes):
@@ -113,13 +118,17 @@ class Pacer:
         try:
             return measure_machine(session.settings.disk)
         except (DiskError, BudgetError, MemoryError):
-            return Machine()  # without figures the plan stays as it is
+            return None
 
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
         session, machine = self._session, self._machine()
+        if machine is None:
+            return
         machine = replace(machine, step_fixed_seconds=self._rest_seconds)
-        if update_bytes >= TELLING_BYTES and update_seconds > 0:
-            machine = replace(machine, step_update_bytes_per_second=update_bytes / update_seconds)
+        known = machine.step_update_bytes_per_second
+        if update_seconds > 0 and update_bytes >= (TELLING_BYTES if known else 1):
+            known = update_bytes / update_seconds
+        machine = replace(machine, step_update_bytes_per_second=known or UPDATE_BYTES_PER_SECOND)
         now = session.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
             best = session.decide(run, times=self._times, machine=machine)

@@ -159,13 +159,13 @@ def test_expectation_and_measurement_are_joined_by_their_uncertainty(bench: _cor
     quiet, loud = [1000.0] * 6, [1000.0, 9000.0] * 3
     assert drag([12.0] * 5, quiet, 2) == pytest.approx(12)  # well measured: as measured
     assert drag([12.0] * 5, quiet, 0) == pytest.approx(12)
-    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 2) == pytest.approx(25, abs=0.1)  # noise: as expected
+    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 2) == pytest.approx(35, abs=0.1)  # noise: as expected
     assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 0) == pytest.approx(0, abs=0.1)  # a free core: nothing
     assert drag([-3.0] * 5, quiet, 4) == pytest.approx(2.5)  # never less than the team's share
     assert drag([-3.0] * 5, quiet, 0) == 0
-    assert drag([500.0] * 5, quiet, 2) == pytest.approx(40)  # nor more than four times the lane's own time
+    assert drag([500.0] * 5, quiet, 2) == pytest.approx(60)  # nor more than six times the lane's own time
     between = drag([14.0, 10.0, 18.0, 12.0, 16.0], quiet, 2)
-    assert 14 < between < 25
+    assert 14 < between < 35
     assert drag([14.0] * 5, [1000.0, 3000.0] * 3, 2) > between  # few values that agree by chance
 
 
