@@ -17,9 +17,9 @@
  * at once: against the work on them merging costs nothing, and holes would cost pages.
  *
  * Huge pages: a huge page is allowed only where it lies within pages put to use, and disallowed when a byte of it is purged.
- * So a fault never makes a clean page resident, and resident memory is what is counted. Blocks end anywhere, so a huge page may be
- * put to use in parts, by neighbours, and be faulted in as small pages; it is gathered when its last part is put to use (for that
- * moment the system has its small pages too). A direct transfer pays for each small page, and a disk for each few hundred of them.
+ * So a fault never makes a clean page resident, and resident memory is what is counted. Blocks end anywhere, so a huge page may
+ * be put to use in parts, by neighbours, and be faulted in as small pages; it is gathered when its last part is put to use (for
+ * that moment the system has its small pages too). A direct transfer pays for each small page, a disk for each few hundred.
  *
  * Invariants (ptn_stretches_check): stretches of a range are adjacent and cover it; no two neighbours are both dirty or both
  * clean; each dirty stretch is in the tree by bytes and in the list by age, each first stretch of a run in the tree of runs;

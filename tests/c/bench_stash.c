@@ -1,4 +1,4 @@
-/* Measures what a byte costs that the stash writes and reads again, in processor time: docs/decisions/0006-activations-on-disk.md.
+/* Measures what a byte that the stash writes and reads again costs in processor time: docs/decisions/0006-activations-on-disk.md
  *
  *   bench_stash FOLDER [threads|io_uring] [PIECE_KIB] [DEPTH] [PASSES] [RECORD_KIB]
  *
@@ -6,9 +6,9 @@
  * put and let go, then asked for in reverse. Between two records the thread that does this computes as long as a training step
  * does for so many bytes, in registers, and another one computes all the time: so the disk's threads are woken as in training, on
  * cores that are busy. Everything is per GB moved, where what is written and what is read both count: processor time of each
- * thread, as the scheduler counts it, and user and system as its ticks do; its switches; and the interrupts of disks, which may be
- * other programs' too. The thread that computes is counted inside calls of the stash only. Interrupts take their time from whoever
- * runs. PIECE_KIB, DEPTH, RECORD_KIB 0: as usual. Not a test: it asserts nothing. */
+ * thread, as the scheduler counts it, and user and system as its ticks do; its switches; and the interrupts of disks, which may
+ * be other programs' too. The thread that computes is counted inside calls of the stash only. Interrupts take their time from
+ * whoever runs. PIECE_KIB, DEPTH, RECORD_KIB 0: as usual. Not a test: it asserts nothing. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/runtime/stash*.c */
 #define _GNU_SOURCE
 #include <dirent.h>

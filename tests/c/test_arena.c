@@ -301,8 +301,8 @@ static bool system_gathers_pages(void) {
   return gathers;
 }
 
-/* Neighbours smaller than a huge page, each written before the next is made: they keep their bytes, come to lie in huge pages, and
- * nothing is resident that is not counted; also where holes among them were purged and are put to use again. */
+/* Neighbours smaller than a huge page, each written before the next is made: they keep their bytes, come to lie in huge pages,
+ * and nothing is resident that is not counted; also where holes among them were purged and are put to use again. */
 static void huge_pages_are_gathered_from_neighbours(void) {
   enum { count = 64, odd_bytes = PTN_HUGE_BYTES / 2 + 5 * PTN_PAGE_BYTES };
   char *blocks[count];
