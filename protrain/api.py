@@ -18,13 +18,13 @@ from .blocks import find_blocks
 from .calibration import measure_machine
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import Error, PlanError, StepError
-from .layout import make_layout
+from .layout import describe, make_layout
 from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, Settings, takes_use_cache
-from .sizes import default_disk_folder, default_memory_bytes, parse_bytes
+from .sizes import check_count, default_disk_folder, default_memory_bytes, parse_bytes
 from .timeline import StepTrace, Timeline
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -119,14 +119,6 @@ def _check_optimizer(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> d
     return groups
 
 
-def _check_count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; give a whole number, at least 1")
-    return value
-
-
 def _check_norm(value: Any) -> float | None:
     if value is None:
         return None
@@ -201,7 +193,7 @@ def wrap(
     budget = default_memory_bytes() if memory is None else parse_bytes(memory)
     if host_memory is not None:
         parse_bytes(host_memory, "host_memory")
-    _check_count(accumulate, "accumulate")
+    check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     _check_precision(precision)
     blocks = find_blocks(model)
@@ -341,24 +333,19 @@ def profile(
     if optimizer is not None:
         groups = _check_optimizer(optimizer, named)
         n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
-    _check_count(accumulate, "accumulate")
+    check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     folder = _check_disk(disk)
-    blocks = find_blocks(model)
-    layout = make_layout(named, groups, [block for _, block in blocks], budget, None)
+    modules = [block for _, block in find_blocks(model)]
+    layout = make_layout(named, groups, modules, budget, None)
     chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
-    modules = [block for _, block in blocks]
     try:
         run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
-    in_block = {id(p): number for number, block in reversed(list(enumerate(modules))) for p in block.parameters()}
     return Profile(
-        parameters=tuple(
-            (4 * p.numel(), in_block.get(id(p), -1), entry.group >= 0)
-            for (_, p), entry in zip(named, layout.entries, strict=True)
-        ),
-        n_blocks=len(blocks),
+        parameters=describe([p for _, p in named], modules, groups),
+        n_blocks=len(modules),
         n_states=n_states,
         chunk_bytes=layout.chunk_bytes,
         run=run,

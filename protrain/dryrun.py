@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -374,6 +374,27 @@ class _Gradients:
                 parameter.grad = None
 
 
+def watch_backward(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], begins: Callable[[], None], ends: Callable[[], None]
+) -> None:
+    """Of a module that was just called: `begins` is called once, when the first gradient of its outputs comes in backward, `ends`
+    when that of its first input has come."""
+    began = False
+
+    def first(_: torch.Tensor) -> None:
+        nonlocal began
+        if not began:
+            began = True
+            begins()
+
+    for tensor in outputs:
+        if tensor.requires_grad:
+            tensor.register_hook(first)
+    given = next((t for t in inputs if t.requires_grad), None)
+    if given is not None:
+        given.register_hook(lambda _: ends())
+
+
 def _mark_block(meter: _Meter, block: nn.Module, number: int, recompute: bool) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes in backward where asked. Returns what undoes it."""
     forward = block.forward
@@ -385,20 +406,12 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, recompute: bool) -
             output = checkpoint(forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **kwargs)
         else:
             output = forward(*args, **kwargs)
-        began = False
-
-        def backward_begins(_: torch.Tensor) -> None:
-            nonlocal began
-            if not began:
-                began = True
-                meter.mark(number, True)
-
-        for tensor in _output_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(backward_begins)
-        given = next((t for t in _output_tensors((args, kwargs)) if t.requires_grad), None)
-        if given is not None:
-            given.register_hook(lambda _: meter.mark_end(number, True))
+        watch_backward(
+            _output_tensors(output),
+            _output_tensors((args, kwargs)),
+            lambda: meter.mark(number, True),
+            lambda: meter.mark_end(number, True),
+        )
         meter.mark_end(number, False)
         return output
 

@@ -7,7 +7,7 @@ written in the order in which it runs; a tied parameter stands where it comes fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,20 +101,28 @@ def make_layout(
     Raises:
         PlanError: a parameter is not fp32.
     """
-    block_of: dict[int, int] = {}
-    for number, block in enumerate(blocks):
-        for p in block.parameters():
-            block_of.setdefault(id(p), number)
     for name, p in named:
         if p.dtype != torch.float32:
             raise PlanError(f"parameter {name} is {p.dtype}; only torch.float32 is supported, call model.float() first")
-    parameters = [(4 * p.numel(), block_of.get(id(p), -1), p.requires_grad and id(p) in groups) for _, p in named]
+    parameters = describe([p for _, p in named], blocks, groups)
     found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
     entries = tuple(
         Entry(name, index, chunk, offset, p.shape, groups.get(id(p), -1) if p.requires_grad else -1)
         for index, ((name, p), (chunk, offset)) in enumerate(zip(named, found.places, strict=True))
     )
     return Layout(**found.__dict__, entries=entries)
+
+
+def describe(
+    params: Iterable[nn.Parameter], blocks: Sequence[nn.Module], groups: Container[int] | None = None
+) -> tuple[tuple[int, int, bool], ...]:
+    """(bytes, number of the first block that has it or -1, trained) of each parameter. groups: of the ids that an optimizer has;
+    None: it has all."""
+    block_of = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
+    return tuple(
+        (p.numel() * p.element_size(), block_of.get(id(p), -1), p.requires_grad and (groups is None or id(p) in groups))
+        for p in params
+    )
 
 
 def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunks:

@@ -12,18 +12,10 @@ from dataclasses import dataclass
 
 from .dryrun import DryRun
 from .profiles import Machine, Times
-from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Raw, both, length, union
+from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union
 
 #: For dividing a whole alone: operations a second, bytes a second, seconds for each operation, of an ordinary processor.
 FLOPS_PER_SECOND, BYTES_PER_SECOND, OPERATION_SECONDS = 1e11, 1e10, 5e-6
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward and backward of a step, in ns: the model's forward begins, its backward is over."""
-
-    forward_ns: int
-    over_ns: int
 
 
 @dataclass(frozen=True)

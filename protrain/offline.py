@@ -30,11 +30,11 @@ from .blocks import find_blocks
 from .dryrun import DryRun, DryRunError
 from .errors import BudgetError, PlanError
 from .hardware import Hardware, load_hardware
-from .layout import chunk_size, pack
+from .layout import chunk_size, describe, pack
 from .planning import Plan, check_modes, plan_from_profile
 from .profiles import Profile, Times
 from .repetition import dry_run_alike
-from .sizes import format_bytes, parse_bytes
+from .sizes import check_count, format_bytes, parse_bytes
 from .workspace import workspace_bytes
 
 #: precision -> (type of parameters, bytes of a parameter and of its gradient, bytes of optimizer state beside it).
@@ -112,11 +112,6 @@ def _built(model_or_config: Any, dtype: torch.dtype) -> nn.Module:
     return model.train()
 
 
-def _parameters(model: nn.Module, blocks: list[nn.Module]) -> tuple[tuple[int, int, bool], ...]:
-    in_block = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
-    return tuple((p.numel() * p.element_size(), in_block.get(id(p), -1), p.requires_grad) for p in model.parameters())
-
-
 # ---- times ----
 
 
@@ -151,14 +146,6 @@ def _operand_type(hardware: Hardware, precision: str) -> str:
 # ---- plans ----
 
 
-def _check_count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; give a whole number, at least 1")
-    return value
-
-
 def profile_offline(
     model_or_config: Any,
     hardware: Hardware | str | Path,
@@ -181,11 +168,11 @@ def profile_offline(
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; allowed are {', '.join(map(repr, PRECISIONS))}")
     dtype, param_bytes, state_bytes = PRECISIONS[precision]
-    _check_count(batch, "batch")
-    _check_count(seq, "seq")
+    check_count(batch, "batch")
+    check_count(seq, "seq")
     model = _built(model_or_config, dtype)
     blocks = find_blocks(model)
-    parameters = _parameters(model, [block for _, block in blocks])
+    parameters = describe(model.parameters(), [block for _, block in blocks])
     chunks = pack(parameters, chunk_size(parameters, _device_budget(hardware, memory)))
     ids = torch.empty((batch, seq), dtype=torch.long, device="meta")
     kwargs: dict[str, Any] = {"input_ids": ids, "labels": ids}

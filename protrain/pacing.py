@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from .calibration import measure_machine
 from .dryrun import DryRun
 from .errors import BudgetError, DiskError
-from .observed import Pass, drag_seconds, least, observe, without_drag
-from .planning import Arrangement
+from .observed import drag_seconds, least, observe, without_drag
 from .profiles import Machine, Times
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ class Pacer:
         self._times, self._profiled, self._departed = None, 0, 0
 
     def after_step(self, shapes: Shapes | None, update_seconds: float, update_bytes: int) -> None:
-        """A step is complete. shapes: of its batch; None where it had several. update_*: of what step() updated in memory."""
+        """A step is complete. shapes: of its batches; () where they differ, None where it had none. update_*: of what step()
+        updated in memory."""
         session = self._session
         if self._run is None or shapes != self._shapes or session.settings.plan is not None:
             return
@@ -94,16 +94,15 @@ class Pacer:
         events = step.raw() if step is not None else []
         if step is None or not events:
             return False
-        passes = [Pass(*one) for one in step.passes]
-        found = observe(events, passes, step.begin_ns, step.end_ns, run)
+        found = observe(events, step.passes, step.begin_ns, step.end_ns, run)
         if found is None:
             return False
         machine = self._machine()
         if machine is None:
             return False
         rest = max(found.rest_seconds - update_seconds, 0.0)
-        lost = drag_seconds(events, passes, machine)
-        times = without_drag(found.times, lost, len(passes))
+        lost = drag_seconds(events, step.passes, machine)
+        times = without_drag(found.times, lost, len(step.passes))
         self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
         self._times = times if self._times is None else least(self._times, times)
         return True
@@ -132,11 +131,6 @@ class Pacer:
         now = session.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
             best = session.decide(run, times=self._times, machine=machine)
-            if self._better(best, now):
-                session.rearrange(best)
-                return
+            if best.plan.step_seconds < (1 - LEAST_GAIN) * now.plan.step_seconds:
+                now = best
         session.rearrange(now)
-
-    @staticmethod
-    def _better(best: Arrangement, now: Arrangement) -> bool:
-        return best.plan.step_seconds < (1 - LEAST_GAIN) * now.plan.step_seconds

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _core
 from .counting import uncounted
-from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts
+from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, watch_backward
 from .errors import Error
 from .parameters import DisableTorchFunction
 from .profiles import Times
@@ -295,20 +295,12 @@ class _Rehearsal:
             raise RehearsalError(f"forward {call} of a block is not the one that it was in the dry run")
         clock.mark(number, False, call)
         output = self._forward(call, self.forwards[number], args, kwargs)
-        began = False
-
-        def backward_begins(_: torch.Tensor) -> None:
-            nonlocal began
-            if not began:
-                began = True
-                clock.mark(number, True, call)
-
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(backward_begins)
-        given = next((t for t in _tensors((args, kwargs)) if t.requires_grad), None)
-        if given is not None:
-            given.register_hook(lambda _: clock.mark_end(number, True))
+        watch_backward(
+            _tensors(output),
+            _tensors((args, kwargs)),
+            lambda: clock.mark(number, True, call),
+            lambda: clock.mark_end(number, True),
+        )
         clock.mark_end(number, False)
         return output
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: read from what users write, shown as people read them, found on this machine."""
+"""Sizes in bytes, and counts: read from what users write, shown as people read them, found on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+
+
+def check_count(value: object, name: str) -> int:
+    """`value`, a whole number of at least 1.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; give a whole number, at least 1")
+    return value
 
 
 def parse_bytes(value: object, name: str = "memory") -> int:

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,13 @@ Raw = tuple[int, int, int, int, int, int]
 Interval = tuple[float, float]
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Pass(NamedTuple):
+    """One forward and backward of a step, in ns: the model's forward begins, its backward is over (0: not yet)."""
+
+    forward_ns: int
+    over_ns: int = 0
 
 
 class BlockClock:
@@ -61,7 +68,7 @@ class BlockClock:
         self._queued = -1  # the graph task whose end calls `_backward_over`
         self._first_block_task = -1  # the graph task in which a block's backward has begun
         self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
-        self.passes: list[tuple[int, int]] = []  # of the step under way: the forward began, the backward was over (0: not yet)
+        self.passes: list[Pass] = []  # of the step under way
         self.step: StepTrace | None = None  # the last completed step
 
     def close(self) -> None:
@@ -92,9 +99,9 @@ class BlockClock:
 
     def begin_pass(self) -> None:
         """A forward of the model begins whose backward is to come; a pass without one is no pass of the step."""
-        if self.passes and self.passes[-1][1] == 0:
+        if self.passes and self.passes[-1].over_ns == 0:
             self.passes.pop()
-        self.passes.append((_core.now_ns(), 0))
+        self.passes.append(Pass(_core.now_ns()))
 
     def watch_backward(self) -> None:
         """Called in a backward: its end is to be noted."""
@@ -168,7 +175,7 @@ class BlockClock:
         now = _core.now_ns()
         self._end(now)
         if self.passes:
-            self.passes[-1] = (self.passes[-1][0], now)
+            self.passes[-1] = self.passes[-1]._replace(over_ns=now)
 
 
 class _BlockHooks:
@@ -217,9 +224,7 @@ class StepTrace:
 
     __slots__ = ("_engine", "begin_ns", "end_ns", "number", "passes")
 
-    def __init__(
-        self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int, passes: tuple[tuple[int, int], ...]
-    ) -> None:
+    def __init__(self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int, passes: tuple[Pass, ...]) -> None:
         self._engine, self.number, self.begin_ns, self.end_ns = engine, number, begin_ns, end_ns
         self.passes = passes  # as BlockClock.passes
 

@@ -16,7 +16,7 @@ from protrain.blocks import find_blocks
 from protrain.dryrun import DryRun, dry_run
 from protrain.errors import BudgetError, PlanError
 from protrain.hardware import Disk, Hardware, load_hardware, shipped_hardware
-from protrain.layout import pack
+from protrain.layout import describe, pack
 from protrain.offline import (
     counted_times,
     gpt2_config,
@@ -224,7 +224,7 @@ def both_ways(config: Any, dtype: torch.dtype, chunk_bytes: int) -> tuple[DryRun
     """From a few blocks, how many ran, and from all."""
     model = offline._built(config, dtype)
     blocks = find_blocks(model)
-    chunks = pack(offline._parameters(model, [block for _, block in blocks]), chunk_bytes)
+    chunks = pack(describe(model.parameters(), [block for _, block in blocks]), chunk_bytes)
     ids = torch.empty((2, 128), dtype=torch.long, device="meta")
     kwargs = {"input_ids": ids, "labels": ids, "use_cache": False}
     few, n_run = dry_run_alike(model, kwargs, blocks, chunks, round_bytes=_core.rounded_bytes)

@@ -81,7 +81,9 @@ def test_a_plan_of_four_modes_is_read_and_used(causal_lm: Any, token_batches: An
 def test_what_fits_is_kept_and_what_does_not_leaves(causal_lm: Any, token_batches: Any) -> None:
     model, (ids,) = causal_lm("gpt2", layers=LAYERS), token_batches(1, batch=8, length=256)
     batch = {"input_ids": ids, "labels": ids}
-    ample, tight = (protrain.plan(model, batch, memory=memory) for memory in ("1GiB", "40MiB"))
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(model, batch, memory="4MiB")
+    ample, tight = (protrain.plan(model, batch, memory=memory) for memory in ("1GiB", refused.value.smallest_bytes))
     assert (set(ample.block_modes), ample.n_persist, ample.disk_bytes) == ({"keep"}, ample.n_chunks, 0)
     assert set(tight.block_modes) != {"keep"}
     assert tight.disk_bytes > 0

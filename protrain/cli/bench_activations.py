@@ -11,7 +11,6 @@ beside keep, whose process goes on: times are compared within a group.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 from protrain.cli import machine
 from protrain.cli.bench import WARM_STEPS, Child
-from protrain.cli.words import MIB, CommandError, check_file, duration_text, size_text
+from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
 
 KEEP = "keep"
 
@@ -96,7 +95,7 @@ def run(words: Words) -> None:
     from protrain.cli.model import longest_sequence, read_config
 
     if words.out is not None:
-        _check_out(words.out)
+        check_picture("--out", words.out)
     config, _ = read_config(words.model_name)
     longest = longest_sequence(config)
     if longest is not None and words.seq > longest:
@@ -119,14 +118,6 @@ def run(words: Words) -> None:
         print(json.dumps(summary), flush=True)
     else:
         _print(found, summary)
-
-
-def _check_out(name: str) -> None:
-    if not name.lower().endswith(".png"):
-        raise CommandError(f"--out {name!r} is no PNG; give a name that ends in .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--out needs matplotlib, which is not installed: pip install 'protrain[bench]'")
-    check_file("--out", name)
 
 
 def _count_blocks(config: Any) -> int:
