@@ -267,7 +267,7 @@ def test_one_frozen_block_in_the_middle_is_noticed() -> None:
     for p in model.transformer.h[6].parameters():
         p.requires_grad_(False)
     blocks = find_blocks(model)
-    chunks = pack(offline._parameters(model, [block for _, block in blocks]), 2 << 20)
+    chunks = pack(describe(model.parameters(), [block for _, block in blocks]), 2 << 20)
     ids = torch.empty((1, 32), dtype=torch.long, device="meta")
     run, n_run = dry_run_alike(model, {"input_ids": ids, "labels": ids}, blocks, chunks, round_bytes=_core.rounded_bytes)
     assert n_run == 9
