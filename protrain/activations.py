@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core
 from .errors import PlanError
+from .parameters import DisableTorchFunction
 
 if TYPE_CHECKING:
     from .session import Session
@@ -257,6 +258,15 @@ def no_outer_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(outer):
             _push(pack, unpack)
+
+
+def release_failed_backward() -> None:
+    """A backward that ended in an exception leaves its graph in torch's queue, with all it saved, until the next backward of the
+    thread begins: so make one, of nothing."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # this is a backward
+    with no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
+        torch.zeros((), requires_grad=True).clone().backward()
 
 
 def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from . import _core, materialise
 from .blocks import find_blocks
 from .calibration import measure_machine
+from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import Error, PlanError, StepError
 from .layout import describe, make_layout
@@ -219,7 +220,9 @@ def wrap(
         Settings(budget, folder, accumulate, norm, plan, modes),
     )  # fmt: skip
     try:
-        _fill(session, optimizer, param_init_fn, weights)
+        materialise.fill_meta_buffers(model, param_init_fn is not None)
+        with counted(session.engine):
+            _fill(session, optimizer, param_init_fn, weights)
         session.hook()
         ours = Optimizer(session, optimizer)
     except BaseException:
@@ -227,7 +230,6 @@ def wrap(
         raise
     model.__dict__[_KEY] = session
     _open.add(session)
-    session.engine.use_account(True)
     session.engine.seek(0)
     return model, ours
 
@@ -238,8 +240,6 @@ def _fill(
     param_init_fn: Callable[[nn.Module], Any] | None,
     weights: str | os.PathLike[str] | None,
 ) -> None:
-    materialise.fill_meta_buffers(session.model, param_init_fn is not None)
-    session.engine.use_account(True)
     session.filling = True
     session.begin_fill()
     if weights is not None:

@@ -1,4 +1,8 @@
-"""Which memory counts against a budget."""
+"""Which memory counts against a budget.
+
+A session's training steps count, from the first forward of a step to the end of its `optimizer.step()`, forwards outside of
+training, and what wrapping allocates. What is made between two steps, another model or a batch, is the user's own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from . import _core
+
+
+@contextmanager
+def counted(engine: _core.Engine) -> Iterator[None]:
+    """Tensors made inside count against the budget of this engine's session."""
+    before = _core.swap_account(None)
+    engine.use_account(True)
+    try:
+        yield
+    finally:
+        _core.swap_account(before)
 
 
 @contextmanager

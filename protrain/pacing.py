@@ -131,6 +131,10 @@ class Pacer:
         now = session.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
             best = session.decide(run, times=self._times, machine=machine)
-            if best.plan.step_seconds < (1 - LEAST_GAIN) * now.plan.step_seconds:
-                now = best
+            gain = 1 - best.plan.step_seconds / now.plan.step_seconds
+            if gain > LEAST_GAIN:
+                if session.has_room(best):
+                    now = best
+                else:  # something else is in memory: again after the next step
+                    self._profiled = PROFILED_STEPS - 1
         session.rearrange(now)

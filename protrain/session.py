@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,11 +26,12 @@ from .activations import (
     check_outer_hooks,
     check_version,
     no_outer_hooks,
+    release_failed_backward,
     run_checkpointed,
     run_operation,
     run_swapped,
 )
-from .counting import uncounted
+from .counting import counted, uncounted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import BudgetError, PlanError, StepError
 from .layout import Layout
@@ -39,6 +40,7 @@ from .pacing import Pacer
 from .parameters import DisableTorchFunction, enchain, mark_views, release
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
+from .sizes import format_bytes
 from .timeline import BlockClock
 
 UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2
@@ -89,7 +91,7 @@ class Session:
             len(groups),
             self.n_states,
         )
-        self.clock = BlockClock(self.engine, self.engine.stash_end)
+        self.clock = BlockClock(self.engine, self._backward_begins)
         self.closed = False
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
@@ -330,6 +332,8 @@ class Session:
             again = self.decide(other)
             if again.smallest_bytes > best.smallest_bytes:
                 best, largest = again, (other, known)
+        if not self.has_room(best):
+            self._refuse_held(best)
         self.rearrange(best)
         self._dry_runs.append((shapes, run))
         self.planned = True
@@ -374,15 +378,38 @@ class Session:
     def _make_room(self) -> None:
         """What a user still holds, such as the graph of a step that was not made, may leave too little for what is planned: then
         the blocks of this forward are recomputed."""
-        plan = self.arrangement.plan
-        held = self.engine.stats()["live_bytes"] - self.arrangement.static_bytes
+        if self.passes:
+            return
         foreseen = max((run.fixed_bytes for _, run in self._dry_runs if run is not None), default=0)
-        if (
-            self.passes == 0
-            and held - foreseen > self.settings.memory_bytes - plan.peak_bytes
-            and self.settings.block_modes is None
-        ):
+        room = self.settings.memory_bytes - self.arrangement.plan.peak_bytes + foreseen
+        if self._held_bytes(room) > room and self.settings.block_modes is None:
             self.modes = tuple("checkpoint" for _ in self.blocks)
+
+    def _held_bytes(self, room: int) -> int:
+        """What is in memory beside states and slots. Where it is more than `room`, a backward that failed may have left it."""
+        held = int(self.engine.stats()["live_bytes"]) - self.arrangement.static_bytes
+        if held <= room:
+            return held
+        release_failed_backward()
+        return int(self.engine.stats()["live_bytes"]) - self.arrangement.static_bytes
+
+    def _refuse_held(self, arrangement: Arrangement) -> NoReturn:
+        held, budget = self._held_bytes(0), self.settings.memory_bytes
+        needed = held + arrangement.static_bytes
+        raise BudgetError(
+            f"{format_bytes(held)} of earlier steps are still in memory, beside which this batch's plan has no room: it needs "
+            f"{format_bytes(needed)}, the budget is {format_bytes(budget)}; drop what holds them (losses, outputs, graphs)",
+            needed_bytes=needed, budget_bytes=budget, smallest_bytes=needed,
+        )  # fmt: skip
+
+    def has_room(self, arrangement: Arrangement) -> bool:
+        """Whether it can be carried out now, with what else is in memory."""
+        room = self.settings.memory_bytes - arrangement.static_bytes
+        return self._held_bytes(room) <= room
+
+    def _backward_begins(self) -> None:
+        self.engine.use_account(True)  # another model's step may have come between
+        self.engine.stash_end()
 
     def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.frame is not None:
@@ -622,6 +649,7 @@ class Session:
         if timed:
             self.pacer.after_step(self._shapes, self._update_seconds, self._update_bytes)
         self.engine.seek(0)
+        self.engine.use_account(False)
         return norm
 
     def _make_step(self) -> torch.Tensor | None:
@@ -801,9 +829,11 @@ class Session:
     def _model_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
-        self.begin_forward(args, kwargs)
         if not torch.is_grad_enabled() or not self.model.training:
-            return forward(*args, **kwargs)
+            with counted(self.engine):
+                self.begin_forward(args, kwargs)
+                return forward(*args, **kwargs)
+        self.begin_forward(args, kwargs)
         self.engine.stash_begin()
         self.stashing = True
         try:

@@ -1,0 +1,155 @@
+"""Plans by time while a model trains: the first steps are profiled, departures noticed; what a user holds is no obstacle."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import MIB, adamw, loss_of
+
+import protrain
+from protrain import pacing
+from protrain.api import session_of
+from protrain.profiles import Machine, Speed
+
+BUDGET = 28 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+@pytest.fixture
+def gpt2(causal_lm: Any) -> Any:
+    """GPT-2 of 3.8 M parameters: 61 MB of parameters, gradients and moments."""
+    return partial(causal_lm, "gpt2", hidden=192, layers=8)
+
+
+def machine(disk_bytes_per_second: float) -> Machine:
+    lane = Speed(disk_bytes_per_second, disk_bytes_per_second, 0.0)
+    return Machine(
+        disk_read=lane, disk_write=lane, update=Speed(1e10, 1e10, 0.0), disk_overlap=1.0, step_update_bytes_per_second=1e10
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    loss_of(model, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("speed", [1e5, 1e11], ids=["slow disk", "fast disk"])
+def test_the_third_step_runs_by_a_plan_of_the_first_two(
+    speed: float, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(speed))
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    plans = []
+    for ids in token_batches(4, batch=4):
+        step(model, optimizer, ids)
+        plans.append(protrain.status(model).plan)
+    assert plans[0].forecast is None
+    assert plans[0].step_seconds == 0.0
+    assert plans[1].forecast is not None
+    assert plans[1].step_seconds > 0.0
+    assert plans[2] == plans[3] == plans[1]
+    first, second = ((plan.n_persist, plan.block_modes) for plan in plans[:2])
+    if speed < 1e6:  # nothing that can be recomputed is worth a byte of it
+        assert not any(mode.endswith("swap") for mode in plans[1].block_modes)
+        assert plans[1].n_persist >= plans[0].n_persist
+    else:  # nothing is worth a recomputation
+        assert first != second
+        assert not any(mode.startswith("checkpoint") for mode in plans[1].block_modes)
+    protrain.unwrap(model)
+
+
+def test_steps_that_depart_are_planned_again_and_that_is_said_once(gpt2: Any, token_batches: Any) -> None:
+    model = gpt2(layers=2, hidden=64)
+    delay = [0.02]  # so that other noise is small beside it
+    model.transformer.h[1].register_forward_pre_hook(lambda *_: time.sleep(delay[0]))
+    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
+    (ids,) = token_batches(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(pacing.PROFILED_STEPS):
+            step(model, optimizer, ids)
+        planned = protrain.status(model).plan.step_seconds
+        assert planned > 0
+        delay[0] = 5 * planned
+        for _ in range(pacing.DEPARTED_STEPS - 1):
+            step(model, optimizer, ids)
+        assert protrain.status(model).plan.step_seconds == planned
+        step(model, optimizer, ids)
+        again = protrain.status(model).plan.step_seconds
+        assert again > 4 * planned
+        delay[0] = 20 * planned
+        for _ in range(2 * pacing.DEPARTED_STEPS):
+            step(model, optimizer, ids)
+        assert protrain.status(model).plan.step_seconds > 2 * again
+    assert [str(w.message).split(";")[-1] for w in said if "planned again" in str(w.message)] == [
+        " they were measured and planned again"
+    ]
+    protrain.unwrap(model)
+
+
+def test_a_backward_that_failed_leaves_room_for_the_plan(gpt2: Any, token_batches: Any) -> None:
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    session = session_of(model)
+    for ids in token_batches(5):
+        loss_of(model, ids).backward()
+        with pytest.raises(protrain.StepError, match="accumulate"):
+            loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert protrain.status(model).plan.forecast is not None
+    held = session._held_bytes(0)  # the last graph went with the next forward, or goes now
+    assert held < MIB
+    protrain.unwrap(model)
+
+
+def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    session = session_of(model)
+    monkeypatch.setattr(session, "has_room", lambda _arrangement: False)
+    batches = token_batches(5, batch=4)
+    with pytest.raises(protrain.BudgetError, match="no room"):
+        step(model, optimizer, batches[0])
+    monkeypatch.setattr(session, "has_room", lambda _arrangement: session.steps == 0)
+    for ids in batches[:2]:
+        step(model, optimizer, ids)
+    first = protrain.status(model).plan
+    monkeypatch.undo()
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    step(model, optimizer, batches[2])
+    assert protrain.status(model).plan.block_modes != first.block_modes
+    protrain.unwrap(model)
+
+
+def test_what_a_user_makes_between_steps_is_in_no_budget(gpt2: Any, token_batches: Any) -> None:
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    mine = torch.zeros(2 * BUDGET // 4)
+    (ids,) = token_batches(1)
+    step(model, optimizer, ids)
+    mine = torch.cat([mine, mine])
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    mine = torch.cat([mine, mine])
+    assert protrain.status(model).peak_memory_bytes <= BUDGET
+    model.train()
+    model.transformer.h[1].register_forward_pre_hook(lambda *_: torch.zeros(2 * BUDGET // 4))
+    with pytest.raises(protrain.BudgetError):
+        step(model, optimizer, ids)
+    assert logits.shape[0] == ids.shape[0]
+    protrain.unwrap(model)
