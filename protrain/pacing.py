@@ -108,11 +108,12 @@ class Pacer:
         return True
 
     def _machine(self) -> Machine | None:
-        """What lanes carry here; measured where something of the model leaves memory. None where that is not possible: the plan
-        stays as memory alone made it."""
+        """What lanes carry here; measured where something of the model leaves memory, or could do so to win time. None where that
+        is not possible: the plan stays as memory alone made it."""
         session = self._session
         plan = session.arrangement.plan
-        if plan.n_persist == plan.n_chunks and all(mode == "keep" for mode in plan.block_modes):
+        decided = session.settings.block_modes is not None or all(mode == "keep" for mode in plan.block_modes)
+        if decided and plan.n_persist == plan.n_chunks and not plan.n_swap and "checkpoint_swap" not in plan.block_modes:
             return Machine()
         try:
             return measure_machine(session.settings.disk)
@@ -133,7 +134,7 @@ class Pacer:
             best = session.decide(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds
             if gain > LEAST_GAIN:
-                if session.has_room(best):
+                if session.fits_now(best):
                     now = best
                 else:  # something else is in memory: again after the next step
                     self._profiled = PROFILED_STEPS - 1

@@ -251,6 +251,7 @@ class Session:
         _core.trim(0)
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot >= 0:
+                self._drop_gradients(number)
                 self.engine.to_disk(number)
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot < 0:
@@ -258,6 +259,13 @@ class Session:
         self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
         self._set_slots()
         self.bind_all()
+
+    def _drop_gradients(self, chunk: int) -> None:
+        """Gradients that step() used leave with their chunk: backward would add to them, and zero_grad() not find them."""
+        for number in self.layout.members[chunk]:
+            if self.layout.entries[number].group >= 0:
+                with DisableTorchFunction():
+                    self.params[number].grad = None
 
     # ---- planning ----
 
@@ -332,7 +340,7 @@ class Session:
             again = self.decide(other)
             if again.smallest_bytes > best.smallest_bytes:
                 best, largest = again, (other, known)
-        if not self.has_room(best):
+        if not self.fits_now(best):
             self._refuse_held(best)
         self.rearrange(best)
         self._dry_runs.append((shapes, run))
@@ -402,7 +410,7 @@ class Session:
             needed_bytes=needed, budget_bytes=budget, smallest_bytes=needed,
         )  # fmt: skip
 
-    def has_room(self, arrangement: Arrangement) -> bool:
+    def fits_now(self, arrangement: Arrangement) -> bool:
         """Whether it can be carried out now, with what else is in memory."""
         room = self.settings.memory_bytes - arrangement.static_bytes
         return self._held_bytes(room) <= room

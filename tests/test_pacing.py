@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import MIB, adamw, loss_of
+from twins import MIB, adamw, assert_equal, fit, loss_of, run
 
 import protrain
 from protrain import pacing
 from protrain.api import session_of
+from protrain.planning import arrange
 from protrain.profiles import Machine, Speed
 
 BUDGET = 28 * MIB
@@ -115,16 +116,36 @@ def test_a_backward_that_failed_leaves_room_for_the_plan(gpt2: Any, token_batche
     protrain.unwrap(model)
 
 
+def test_gradients_do_not_outlive_a_chunk_that_leaves_memory(gpt2: Any, token_batches: Any) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, plain: bool) -> list[Any]:
+        figures = []
+        for number, ids in enumerate(token_batches(5)):
+            loss = loss_of(model, ids)
+            loss.backward()
+            figures.append(loss.item())
+            optimizer.step()
+            if number == 2 and not plain:
+                session = session_of(model)
+                run = session._dry_runs[0][1]
+                found = arrange(session.layout, 8, session.n_states, 1 << 30, run, modes=["keep"] * 8, n_persist=0)
+                session.rearrange(found)
+            optimizer.zero_grad()
+        return figures
+
+    status = assert_equal(run(gpt2, loop, memory=1 << 30), run(gpt2, loop), 1 << 30)
+    assert status.plan.n_persist == 0
+
+
 def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     session = session_of(model)
-    monkeypatch.setattr(session, "has_room", lambda _arrangement: False)
+    monkeypatch.setattr(session, "fits_now", lambda _arrangement: False)
     batches = token_batches(5, batch=4)
     with pytest.raises(protrain.BudgetError, match="no room"):
         step(model, optimizer, batches[0])
-    monkeypatch.setattr(session, "has_room", lambda _arrangement: session.steps == 0)
+    monkeypatch.setattr(session, "fits_now", lambda _arrangement: session.steps == 0)
     for ids in batches[:2]:
         step(model, optimizer, ids)
     first = protrain.status(model).plan
