@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import MIB, adamw, assert_equal, fit, loss_of, run
+from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
 from protrain import pacing
