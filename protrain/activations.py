@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core
 from .errors import PlanError
+from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
 
 if TYPE_CHECKING:
@@ -119,8 +120,40 @@ def _bring_inputs(inputs: Any) -> Any:
     return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
+def _copied_inputs(inputs: Any) -> Any:
+    """`inputs` with a copy of each plain tensor; one that occurs twice is copied once."""
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    with torch.no_grad():
+        copies = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor}
+    for leaf in leaves:
+        if id(leaf) in copies:
+            copies[id(leaf)].requires_grad_(leaf.requires_grad)
+    return tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _no_leaves(inputs: Any) -> Any:
+    """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    clones = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad}
+    return tree_unflatten([clones.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+class BlockHabits:
+    """What is known of how a block's forward treats what it is given.
+
+    in_place: whether it changes its inputs, so that a recomputation needs copies of them; None: not known yet, and one forward
+    on copies, where the budget has room for them, finds out.
+    """
+
+    __slots__ = ("in_place", "large")
+
+    def __init__(self) -> None:
+        self.in_place: bool | None = None
+        self.large: set[str] = set()
+
+
 class Frame:
-    """One forward of one recomputed block: its inputs, the random state it started from, and what it saved.
+    """One forward of one recomputed block: its inputs, the random and module state it started from, and what it saved.
 
     stash: hooks by which inputs leave memory until the recomputation; None: they stay.
     """
@@ -128,20 +161,44 @@ class Frame:
     def __init__(
         self,
         session: Session,
+        number: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         stash: _core.SavedTensors | None,
     ) -> None:
-        self.session, self.forward = session, forward
-        inputs = (args, kwargs)
+        self.session, self.forward, self.name = session, forward, session.blocks[number][0]
+        self.habits = session.habits[number]
+        self.given: Any = (args, kwargs)  # None: forward is over
+        self.given_versions = [(leaf, leaf._version) for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor]
+        copied = self.habits.in_place
+        if copied is None:
+            copied = session.has_room(sum(leaf.nbytes for leaf, _ in self.given_versions))
+        inputs = _copied_inputs(self.given) if copied else self.given
+        self.copied = copied
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
-        self.versions = [(leaf, leaf._version) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
+        self.versions = self._versions()
+        self.state = ModuleState(session.blocks[number][1], self.habits.large)
         self.random_state = torch.get_rng_state()
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
 
     # ---- forward ----
+
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        return [(leaf, leaf._version) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
+
+    def settle(self) -> None:
+        """Forward is over: copies of what it left alone go."""
+        self.state.settle()
+        in_place = any(leaf._version != version for leaf, version in self.given_versions)
+        stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=_is_leaf))
+        if self.copied and not in_place and not stashed:
+            self.inputs, self.copied = self.given, False
+            self.versions = self._versions()
+        if in_place or self.habits.in_place is None:
+            self.habits.in_place = in_place
+        self.given, self.given_versions = None, []
 
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self.session.saved_parameter(tensor)
@@ -167,8 +224,12 @@ class Frame:
 
     def recompute(self) -> None:
         for tensor, version in self.versions:
-            check_version(tensor._version, version, tensor.shape)
-        args, kwargs = _bring_inputs(self.inputs)
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"block {self.name} is recomputed, and its input of shape {list(tensor.shape)} was changed after its "
+                    f"forward began, in place: wrap with block_modes that keep this block, or change a copy of its input"
+                )
+        inputs = _bring_inputs(self.inputs)
         now = torch.get_rng_state()
         torch.set_rng_state(self.random_state)
         enabled, dtype, cache = self.autocast
@@ -196,7 +257,12 @@ class Frame:
             raise RuntimeError("backward inside a recomputed block is not supported")
 
         try:
-            with torch.enable_grad(), torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache):
+            with (
+                self.state.restored(),
+                torch.enable_grad(),
+                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache),
+            ):
+                args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
                 _run_inside(self.session, self, (pack, unpack), self.forward, args, kwargs)
         except Stop:
             pass
@@ -242,8 +308,10 @@ def run_checkpointed(
         stash_inputs: its inputs go to the stash until then.
     """
     session.stash.block = number
-    frame = Frame(session, forward, args, kwargs, session.stash if stash_inputs else None)
-    return _run_inside(session, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    frame = Frame(session, number, forward, args, kwargs, session.stash if stash_inputs else None)
+    result = _run_inside(session, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    frame.settle()
+    return result
 
 
 @contextmanager

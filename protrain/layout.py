@@ -104,6 +104,8 @@ def make_layout(
     for name, p in named:
         if p.dtype != torch.float32:
             raise PlanError(f"parameter {name} is {p.dtype}; only torch.float32 is supported, call model.float() first")
+        if p.device.type != "meta" and any(stride == 0 < size - 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise PlanError(f"parameter {name} is expanded, its elements share memory: give it memory of its own first")
     parameters = describe([p for _, p in named], blocks, groups)
     found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
     entries = tuple(

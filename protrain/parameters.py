@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .counting import uncounted
+
 if TYPE_CHECKING:
     from .session import Session
 
@@ -33,7 +35,7 @@ _METADATA: set[Any] = _getters(
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "itemsize", "nbytes", "_version",
     "is_sparse", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_nested", "_backward_hooks", "_post_accumulate_grad_hooks",
     "output_nr", "retains_grad", "name", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps", "grad_dtype", "_base",
-) | _setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "data") | {
+) | _setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks") | {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
     torch.Tensor.storage_offset, torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.is_floating_point,
     torch.Tensor.is_complex, torch.is_complex, torch.Tensor.is_contiguous, torch.Tensor.requires_grad_,
@@ -44,6 +46,10 @@ _METADATA: set[Any] = _getters(
 #: Views that are made without looking at values; they carry their parameter's chunk along.
 _LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach} | _getters("data")
 
+#: Calls that hand out the memory itself: it is that of a copy, since what lies in a slot is another parameter's a moment later.
+_EXPORTS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
+
+_DATA_SET: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 
@@ -64,9 +70,15 @@ class ChunkTensor:
         found = list(_chunk_tensors(args)) + list(_chunk_tensors(kwargs.values()))
         session, number = found[0]._protrain
         if func in (_GRAD_GET, _GRAD_SET):
-            session.check_grad_access(number)
+            session.check_grad_access(number, func == _GRAD_SET and args[1] is None)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
+        if func == _DATA_SET and isinstance(args[0], ChunkParameter):
+            return session.set_data(number, args[1])
+        if func in _EXPORTS:
+            return _export(func, args, kwargs)
+        if func is torch.autograd.grad and not any(True for _ in _chunk_tensors(args[:1])):
+            return _grad(*args, **kwargs)
         if func in _LAZY_VIEWS:
             with DisableTorchFunction():
                 return mark_views(func(*args, **kwargs), session, [number])
@@ -76,9 +88,49 @@ class ChunkTensor:
 class ChunkParameter(ChunkTensor, nn.Parameter):
     """A parameter whose chunk has its home on disk."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain parameter with these values, of memory of its own."""
+        if id(self) not in memo:
+            session, number = self._protrain
+            memo[id(self)] = nn.Parameter(session.value(number), requires_grad=self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
 
 class ChunkView(ChunkTensor, torch.Tensor):
     """A tensor over the memory of such a parameter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with uncounted():
+                memo[id(self)] = self.clone()
+        return memo[id(self)]
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """As torch.autograd.grad, which wants places in the graph of its inputs, no values: their chunks stay where they are."""
+
+    def place(tensor: Any) -> Any:
+        if not isinstance(tensor, ChunkParameter) or not tensor.requires_grad:
+            return tensor
+        with DisableTorchFunction():
+            return torch.autograd.graph.get_gradient_edge(tensor)
+
+    places = place(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(place, inputs))
+    return torch.autograd.grad(outputs, places, *args, **kwargs)
+
+
+def _export(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].requires_grad and torch.is_grad_enabled() and func is not torch.Tensor.__reduce_ex__ and not kwargs.get("force"):
+        with DisableTorchFunction():
+            return func(*args, **kwargs)  # torch refuses
+    with uncounted(), torch.no_grad():
+        found = func(args[0].detach().clone(), *args[1:], **kwargs)
+    if hasattr(found, "flags"):
+        found.flags.writeable = False  # what is written there would reach no parameter
+    return found
 
 
 def _chunk_tensors(values: Any, depth: int = 3) -> Iterator[Any]:

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from . import _core
+from . import _core, changes
 from .activations import (
     STASH_LEAST_BYTES,
+    BlockHabits,
     SavedParameter,
     check_outer_hooks,
     check_version,
@@ -95,10 +96,12 @@ class Session:
         self.closed = False
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
+        self.habits = [BlockHabits() for _ in blocks]
         self.stashing = False
         self.pacer = Pacer(self)
         self._goal = self._headroom = 0  # bytes: see _set_goal
         self.filling = False
+        self.known = {id(p) for p in params}
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[layout.entries[i].offset_bytes for i in members] for members in layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
@@ -115,6 +118,7 @@ class Session:
         self._task = -1
         self.passes = 0
         self._taken: set[int] = set()
+        self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
         self._norms: dict[int, torch.Tensor] = {}
         self._hypers: list[Hyper] = hypers
         self.late: bool | None = None  # updates wait for step(); None: not known yet
@@ -368,6 +372,8 @@ class Session:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine.use_account(True)
         self.release_node()
+        changes.check_parameters(self)
+        changes.adopt(self)
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
@@ -436,6 +442,10 @@ class Session:
             return run_swapped(self, number, forward, args, kwargs)
         again = self.clock.recomputable(number, forward)
         return run_checkpointed(self, number, again, args, kwargs, mode == "checkpoint_swap")
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes more fit the budget now."""
+        return int(self.engine.stats()["live_bytes"]) + 2 * size_bytes <= self.settings.memory_bytes
 
     def _bring(self, number: int) -> None:
         """The chunk of parameter `number` is in its slot and in use when this returns."""
@@ -517,6 +527,10 @@ class Session:
             owner = saved.owner()
             if owner is not None:
                 check_version(owner._version, saved.version, saved.size)
+            if not self.engine.in_memory(chunk) and torch.is_grad_enabled():
+                copy = torch.empty(entry.count)  # this backward has a graph of its own, which holds on to what it is given
+                self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
+                return copy.as_strided(saved.size, saved.stride, saved.offset)
             if chunk not in self._node_chunks and not self.engine.in_memory(chunk):
                 if not self.engine.demand(chunk):
                     copy = torch.empty(entry.count)  # the slot is taken by what this same node reads
@@ -551,13 +565,16 @@ class Session:
                 f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={allowed}: call optimizer.step() "
                 f"first, or wrap with a larger accumulate"
             )
-        if self.passes == 0 and any(p.grad is not None for p in self._persistent_params()):
+        if self.passes == 0 and self._leftover():
             raise StepError("the gradients of the last step are still there: call optimizer.zero_grad() after optimizer.step()")
 
-    def _persistent_params(self) -> Iterator[nn.Parameter]:
-        for p, entry in zip(self.params, self.layout.entries, strict=True):
-            if entry.group >= 0 and self.engine.in_memory(entry.chunk):
-                yield p
+    def _leftover(self) -> bool:
+        """Whether gradients that step() used were not dropped; those in memory may have been, one by one."""
+        with DisableTorchFunction():
+            return any(
+                self.params[number].grad is not None or not self.engine.in_memory(self.layout.entries[number].chunk)
+                for number in self._left
+            )
 
     def _begin_pass(self, task: int) -> None:
         self._task = task
@@ -618,13 +635,15 @@ class Session:
         before = torch.empty_like(grad)
         return before.add_(grad) if self.engine.spilled(number, before.data_ptr()) else grad
 
-    def check_grad_access(self, number: int) -> None:
-        """`.grad` of a parameter on disk is looked at.
+    def check_grad_access(self, number: int, drops: bool = False) -> None:
+        """`.grad` of a parameter on disk is looked at; drops: it is set to None.
 
         Raises:
             StepError: its gradient left memory; None would be a wrong answer.
         """
-        if number in self._taken:
+        if drops:
+            self._left.discard(number)
+        if number in self._taken or number in self._left:
             raise StepError(
                 f"the gradient of {self.layout.entries[number].name} has left memory; to clip pass max_grad_norm to wrap and "
                 f"read optimizer.grad_norm, to drop gradients call optimizer.zero_grad()"
@@ -634,14 +653,16 @@ class Session:
 
     def step(self) -> torch.Tensor | None:
         self.release_node()
+        changes.adopt(self)
         norm: torch.Tensor | None = None
-        if self.passes:
+        if self.passes or self._has_gradients():
             try:
                 norm = self._make_step()
             except BaseException:
                 self.forget()
                 raise
         self.passes = 0
+        self._left |= self._taken
         self._taken.clear()
         self._norms.clear()
         self.steps += 1
@@ -660,7 +681,31 @@ class Session:
         self.engine.use_account(False)
         return norm
 
+    def _has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that no backward pass made.
+
+        Raises:
+            StepError: there are those of the last step, which plain torch would use again.
+        """
+        if self._leftover():
+            raise StepError("the gradients of the last step are still there, and used: call optimizer.zero_grad() after step()")
+        with DisableTorchFunction():
+            return any(p.grad is not None for p, entry in zip(self.params, self.layout.entries, strict=True) if entry.group >= 0)
+
+    def _take_given(self) -> None:
+        """Gradients that the user set for parameters on disk."""
+        for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
+            if entry.group < 0 or not entry.count or self.engine.in_memory(entry.chunk):
+                continue
+            with DisableTorchFunction():
+                grad, p.grad = p.grad, None
+            if grad is not None:
+                grad = self._dense(number, grad)
+                self.engine.gradient(number, grad.data_ptr(), grad, SPILL)
+                self._taken.add(number)
+
     def _make_step(self) -> torch.Tensor | None:
+        self._take_given()
         in_memory = [  # looked at before anything is updated: updates in memory are not undone
             (number, self._dense(number, p.grad))
             for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True))
@@ -678,15 +723,18 @@ class Session:
             )
         self._hypers = hypers
         self._set_hypers()
-        if not self._updates_behind_backward or self.settings.accumulate > 1:
-            self.engine.update_spilled(scale)
+        self.engine.update_spilled(scale)
         self.engine.wait()
         began = time.perf_counter()
         for number, grad in in_memory:
             self.engine.update_in_memory(number, grad.data_ptr(), scale)
+        self._left.update(number for number, _ in in_memory)
         self._update_seconds = time.perf_counter() - began
         self._update_bytes = 4 * (1 + self.n_states) * sum(self.layout.entries[number].count for number, _ in in_memory)
         self.engine.commit()
+        for entry in self.layout.entries:
+            if entry.group >= 0 and not entry.count and self.params[entry.index].grad is not None:
+                self.engine.set_steps(entry.index, self.engine.steps(entry.index) + 1)  # of no elements: there is only a count
         if self.late is None and (not same or self.steps + 1 >= PROBED_STEPS):
             self.late = not same
         return norm
@@ -697,7 +745,11 @@ class Session:
         for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
             if number in self._norms:
                 norms.append(self._norms[number])
-            elif entry.group >= 0 and self.engine.in_memory(entry.chunk) and p.grad is not None:
+            elif number in self._taken:  # its last gradient came before the last of the passes that were agreed
+                total = torch.empty(entry.count)
+                self.engine.spilled(number, total.data_ptr())
+                norms.append(torch._foreach_norm([total], 2.0)[0])
+            elif entry.group >= 0 and p.grad is not None:
                 norms.append(torch._foreach_norm([p.grad], 2.0)[0])
         if not norms:
             return torch.tensor(0.0), 1.0
@@ -719,16 +771,18 @@ class Session:
     def zero_grad(self) -> None:
         if self.passes or self.engine.has_gradients():
             self.forget()
-        for p, entry in zip(self.params, self.layout.entries, strict=True):
-            if entry.group < 0 or self.engine.in_memory(entry.chunk):
-                with DisableTorchFunction():
-                    p.grad = None
+        self._left.clear()
+        with DisableTorchFunction():
+            for p in self.params:  # also where the chunk has left memory since its gradients were made
+                p.grad = None
 
     # ---- values and state ----
 
     def value(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter (array 0) or of one of its state arrays, in no budget."""
         entry = self.layout.entries[number]
+        if array == 0:
+            changes.adopt(self, number)
         with uncounted(), DisableTorchFunction():
             tensor = torch.empty(entry.shape)
             if entry.count:
@@ -740,6 +794,14 @@ class Session:
             tensor = value.detach().to(dtype=torch.float32, device="cpu").contiguous()
             if tensor.numel():
                 self.engine.transfer(number, array, tensor.data_ptr(), True)
+
+    def set_data(self, number: int, value: torch.Tensor) -> None:
+        """As `p.data = value`; see changes.set_data."""
+        changes.set_data(self, number, value)
+
+    def put_in(self, module: nn.Module) -> set[str]:
+        """Names of what wrapping put into the module's `__dict__`."""
+        return {"_protrain_session"} | {name for owner, name in self._wrapped if owner is module}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, owned copy) for each entry of the model's state dict, one at a time; tied names after the first are left out."""
@@ -821,6 +883,11 @@ class Session:
             own = {leaf: index[id(p)] for leaf, p in module._parameters.items() if p is not None}
             if own:
                 self._handles.append(module.register_state_dict_post_hook(functools.partial(self._fill_state_dict, own)))
+                self._handles.append(module.register_load_state_dict_pre_hook(changes.refuse_assign))
+            if own or "forward" in self.put_in(module):
+                for name, method in changes.guard(self, module).items():
+                    module.__dict__[name] = method
+                    self._wrapped.append((module, name))
         self.model.__dict__["zero_grad"] = self._model_zero_grad
         self._wrapped.append((self.model, "zero_grad"))
 

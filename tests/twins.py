@@ -68,10 +68,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def assert_equal(got: Trained, want: Trained, budget: int) -> protrain.Status:
     """The wrapped run gave what the plain one gave, inside its budget."""
-    assert got.figures == want.figures
+    differing = [(n, a, b) for n, (a, b) in enumerate(zip(got.figures, want.figures, strict=True)) if a != b]
+    assert not differing, f"figures (number, wrapped, plain) {differing[:3]} of {len(want.figures)}"
     assert list(got.tensors) == list(want.tensors)
     wrong = [name for name in want.tensors if got.tensors[name] != want.tensors[name]]
-    assert not wrong
+    assert not wrong, f"{len(wrong)} of {len(want.tensors)} tensors differ: {wrong[:3]}"
     assert got.random_state == want.random_state
     assert got.status is not None
     assert 0 < got.status.peak_memory_bytes <= budget

@@ -1,0 +1,138 @@
+"""What a user does to a wrapped model other than training it: values put in through `.data`, conversions, copies, pickles.
+
+Values are taken over where they fit. What would leave the model half in the hands of torch, or copy what is in a slot instead of
+a parameter, is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from .counting import uncounted
+from .errors import PlanError
+from .parameters import DisableTorchFunction
+
+if TYPE_CHECKING:
+    from .session import Session
+
+_AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
+_KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
+
+
+def _check_value(name: str, shape: torch.Size, value: torch.Tensor) -> None:
+    if value.shape != shape or value.dtype != torch.float32 or value.device.type != "cpu" or value.layout != torch.strided:
+        raise PlanError(
+            f"parameter {name} of shape {tuple(shape)}, torch.float32 on cpu, was given data of shape {tuple(value.shape)}, "
+            f"{value.dtype} on {value.device}; {_KEPT}"
+        )
+
+
+def set_data(session: Session, number: int, value: torch.Tensor) -> None:
+    """`p.data = value` of a parameter on disk: its values are taken over.
+
+    Raises:
+        PlanError: the value is of another shape, type or device.
+    """
+    if value is session.params[number]:
+        return
+    _check_value(session.layout.entries[number].name, session.params[number].shape, value)
+    with torch.no_grad(), uncounted():
+        session.set_value(number, value.clone())
+
+
+def adopt(session: Session, only: int | None = None) -> None:
+    """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now: their values are taken over, and
+    their place is again that in their chunk.
+
+    Raises:
+        PlanError: they are of another shape, type or device.
+    """
+    for number in range(len(session.params)) if only is None else (only,):
+        p, entry = session.params[number], session.layout.entries[number]
+        base = session._bases.get(entry.chunk)
+        if base is None or not entry.count or not session.engine.in_memory(entry.chunk):
+            continue
+        if p.data_ptr() == base.data_ptr() + entry.offset_bytes and p.dtype == torch.float32:
+            continue
+        _check_value(entry.name, entry.shape, p.data)
+        session.set_value(number, p.data)
+        first = entry.offset_bytes // 4
+        with DisableTorchFunction():
+            p.data = base[first : first + entry.count].view(entry.shape)
+
+
+def check_parameters(session: Session) -> None:
+    """Whether the model still has the parameters that were wrapped.
+
+    Raises:
+        PlanError: one was added or replaced; it is named.
+    """
+    known = session.known
+    for prefix, module in session.model.named_modules():
+        for leaf, p in module._parameters.items():
+            if isinstance(p, nn.Parameter) and id(p) not in known:
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
+
+
+def refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """A pre-hook of load_state_dict.
+
+    Raises:
+        PlanError: assign=True, which would put other parameters into the model.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        raise PlanError("load_state_dict(assign=True) would replace the parameters of a wrapped model; load without assign")
+
+
+def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles."""
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in {torch.float32} | {buffer.dtype for buffer in module.buffers()}:
+            probe = torch.empty(0, dtype=dtype)
+            found = fn(probe)
+            if found.device != probe.device or (dtype == torch.float32 and found.dtype != dtype):
+                raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")
+        return type(module)._apply(module, fn, recurse)
+
+    def reduce(_protocol: Any = None) -> NoReturn:
+        raise PlanError(f"a wrapped {type(module).__name__} cannot be pickled: take its state_dict(), or call protrain.save")
+
+    def duplicate(memo: dict[int, Any]) -> nn.Module:
+        return copied(session, module, memo)
+
+    def refuse_compile(*_: Any, **__: Any) -> NoReturn:
+        raise PlanError(f"a wrapped {type(module).__name__} cannot be compiled: torch.compile is not supported")
+
+    methods: dict[str, Callable[..., Any]] = {
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "compile": refuse_compile,
+    }  # fmt: skip
+    return {name: method for name, method in methods.items() if name != "__deepcopy__" or not hasattr(type(module), name)}
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a module's hook is one of a session's."""
+    hook = getattr(hook, "hook", hook)
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", "")).startswith("protrain.")
+
+
+def copied(session: Session, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget."""
+    ours = session.put_in(module)
+    made: nn.Module = type(module).__new__(type(module))
+    memo[id(module)] = made
+    for name, value in module.__dict__.items():
+        if name in ours:
+            continue
+        if name.endswith("_hooks") and isinstance(value, dict) and id(value) not in memo:
+            value = type(value)((key, hook) for key, hook in value.items() if not is_own(hook))
+        with uncounted():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    return made

@@ -1,0 +1,94 @@
+"""Small models of blocks whose state is larger than the budget, and what the tests of semantics do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from twins import MIB, Loop, adamw, assert_equal, run
+
+import protrain
+
+TIGHT = 20 * MIB  # the state of a Chain is 41 MiB
+
+
+class Block(nn.Module):
+    """0.33 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_in = nn.LayerNorm(256)
+        self.up = nn.Linear(256, 512)
+        self.down = nn.Linear(512, 256)
+        self.square = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.square(self.down(torch.tanh(self.up(self.norm_in(x)))))
+        return y
+
+
+class Chain(nn.Module):
+    """Eight blocks and a head; gives a loss, or what the head gives. `skip`: numbers of blocks that are left out."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([self.block() for _ in range(8)])
+        self.head = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor, *, skip: Sequence[int] = (), loss: bool = True) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number not in skip:
+                x = block(x)
+        y: torch.Tensor = self.head(x)
+        return y.square().mean() if loss else y
+
+
+def inputs(count: int, rows: int = 8, seed: int = 1) -> list[torch.Tensor]:
+    """Random fp32 [rows, 256]."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, rows, 256, generator=generator))
+
+
+def steps(batches: list[torch.Tensor]) -> Loop:
+    """The ordinary loop of a model that gives its loss."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for x in batches:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    return loop
+
+
+def both(
+    make: Callable[[], nn.Module],
+    loop: Loop,
+    optimizer: Callable[..., Any] = adamw,
+    room: int = 0,
+    all_in_memory: bool = False,
+    **options: Any,
+) -> protrain.Status:
+    """Train in plain torch and wrapped: the same bits, and most of the state went to disk.
+
+    room: bytes that the budget has over that of the plan, for what the plan does not foresee: graphs of several forwards,
+    gradients that the user asks for.
+    """
+    options = {"memory": TIGHT, **options}
+    if room:
+        model = make()
+        foreseen = protrain.plan(model, inputs(1)[0], memory=TIGHT, optimizer=optimizer(model))
+        options |= {"memory": TIGHT + room, "plan": foreseen}
+    status = assert_equal(run(make, loop, optimizer, **options), run(make, loop, optimizer), options["memory"])
+    assert (status.plan.n_persist == status.plan.n_chunks) == all_in_memory
+    assert all_in_memory or (status.disk_read_bytes > 0 and status.disk_write_bytes > 0)
+    return status

@@ -1,0 +1,629 @@
+"""What users do to a model beyond the ordinary loop: steps of odd shape, odd parameters, changes between steps. All bit for bit.
+
+Each test trains twice, in plain torch and wrapped with most of the state on disk. Where a situation is one that the suites of
+other systems test, because it broke there once, the docstring names the suite's file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nets import TIGHT, Block, Chain, both, inputs, steps
+from torch import nn
+from twins import MIB, adamw
+
+import protrain
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("passes", [(3, 2, 3, 1), (1, 1, 1, 1), (2, 3, 1, 3)])
+def test_a_step_of_fewer_passes_than_agreed(passes: tuple[int, ...], clip: float | None) -> None:
+    """The last window of an epoch is shorter. DeepSpeed tests/unit/runtime/zero/test_zero.py, gradient accumulation."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for number, count in enumerate(passes):
+            for x in inputs(count, seed=number):
+                loss = model(x)
+                (loss / 3).backward()
+                figures.append(loss.item())
+            if clip and plain:
+                figures.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            optimizer.step()
+            if clip and not plain:
+                figures.append(optimizer.grad_norm.item())
+            optimizer.zero_grad()
+        return figures
+
+    both(Chain, loop, accumulate=3, max_grad_norm=clip)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_parameter_with_a_gradient_in_some_passes_of_a_step(clip: float | None) -> None:
+    """Blocks that only one of the passes uses. DeepSpeed tests/unit/runtime/zero/test_ignore_unused_parameters.py."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for number in range(4):
+            for place, x in enumerate(inputs(2, seed=number)):
+                loss = model(x, skip=(1, 2, 6) if place == number % 2 else ())
+                loss.backward()
+                figures.append(loss.item())
+            if clip and plain:
+                figures.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            optimizer.step()
+            if clip and not plain:
+                figures.append(optimizer.grad_norm.item())
+            optimizer.zero_grad()
+        return figures
+
+    both(Chain, loop, accumulate=2, max_grad_norm=clip)
+
+
+def test_several_losses_of_one_forward() -> None:
+    """Two backward passes over one graph. DeepSpeed tests/unit/runtime/zero/test_zero_multiple_run.py."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            y = model(x, loss=False)
+            first, second = y.square().mean(), y.abs().mean()
+            first.backward(retain_graph=True)
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures += [first.item(), second.item()]
+        return figures
+
+    both(Chain, loop, accumulate=2)
+
+
+def test_two_forwards_then_two_backwards() -> None:
+    """Both graphs live at once. DeepSpeed tests/unit/runtime/zero/test_zero_leaf_module.py, several forwards in a step."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number in range(4):
+            losses = [model(x) for x in inputs(2, seed=number)]
+            for loss in losses if number % 2 else reversed(losses):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures += [loss.item() for loss in losses]
+        return figures
+
+    both(Chain, loop, accumulate=2)
+
+
+def test_one_backward_over_several_forwards() -> None:
+    """A loss over two outputs, one output that nobody uses, an evaluation before backward. Autograd holds the gradients of the
+    second forward until those of the first are there to be added, so the budget needs room for all of them."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number in range(4):
+            a, b, c = inputs(3, seed=number)
+            left, right = model(a, loss=False), model(b, loss=False)
+            unused = model(c, loss=False)
+            with torch.no_grad():
+                figures.append(model(c).item())
+            loss = (left - right).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures += [loss.item(), unused.sum().item()]
+        return figures
+
+    both(Chain, loop, room=16 * MIB)
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            optimizer.step()
+            figures.append(steps([x])(model, optimizer, False)[0])
+            optimizer.step()
+        return figures
+
+    both(Chain, loop)
+
+
+def test_gradients_that_are_not_dropped_are_not_forgotten() -> None:
+    """Plain torch would add the next step's to them; they have left memory, so it is an error, not a smaller sum."""
+    model = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    (x,) = inputs(1)
+    model(x).backward()
+    optimizer.step()
+    with pytest.raises(protrain.StepError, match="zero_grad"):
+        model(x).backward()
+    optimizer.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    protrain.unwrap(model)
+
+
+def test_gradients_set_by_hand() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, x in enumerate(inputs(4)):
+            figures += steps([x])(model, optimizer, False)
+            for p in list(model.parameters())[number::3]:
+                p.grad = torch.full_like(p, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    both(Chain, loop)
+
+
+def test_gradients_dropped_one_by_one() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop)
+
+
+def test_a_closure() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        def closure(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(lambda x=x: closure(x)).item() for x in inputs(4)]
+
+    both(Chain, loop)
+
+
+def test_gradient_penalty() -> None:
+    """autograd.grad with a graph of its own, whose loss is differentiated once more."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            x.requires_grad_()
+            y = model(x, loss=False)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            loss = y.square().mean() + (slope.norm() - 1).square()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop, room=12 * MIB)
+
+
+def test_gradients_asked_for_by_autograd_grad() -> None:
+    """They are handed out, and no step comes of them."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            grads = torch.autograd.grad(model(x), list(model.parameters()))
+            figures += [grad.double().norm().item() for grad in grads]
+            figures += steps([x])(model, optimizer, False)
+        return figures
+
+    both(Chain, loop, room=24 * MIB)
+
+
+def test_hooks_of_users_on_parameters() -> None:
+    """A hook that changes a gradient is obeyed."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        handles = [p.register_hook(lambda grad: grad * 0.5) for p in list(model.parameters())[::3]]
+        figures = steps(inputs(3))(model, optimizer, False)
+        for handle in handles:
+            handle.remove()
+        return figures + steps(inputs(2, seed=5))(model, optimizer, False)
+
+    both(Chain, loop)
+
+
+# ---- parameters ----
+
+
+class Odd(Chain):
+    """A hanging parameter, one of no elements, of one, of no dimension, one never used, lists and dicts of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, 5))
+        self.never = nn.Parameter(torch.ones(3000))
+        self.rows = nn.ParameterList([nn.Parameter(torch.randn(256) * 0.1) for _ in range(3)])
+        self.named = nn.ParameterDict({"in": nn.Parameter(torch.ones(256)), "out": nn.Parameter(torch.zeros(256))})
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = x * self.named["in"] * self.scale + self.rows[0] + torch.stack(list(self.rows)).sum(0) + self.empty.sum()
+        y: torch.Tensor = super().forward(x, **given)
+        return y + (self.named["out"].sum() + self.shift).squeeze()
+
+
+def test_hanging_and_odd_parameters() -> None:
+    """ColossalAI tests/kit/model_zoo/custom/hanging_param_model.py."""
+    both(Odd, steps(inputs(5)))
+
+
+class Repeated(Chain):
+    """One module called several times in a forward, and one block of the list called again after the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for block in (*self.blocks, self.blocks[2], self.blocks[2]):
+            x = block(torch.tanh(self.shared(x)))
+        return self.head(x).square().mean()
+
+
+def test_repeated_layer() -> None:
+    """ColossalAI tests/kit/model_zoo/custom/repeated_computed_layers.py."""
+    both(Repeated, steps(inputs(5)))
+
+
+class Tied(Chain):
+    """Weights tied across blocks and across chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[7].up.weight = self.blocks[0].up.weight
+        self.blocks[5].down = self.blocks[1].down
+        self.head.weight = self.blocks[3].square.weight
+
+
+def test_tied_across_blocks() -> None:
+    """DeepSpeed tests/unit/runtime/zero/test_zero_tiled.py and test_zero.py, tied weights; ColossalAI's tied embeddings."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = steps(inputs(3))(model, optimizer, False)
+        model.head.weight = model.blocks[3].square.weight  # as tie_weights() does
+        return figures + steps(inputs(2, seed=4))(model, optimizer, False)
+
+    both(Tied, loop)
+
+
+class Outer(nn.Module):
+    """A model within modules: what is wrapped is one part of it, or what holds all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256)
+        self.inner = nn.ModuleDict({"core": Chain()})
+        self.last = nn.Linear(256, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner["core"](self.first(x), loss=False)).square().mean()
+
+
+def test_nested_model() -> None:
+    """ColossalAI tests/kit/model_zoo/custom/nested_model.py."""
+    both(Outer, steps(inputs(5)))
+
+
+def test_a_part_of_a_larger_model() -> None:
+    """The wrapped part trains inside a plain one with an optimizer of its own."""
+
+    def train(memory: int | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = Outer()
+        core, outer = model.inner["core"], [*model.first.parameters(), *model.last.parameters()]
+        ours: Any = adamw(core)
+        theirs = torch.optim.AdamW(outer, lr=1e-3, fused=True)
+        if memory:
+            core, ours = protrain.wrap(core, ours, memory=memory)
+        figures = []
+        for x in inputs(5):
+            loss = model(x)
+            loss.backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            figures.append(loss.item())
+        figures += [value.double().sum().item() for value in model.state_dict().values()]
+        if memory:
+            assert protrain.status(core).disk_read_bytes > 0
+            protrain.unwrap(core)
+        return figures
+
+    assert train(TIGHT) == train(None)
+
+
+def test_a_branch_that_alternates() -> None:
+    """Blocks that some steps leave out: no update there, and no weight decay. DeepSpeed
+    tests/unit/runtime/zero/test_ignore_unused_parameters.py."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, x in enumerate(inputs(8)):
+            loss = model(x, skip=((), (0, 3), (7,), tuple(range(8)))[number % 4])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop)
+
+
+def test_parameters_frozen_and_thawed_between_steps() -> None:
+    """requires_grad_ while wrapped. DeepSpeed tests/unit/runtime/zero/test_zero.py, frozen weights."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, x in enumerate(inputs(6)):
+            for block in model.blocks[2:5]:
+                block.requires_grad_(number % 3 != 1)
+            figures += steps([x])(model, optimizer, False)
+        return figures
+
+    both(Chain, loop)
+
+
+@pytest.mark.parametrize("order", ["reversed", "some", "mixed"])
+def test_an_optimizer_of_another_order(order: str) -> None:
+    """Its parameters come in another order than the model's, or are only some of them."""
+
+    def optimizer(model: nn.Module) -> Any:
+        params = list(model.parameters())
+        chosen = {"reversed": params[::-1], "some": params[1::2], "mixed": params[::2] + params[1::2]}[order]
+        return torch.optim.AdamW(chosen, lr=1e-3, weight_decay=0.1, fused=True)
+
+    both(Chain, steps(inputs(4)), optimizer, room=8 * MIB)
+
+
+class Strided(Chain):
+    """Weights that lie transposed, and channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        for block in self.blocks:
+            block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = x + self.image(x.view(-1, 4, 8, 8)).mean(1).flatten(1).repeat(1, 4)
+        y: torch.Tensor = super().forward(x, **given)
+        return y
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    both(Strided, steps(inputs(4)))
+
+
+def test_an_expanded_parameter_is_refused() -> None:
+    model = Chain()
+    model.wide = nn.Parameter(torch.ones(1).expand(100))
+    with pytest.raises(protrain.PlanError, match="wide"):
+        protrain.wrap(model, adamw(model), memory=TIGHT)
+
+
+def test_parameters_changed_between_steps() -> None:
+    """Clamped, copied from, written through .data and through views, averaged, tied again."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        average = [p.detach().clone() for p in model.parameters()]
+        figures = []
+        for x in inputs(4):
+            figures += steps([x])(model, optimizer, False)
+            with torch.no_grad():
+                for p in model.blocks.parameters():
+                    p.clamp_(-0.04, 0.04)
+                for mean, p in zip(average, model.parameters(), strict=True):
+                    mean.lerp_(p, 0.1)
+                model.blocks[1].up.weight.data.copy_(model.blocks[2].up.weight)
+                model.blocks[3].up.weight[5:9].fill_(0.25)
+                model.blocks[4].down.weight.data = model.blocks[5].down.weight.data * 0.5
+                model.head.bias.data = torch.full((256,), 0.125)
+                torch._foreach_mul_(list(model.blocks[6].parameters()), 0.99)
+            figures += [mean.double().sum().item() for mean in average]
+        return figures
+
+    both(Chain, loop, room=24 * MIB)
+
+
+def test_values_read_through_numpy() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            figures += steps([x])(model, optimizer, False)
+            arrays = [p.detach().numpy() for p in model.parameters()]
+            figures += [float(array.sum(dtype="float64")) for array in arrays]
+            figures += [p.detach().cpu().numpy()[0].tolist() for p in model.blocks[0].parameters()]
+        return figures
+
+    both(Chain, loop)
+
+
+# ---- blocks ----
+
+
+class Containers(Block):
+    """Takes keywords, None and a dict; gives a tuple with a dict, None and a view of the input."""
+
+    def forward(self, x: torch.Tensor, mask: Any = None, extra: Any = None, *, scale: Any = None) -> Any:  # type: ignore[override]
+        y = super().forward(x) * (1 if scale is None else scale)
+        if extra is not None:
+            y = y + extra["bias"]
+        return y, {"view": x[:, :128], "none": None}, None
+
+
+class ContainerChain(Chain):
+    block = Containers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = x.new_zeros(())
+        scale = torch.ones(256, requires_grad=True) * 0.9
+        for number, block in enumerate(self.blocks):
+            x, other, _ = block(x, None, {"bias": scale * 0.01} if number % 2 else None, scale=scale)
+            total = total + other["view"].square().mean()
+        return self.head(x).square().mean() + total
+
+
+def test_blocks_of_containers_keywords_and_views() -> None:
+    """ColossalAI's zoo has models that return tuples and dicts; DeepSpeed tests/unit/runtime/zero/test_zero_dynamic_class.py."""
+    both(ContainerChain, steps(inputs(4)))
+
+
+class Viewing(Block):
+    """Its output is a view of its input in one branch, the input itself in another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return x.view(x.shape) if y.mean().item() > 1e9 else (x + y).view(x.shape)
+
+
+class ViewingChain(Chain):
+    block = Viewing
+
+
+def test_a_model_whose_memory_is_not_foreseen() -> None:
+    """Its control flow depends on values, so each step may be planned anew; gradients of a chunk that leaves memory after step()
+    are dropped by zero_grad() like all others."""
+    with pytest.warns(UserWarning, match="cannot foresee"):
+        both(ViewingChain, steps(inputs(6)), block_modes=["checkpoint"] * 8)
+
+
+class InPlace(Block):
+    """Changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += super().forward(x.clone())
+        x.mul_(0.5)
+        return x
+
+
+class InPlaceChain(Chain):
+    block = InPlace
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x * 1.0, **given)
+        return y
+
+
+@pytest.mark.parametrize("mode", ["planned", "keep", "swap", "checkpoint", "checkpoint_swap"])
+def test_blocks_that_change_their_input_in_place(mode: str) -> None:
+    both(InPlaceChain, steps(inputs(4)), block_modes=None if mode == "planned" else [mode] * 8)
+
+
+class Normed(Block):
+    """Buffers that forward updates: running means, a count, one that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(256)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(256))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(self.norm(x) + self.mean) / (1 + 1e-3 * self.calls) * (1 + 1e-3 * self.count)
+
+
+class NormedChain(Chain):
+    block = Normed
+
+
+@pytest.mark.parametrize("mode", ["planned", "keep", "swap", "checkpoint", "checkpoint_swap"])
+def test_buffers_that_forward_updates(mode: str) -> None:
+    """Recomputation updates them no second time, and sees those that forward saw. ColossalAI tests/kit/model_zoo has
+    torchvision's models with batch norm."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = steps(inputs(4))(model, optimizer, False)
+        return [*figures, *(block.calls for block in model.blocks)]
+
+    both(NormedChain, loop, block_modes=None if mode == "planned" else [mode] * 8)
+
+
+class Dropping(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
+class DroppingChain(Chain):
+    block = Dropping
+
+
+@pytest.mark.parametrize("mode", ["planned", "checkpoint"])
+def test_the_training_flag_changes_before_backward(mode: str) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            loss = model(x)
+            model.eval()
+            with torch.no_grad():
+                figures.append(model(x).item())
+            loss.backward()
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(DroppingChain, loop, block_modes=None if mode == "planned" else [mode] * 8)
+
+
+class Methods(Chain):
+    """The work is done by methods other than forward."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:4]:
+            x = block(x)
+        return x
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[4:]:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def test_a_model_whose_forward_is_never_called() -> None:
+    """DeepSpeed tests/unit/runtime/zero/test_zero_nesting_init.py and its external parameters: modules called on their own."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(5):
+            loss = model.decode(model.encode(x))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Methods, loop)
+
+
+def test_training_in_eval_mode() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        model.eval()
+        return steps(inputs(5))(model, optimizer, False)
+
+    both(DroppingChain, loop)
