@@ -18,6 +18,7 @@ of it) get what is saved there; a block inside hooks of others is refused, becau
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core
-from .errors import PlanError
+from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
 
@@ -40,6 +41,8 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = torch._C._autograd._top_saved_tensors_default_hooks
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 #: Smaller blocks of memory stay: what a direct write and a read cost besides their bytes is then more than the bytes are worth,
 #: and all of them together are a small part of what a block saves.
@@ -352,6 +355,23 @@ def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
         f"tensors: call model.gradient_checkpointing_disable(), end the hooks before the model's forward, or pass block_modes "
         f"with keep for this block"
     )
+
+
+def check_not_nested() -> None:
+    """Whether the backward pass under way is not inside another one: its gradients would be a part of those of the step's pass.
+
+    Raises:
+        StepError: it is.
+    """
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    if depth > 1:
+        raise StepError(
+            "a backward pass runs inside another one, as torch.utils.checkpoint with use_reentrant=True makes it: pass "
+            "use_reentrant=False, or leave recomputation to block_modes"
+        )
 
 
 # ---- running one operation outside of blocks ----

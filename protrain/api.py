@@ -98,6 +98,9 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
         raise TypeError(f"model is {model!r}; give a torch.nn.Module")
     if _KEY in model.__dict__ or any(_KEY in module.__dict__ for module in model.modules()):
         raise PlanError("model is wrapped already; unwrap it first")
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise PlanError(f"model: {name or 'it'} is compiled; torch.compile is not supported, wrap the model as it was before")
     named = list(model.named_parameters())
     if not named:
         raise PlanError(f"model: this {type(model).__name__} has no parameter to train")

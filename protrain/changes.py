@@ -90,6 +90,18 @@ def refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[
         raise PlanError("load_state_dict(assign=True) would replace the parameters of a wrapped model; load without assign")
 
 
+def check_not_compiled(module: nn.Module) -> None:
+    """Whether the module's forward runs as torch has it, not inside torch.compile.
+
+    Raises:
+        PlanError: something around it was compiled.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        raise PlanError(
+            f"a wrapped {type(module).__name__} runs inside torch.compile, which is not supported: call it uncompiled"
+        )
+
+
 def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles."""
 

@@ -24,6 +24,7 @@ from .activations import (
     STASH_LEAST_BYTES,
     BlockHabits,
     SavedParameter,
+    check_not_nested,
     check_outer_hooks,
     check_version,
     no_outer_hooks,
@@ -457,7 +458,16 @@ class Session:
         self._address_chunk[self._bases[chunk].data_ptr()] = chunk
 
     def call(self, func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch call that reads parameters of chunks on disk, or views of them."""
+        """Run a torch call that reads parameters of chunks on disk, or views of them.
+
+        Raises:
+            PlanError: it is inside a transform of torch.func, whose tensors do not say whose memory they show.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise PlanError(
+                "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
+                "torch.func.functional_call"
+            )
         numbers: list[int] = []
         chunks: list[int] = []
         versions = [tensor._version for tensor in found] if not self.filling else []
@@ -559,6 +569,7 @@ class Session:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
+        check_not_nested()
         allowed = self.settings.accumulate
         if self.passes >= allowed:
             raise StepError(
@@ -896,6 +907,7 @@ class Session:
 
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            changes.check_not_compiled(module)
             return around(forward, args, kwargs)
 
         module.__dict__["forward"] = wrapped

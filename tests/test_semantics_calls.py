@@ -1,0 +1,470 @@
+"""What users call on a wrapped model beside training it: clipping, conversions, copies, other wrappers. Right, or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from nets import TIGHT, Block, Chain, both, inputs, steps
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import MIB, adamw, bits
+
+import protrain
+from protrain.counting import uncounted
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+@pytest.fixture
+def wrapped() -> Any:
+    """(model, optimizer) of a wrapped Chain after two steps."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    try:
+        steps(inputs(2))(model, optimizer, False)
+        yield model, optimizer
+    finally:
+        protrain.unwrap(model)
+
+
+def state_of(model: nn.Module) -> dict[str, bytes]:
+    return {name: bits(value) for name, value in model.state_dict().items()}
+
+
+def plain_after(count: int) -> nn.Module:
+    """A plain Chain after so many steps, in no budget."""
+    with uncounted():
+        model = Chain()
+        steps(inputs(count))(model, adamw(model), True)
+    return model
+
+
+# ---- clipping ----
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("how", ["norm", "value", "total", "accelerate"])
+def test_clipping_by_hand(how: str, foreach: bool | None, wrapped: Any) -> None:
+    """Gradients that left memory are an error, never a norm of 0. DeepSpeed tests/unit/runtime/half_precision/test_fp16.py and
+    ColossalAI tests/test_zero/test_gemini/test_grad_clip.py clip by the engine, as max_grad_norm does."""
+    model, optimizer = wrapped
+    model(inputs(3)[2]).backward()
+
+    def clip() -> Any:
+        if how == "norm":
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        if how == "value":
+            return torch.nn.utils.clip_grad_value_(model.parameters(), 0.1, foreach=foreach)
+        if how == "total":
+            return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=foreach)
+        return pytest.importorskip("accelerate").Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(protrain.StepError, match="max_grad_norm"):
+        clip()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert state_of(model) == state_of(plain_after(3))
+
+
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_clipping_by_hand_where_all_is_in_memory(how: str) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(4):
+            loss = model(x)
+            loss.backward()
+            if how == "norm":
+                figures.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            else:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop, memory=1 << 30, all_in_memory=True)
+
+
+# ---- order of calls ----
+
+
+def test_modes_in_any_order() -> None:
+    """Training, evaluation, no_grad, inference_mode, other shapes. DeepSpeed tests/unit/inference and ColossalAI
+    tests/test_zero/test_gemini/test_inference.py evaluate between steps."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for number, rows in enumerate((8, 3, 17, 1, 8)):
+            x, y = inputs(2, rows=rows, seed=number)
+            figures += steps([x])(model, optimizer, False)
+            with torch.inference_mode():
+                figures.append(model(y).item())
+                figures.append(model.blocks[number].up.weight.sum().item())
+                figures.append(model.blocks[7 - number].up.weight[3:5].norm().item())
+            model.eval()
+            with torch.no_grad():
+                figures.append(model(x, skip=(number,)).item())
+            figures.append(model(y).item())
+            model.train()
+        return figures
+
+    both(Chain, loop)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "gradient", "step"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_is_raised_in_the_middle(where: str, error: type[BaseException]) -> None:
+    """The step is skipped, as users do, and training goes on."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures, armed = [], []
+
+        def boom(*_: Any) -> None:
+            if armed:
+                raise error(armed.pop())
+
+        def in_backward(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(boom)
+
+        handle = {
+            "forward": lambda: model.blocks[4].down.register_forward_hook(boom),
+            "backward": lambda: model.blocks[4].down.register_forward_hook(in_backward),
+            "gradient": lambda: model.blocks[4].down.weight.register_hook(boom),
+            "step": lambda: optimizer.register_step_pre_hook(boom),
+        }[where]()
+        for number, x in enumerate(inputs(6)):
+            armed[:] = ["boom"] if number in (1, 4) else []
+            try:
+                loss = model(x)
+                loss.backward()
+                optimizer.step()
+                figures.append(loss.item())
+            except error:
+                figures.append(None)
+            optimizer.zero_grad()
+        handle.remove()
+        assert figures.count(None) == 2
+        return figures
+
+    both(Chain, loop)
+
+
+def test_one_wrapped_model_feeds_another() -> None:
+    """DeepSpeed tests/unit/runtime/test_multiple_models.py, ColossalAI tests/test_zero/test_gemini/test_gemini_use_rmt.py."""
+
+    def train(memory: int | None) -> list[Any]:
+        models: list[Any] = [Chain(), Chain()]
+        optimizers: list[Any] = [adamw(model) for model in models]
+        if memory:
+            foreseen = protrain.plan(models[0], inputs(1)[0], memory=memory)
+            pairs = [
+                protrain.wrap(m, o, memory=memory + 12 * MIB, plan=foreseen) for m, o in zip(models, optimizers, strict=True)
+            ]
+            optimizers = [optimizer for _, optimizer in pairs]
+        figures = []
+        for x in inputs(4):
+            loss = models[1](models[0](x, loss=False))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            figures.append(loss.item())
+        figures += [value.double().sum().item() for model in models for value in model.state_dict().values()]
+        if memory:
+            assert all(protrain.status(model).disk_read_bytes > 0 for model in models)
+            for model in models:
+                protrain.unwrap(model)
+        return figures
+
+    assert train(TIGHT) == train(None)
+
+
+def test_wrapping_twice_is_refused(wrapped: Any) -> None:
+    model, _ = wrapped
+    for given in (model, nn.Sequential(model, nn.Linear(2, 2))):
+        with pytest.raises(protrain.PlanError, match="wrapped already"):
+            protrain.wrap(given, adamw(given), memory=TIGHT)
+
+
+# ---- copies and conversions ----
+
+
+def test_a_deep_copy_is_a_plain_model(wrapped: Any) -> None:
+    """As for an average or a teacher: what is done to either does not reach the other."""
+    model, optimizer = wrapped
+    made = copy.deepcopy(model)
+    part = copy.deepcopy(model.blocks[3])
+    assert all(type(p) is nn.Parameter for p in (*made.parameters(), *part.parameters()))
+    want = plain_after(2)
+    assert state_of(made) == state_of(want)
+    assert state_of(part) == state_of(want.blocks[3])  # type: ignore[index]
+    with torch.no_grad():
+        for p in made.parameters():
+            p.zero_()
+    (x,) = inputs(1, seed=7)
+    assert made(x).item() == 0
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_pickles_of_parameters_and_of_the_model(wrapped: Any) -> None:
+    model, _ = wrapped
+    want = dict(plain_after(2).named_parameters())
+    for name, p in model.named_parameters():
+        for tensor in (p, p.detach(), p.data[:1]):
+            buffer = io.BytesIO()
+            torch.save(tensor, buffer)
+            again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+            assert type(again) in (torch.Tensor, nn.Parameter)
+            assert bits(again) == bits(want[name][: tensor.shape[0]])
+    for given in (model, model.blocks[2]):
+        with pytest.raises(protrain.PlanError, match="state_dict"):
+            pickle.dumps(given)
+
+
+@pytest.mark.parametrize("how", ["half", "bfloat16", "double", "meta", "part"])
+def test_conversions_are_refused_and_change_nothing(how: str, wrapped: Any) -> None:
+    model, optimizer = wrapped
+    convert = {
+        "part": lambda: model.blocks[5].to(torch.float16),
+        "meta": lambda: model.to("meta"),
+    }.get(how) or getattr(model, how)
+    with pytest.raises(protrain.PlanError, match="unwrap"):
+        convert()
+    assert model.float() is model
+    assert model.to("cpu") is model
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_data_of_another_type_is_refused(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    for p in model.parameters():
+        if type(p) is not nn.Parameter:
+            with pytest.raises(protrain.PlanError, match="float16"):
+                p.data = p.detach().half()
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_state_dicts_in_part(wrapped: Any) -> None:
+    model, _ = wrapped
+    state = {name: value for name, value in plain_after(1).state_dict().items() if "blocks.2" in name}
+    missing, unexpected = model.load_state_dict(state | {"other": torch.ones(1)}, strict=False)
+    assert unexpected == ["other"]
+    assert len(missing) == len(model.state_dict()) - len(state)
+    with pytest.raises(protrain.PlanError, match="assign"):
+        model.load_state_dict(state, strict=False, assign=True)
+    want = plain_after(2)
+    want.load_state_dict(state, strict=False)
+    assert state_of(model) == state_of(want)
+
+
+@pytest.mark.parametrize("change", ["replace", "add"])
+def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any) -> None:
+    model, optimizer = wrapped
+    block = model.blocks[4]
+    before = block.up
+    if change == "replace":
+        block.up = nn.Linear(256, 512)
+    else:
+        block.adapter = nn.Linear(256, 4)
+    with pytest.raises(protrain.PlanError, match=r"blocks\.4\."):
+        model(inputs(1)[0])
+    if change == "replace":
+        block.up = before
+    else:
+        del block.adapter
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+# ---- other wrappers ----
+
+
+class Checkpointing(Block):
+    """Recomputes a part of itself."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return y
+
+
+class Reentrant(Checkpointing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reentrant = True
+
+
+class CheckpointingChain(Chain):
+    block = Checkpointing
+
+
+class ReentrantChain(Chain):
+    block = Reentrant
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x.requires_grad_(), **given)
+        return y
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])
+def test_checkpoints_inside_blocks(mode: str) -> None:
+    both(CheckpointingChain, steps(inputs(4)), block_modes=[mode] * 8)
+
+
+@pytest.mark.parametrize("accumulate", [1, 20])
+@pytest.mark.parametrize("mode", ["keep", "checkpoint"])
+def test_reentrant_checkpoints_are_refused(mode: str, accumulate: int) -> None:
+    model: Any = ReentrantChain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=[mode] * 8, accumulate=accumulate)
+    (x,) = inputs(1)
+    loss = model(x)
+    with pytest.raises(protrain.StepError, match="use_reentrant"):
+        loss.backward()
+    optimizer.zero_grad()
+    for block in model.blocks:
+        block.reentrant = False
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    got = state_of(model)
+    protrain.unwrap(model)
+    assert got == state_of(plain_after(1))
+
+
+def test_autocast() -> None:
+    """bf16 products over fp32 parameters. DeepSpeed tests/unit/runtime/test_autocast.py."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(5):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop, room=8 * MIB)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["block before", "block after", "model before", "model after"])
+def test_compiled_models_are_refused(how: str, backend: str) -> None:
+    model: Any = Chain()
+    target = model.blocks[3] if "block" in how else model
+    if "before" in how:
+        target.compile(backend=backend)
+        with pytest.raises(protrain.PlanError, match="compile"):
+            protrain.wrap(model, adamw(model), memory=TIGHT)
+        return
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT)
+    with pytest.raises(protrain.PlanError, match="compile"):
+        target.compile(backend=backend)
+    with pytest.raises(protrain.PlanError, match="compile"):
+        torch.compile(target, backend=backend)(inputs(1)[0])
+    protrain.unwrap(model)
+
+
+def test_a_compiled_wrapper_is_refused() -> None:
+    model = Chain()
+    with pytest.raises(protrain.PlanError, match="compile"):
+        protrain.wrap(torch.compile(model), adamw(model), memory=TIGHT)
+
+
+def test_functional_calls() -> None:
+    """torch.func: parameters given by the caller are those that are used; transforms over those on disk are refused."""
+    model: Any = Chain()
+    given = {name: p.detach().clone() * 0.5 for name, p in model.named_parameters()}
+    (x,) = inputs(1, seed=5)
+
+    def called(p: dict[str, torch.Tensor]) -> Any:
+        return torch.func.functional_call(model, p, (x,))
+
+    want = called(given).item(), {name: bits(value) for name, value in torch.func.grad(called)(given).items()}
+    foreseen = protrain.plan(model, x, memory=TIGHT)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT + 32 * MIB, plan=foreseen)
+    got = called(given).item(), {name: bits(value) for name, value in torch.func.grad(called)(given).items()}
+    assert got == want
+    with torch.no_grad(), pytest.raises(protrain.PlanError, match="functional_call"):
+        torch.vmap(lambda row: model(row[None], loss=False))(x)
+    steps(inputs(2))(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(2))
+    protrain.unwrap(model)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.randn(256, generator=torch.Generator().manual_seed(number))
+
+
+def test_a_loader_with_workers() -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        return steps(list(torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2)))(model, optimizer, False)
+
+    both(Chain, loop)
+
+
+# ---- adapters ----
+
+
+def adapted(model: nn.Module) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, config)
+
+
+class Configured(Chain):
+    """A Chain as peft takes it."""
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x, **{name: value for name, value in given.items() if name in ("skip", "loss")})
+        return y
+
+
+def test_adapters_on_a_frozen_base(tmp_path: Any) -> None:
+    """peft's LoRA: switched off, saved, merged and taken apart again while wrapped. DeepSpeed
+    tests/unit/runtime/zero/test_zero.py and tests/unit/linear, adapters over frozen weights."""
+    from safetensors.torch import load_file
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        (y,) = inputs(1, seed=9)
+        figures = steps(inputs(3))(model, optimizer, False)
+        with model.disable_adapter(), torch.no_grad():
+            figures.append(model(y).item())
+        folder = tmp_path / str(plain)
+        model.save_pretrained(folder)
+        figures += [(name, bits(value)) for name, value in sorted(load_file(folder / "adapter_model.safetensors").items())]
+        figures += steps(inputs(2, seed=4))(model, optimizer, False)
+        model.merge_adapter()
+        with torch.no_grad():
+            figures.append(model(y).item())
+        model.unmerge_adapter()
+        return [*figures, *steps(inputs(2, seed=5))(model, optimizer, False)]
+
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+    def make() -> Any:
+        model = Configured()
+        model.blocks.extend([Block() for _ in range(8)])
+        return adapted(model)
+
+    both(make, loop, trained, room=8 * MIB)
