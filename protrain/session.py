@@ -725,7 +725,7 @@ class Session:
         self.engine.flush()
         norm, scale = self._clip() if self.settings.max_grad_norm is not None else (None, 1.0)
         hypers = [hyper_of(self.kind, group) for group in self.groups]
-        same = hypers == self._hypers
+        same = self.passes < self.settings.accumulate or hypers == self._hypers  # fewer passes: no update began with the old ones
         if self._updates_behind_backward and not same and self._taken:
             self.late = True
             raise StepError(
@@ -756,10 +756,8 @@ class Session:
         for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
             if number in self._norms:
                 norms.append(self._norms[number])
-            elif number in self._taken:  # its last gradient came before the last of the passes that were agreed
-                total = torch.empty(entry.count)
-                self.engine.spilled(number, total.data_ptr())
-                norms.append(torch._foreach_norm([total], 2.0)[0])
+            elif number in self._taken:
+                norms.append(self._norm_on_disk(number))
             elif entry.group >= 0 and p.grad is not None:
                 norms.append(torch._foreach_norm([p.grad], 2.0)[0])
         if not norms:
@@ -767,6 +765,34 @@ class Session:
         total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         factor = torch.clamp(self.settings.max_grad_norm / (total + 1e-6), max=1.0)
         return total, float(factor)
+
+    def _norm_on_disk(self, number: int) -> torch.Tensor:
+        """The norm of a gradient that is whole on disk: the step's last pass added nothing, or there were fewer passes."""
+        grad = torch.empty(self.layout.entries[number].shape)
+        self.engine.spilled(number, grad.data_ptr())
+        return torch._foreach_norm([grad], 2.0)[0]
+
+    def change_step(self, accumulate: int, max_grad_norm: float | None) -> None:
+        """Other passes in each step, or another norm, from here on; gradients are dropped, the next batch is planned for anew."""
+        self.zero_grad()
+        self.settings = replace(self.settings, accumulate=accumulate, max_grad_norm=max_grad_norm)
+        self._dry_runs.clear()
+
+    def leave_room(self) -> Arrangement | None:
+        """Nothing stays in memory but what is in use, for a forward pass that no step was planned for.
+
+        Returns the arrangement to go back to with `rearrange`; None where gradients are under way, which cannot move now.
+        """
+        if self.passes:
+            return None
+        before, budget = self.arrangement, self.settings.memory_bytes
+        room = budget
+        try:
+            arrange(self.layout, len(self.blocks), self.n_states, budget, None, n_persist=0, unknown_bytes=room)
+        except BudgetError as error:
+            room -= error.smallest_bytes - budget  # what the states take at least
+        self.rearrange(arrange(self.layout, len(self.blocks), self.n_states, budget, None, n_persist=0, unknown_bytes=room))
+        return before
 
     def forget(self) -> None:
         """Drop the gradients and updates of a step that is not made."""
@@ -828,7 +854,9 @@ class Session:
                     seen.add(id(buffer))
                     yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, value: Callable[[int, int], torch.Tensor] | None = None) -> dict[str, Any]:
+        """Of torch's form; value(parameter, array) gives each state array, an owned copy unless given."""
+        value = value or self.value
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         index = {id(p): number for number, p in enumerate(self.params)}
@@ -840,7 +868,7 @@ class Session:
                 steps = self.engine.steps(number)
                 if steps == 0 or (self.kind is torch.optim.SGD and not names):
                     continue
-                entry = {name: self.value(number, 1 + array) for array, name in enumerate(names)}
+                entry = {name: value(number, 1 + array) for array, name in enumerate(names)}
                 if self.kind is not torch.optim.SGD:
                     entry = {"step": torch.tensor(float(steps))} | entry
                 state[place + offset] = entry

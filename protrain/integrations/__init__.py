@@ -1,0 +1,1 @@
+"""protrain inside other libraries' training loops: one module for each library."""

@@ -1,0 +1,332 @@
+"""transformers' Trainer inside a memory budget.
+
+    from protrain.integrations.transformers import ProTrainTrainer
+
+    trainer = ProTrainTrainer(model, args, train_dataset=rows, protrain=dict(memory="4GiB"))
+    trainer.train()
+
+It is the Trainer in all but where the training state lies: fit, accumulate, clip, evaluate, predict, callbacks, logs, saving
+and resuming give what the plain Trainer with optim="adamw_torch_fused" gives, bit for bit. Checkpoints are the plain Trainer's
+too, in both directions.
+
+The model is wrapped when its optimizer is made, at the start of `train()`, and stays so: `protrain.status(trainer.model)`
+tells what happened, `protrain.unwrap(trainer.model)` makes it an ordinary model again. The other places where this Trainer
+differs are those at which the plain one looks at gradients, moves the model, or has a full copy of it in memory.
+
+For other Trainers, such as TRL's: `class ProTrainSFTTrainer(ProTrainMixin, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
+
+from .. import _core, api, torchfiles
+from ..counting import uncounted
+from ..errors import BudgetError, PlanError
+from ..optimizers import Optimizer
+from ..planning import Arrangement
+from ..session import Session
+from .training_arguments import check_arguments, check_optimizer, takes_bf16, wrap_options
+from .weights import adapter_state, has_adapters, has_original_form, write_weights
+
+logger = logging.get_logger(__name__)
+
+
+class ProTrainMixin:
+    """Makes the Trainer that follows it in a class's bases train inside a budget.
+
+    Args:
+        protrain: protrain.wrap's arguments, all but accumulate and max_grad_norm, which are the TrainingArguments'
+            gradient_accumulation_steps and max_grad_norm. None: wrap's own defaults.
+
+    Raises:
+        TypeError: protrain has an unknown key; it is named.
+        PlanError: an argument of the Trainer cannot work here; it is named.
+        BudgetError: from `train()`, as from `wrap` and the first step of a wrapped model.
+    """
+
+    # Of the Trainer that this is mixed into.
+    accelerator: Any
+    args: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._protrain = wrap_options(protrain)
+        given = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
+        if given is not None:
+            check_arguments(given, self._protrain)
+        self._protrain_norm = torch.zeros(())  # of the step under way, known when the optimizer has made it
+        self._protrain_before: Arrangement | None = None  # while evaluation has another one
+        self._protrain_refused: BudgetError | None = None
+        self._protrain_weights: str | None = None
+        super().__init__(*args, **kwargs)
+        if given is None:
+            check_arguments(self.args, self._protrain)
+        own_way = any("create_optimizer" in vars(kind) for kind in type(self).__mro__ if kind not in (ProTrainMixin, Trainer))
+        check_optimizer(self.args, self.optimizer, getattr(self, "optimizer_cls_and_kwargs", None), own_way)
+
+    # ---- wrapping ----
+
+    def _protrain_session(self) -> Session | None:
+        """The model's session, where this Trainer's optimizer is the one that goes with it."""
+        session = self.model.__dict__.get(api._KEY)
+        inner = _innermost(self.optimizer)
+        return session if isinstance(inner, Optimizer) and inner._session is session and session is not None else None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the model is wrapped with it."""
+        if self._protrain_session() is None:
+            inner = _innermost(self.optimizer)
+            if isinstance(inner, Optimizer) and inner._session is not None:
+                raise PlanError(
+                    "the model was unwrapped and its optimizer state is gone; set trainer.optimizer = None for a fresh optimizer"
+                )
+            if api._KEY in self.model.__dict__:  # another Trainer trained it
+                api.unwrap(self.model)
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self._protrain_wrap()
+        return self.optimizer
+
+    def _protrain_wrap(self) -> None:
+        accumulate = self.args.gradient_accumulation_steps
+        norm = float(self.args.max_grad_norm or 0.0)
+        norm = norm if norm > 0 else float("inf")  # the norm is logged all the same
+        session = self._protrain_session()
+        if session is not None:
+            if (session.settings.accumulate, session.settings.max_grad_norm) != (accumulate, norm):
+                session.change_step(accumulate, norm)
+            return
+        options = dict(self._protrain)
+        if takes_bf16(self.args):
+            options["precision"] = "bf16"
+        if self._protrain_weights is not None:
+            options.pop("param_init_fn", None)
+            options["weights"] = self._protrain_weights
+        inner = _innermost(self.optimizer)
+        model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
+
+        def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            inner._opt_called = True  # a scheduler of the user's own is bound to it and asks
+            if wrapped.grad_norm is not None:
+                self._protrain_norm.copy_(wrapped.grad_norm)
+
+        wrapped.register_step_post_hook(after_step)
+        # Prepared by hand: accelerate would copy the optimizer's state, and move a model that has no place of its own.
+        self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True
+        model._is_accelerate_prepared = True
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the model that was trained before becomes an ordinary one."""
+        model = getattr(self, "model", None)
+        if isinstance(model, nn.Module) and api._KEY in model.__dict__:
+            api.unwrap(model)
+        return super().call_model_init(*args, **kwargs)  # type: ignore[misc]
+
+    def _build_accelerator_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(*args, **kwargs)  # type: ignore[misc]
+        found["mixed_precision"] = "no"  # no autocast: parameters have their precision by wrap
+        return found
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        on_meta = any(p.device.type == "meta" for p in model.parameters())
+        if api._KEY not in model.__dict__ and not on_meta:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # ---- training ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            BudgetError: the states, or a step of one batch, do not fit protrain's memory.
+        """
+        self._protrain_refused = None
+        try:
+            with _counted_inside():
+                return super().train(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError:
+            refused = self._protrain_refused
+            if refused is None or self._protrain_batch > 1:
+                raise
+        raise BudgetError(
+            f"auto_find_batch_size: not even a batch of 1 fits: {refused}",
+            needed_bytes=refused.needed_bytes, budget_bytes=refused.budget_bytes, smallest_bytes=refused.smallest_bytes,
+        )  # fmt: skip
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._protrain_batch = batch_size or 0
+        if self._protrain_refused is not None:
+            logger.warning(f"auto_find_batch_size: the batch did not fit protrain's memory; trying {batch_size}")
+        self._protrain_take_over_checkpointing()
+        return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
+
+    def _protrain_take_over_checkpointing(self) -> None:
+        """Each block's mode decides what is recomputed: the model's own checkpointing inside of it would recompute twice."""
+        asked = getattr(self.args, "activation_checkpointing", False) or self.args.gradient_checkpointing
+        if not asked and not any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules()):
+            return
+        warnings.warn(
+            "gradient_checkpointing is taken over by protrain: its plan decides which blocks are recomputed "
+            "(protrain=dict(block_modes=...) overrides it)",
+            stacklevel=2,
+        )
+        for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+            if hasattr(self.model, name):
+                getattr(self.model, name)()
+                return
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's; a batch that does not fit counts as out of memory where auto_find_batch_size looks for one."""
+        try:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            return loss
+        except BudgetError as error:
+            if not self.args.auto_find_batch_size:
+                raise
+            self._protrain_refused = BudgetError(
+                str(error), needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, smallest_bytes=error.smallest_bytes
+            )
+        gc.collect()  # what the batch left must not be in the way of a smaller one
+        raise RuntimeError(f"a training step is out of memory. {self._protrain_refused}")  # the words that accelerate looks for
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. All batches of a step come at once: they are the loader's, and count in no budget."""
+        with uncounted():
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    # Gradients have left memory when the Trainer asks for their norm: the optimizer clips, and tells the norm after its step.
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._protrain_session() is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        with uncounted():
+            self._protrain_norm = torch.zeros(())
+        return self._protrain_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._protrain_session() is None:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    # ---- evaluating ----
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a model on meta gets its values first."""
+        if any(p.device.type == "meta" for p in self.model.parameters()):
+            self.create_optimizer()
+        try:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _core.swap_account(None)  # a training step's forward pass counts again
+            if self._protrain_before is not None:
+                before, self._protrain_before = self._protrain_before, None
+                api.session_of(self.model).rearrange(before)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. What is collected from it is the user's: it does not count in the budget.
+
+        Raises:
+            BudgetError: the batch does not fit, not even with all states away.
+        """
+        session = self.model.__dict__.get(api._KEY)
+        with uncounted():
+            random_state = torch.get_rng_state()
+        try:
+            found = super().prediction_step(model, dict(inputs), *args, **kwargs)  # type: ignore[misc]
+        except BudgetError as error:
+            refused = str(error), error.needed_bytes, error.budget_bytes, error.smallest_bytes
+            found = None
+        if found is None:  # it is larger than what is trained on: room is made until the evaluation ends
+            before = session.leave_room() if session is not None and self._protrain_before is None else None
+            if before is None:
+                raise BudgetError(
+                    f"evaluating: {refused[0]} (per_device_eval_batch_size)",
+                    needed_bytes=refused[1], budget_bytes=refused[2], smallest_bytes=refused[3],
+                )  # fmt: skip
+            self._protrain_before = before
+            torch.set_rng_state(random_state)
+            return self.prediction_step(model, inputs, *args, **kwargs)
+        with uncounted():
+            found = tree_map_only(torch.Tensor, torch.Tensor.clone, found)
+        if session is not None:
+            _core.swap_account(None)
+        return found
+
+    # ---- saving and loading ----
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        session = self.model.__dict__.get(api._KEY)
+        if session is None or state_dict is not None or not self.args.should_save:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        elif has_adapters(self.model):
+            super()._save(output_dir, adapter_state(session))  # type: ignore[misc]
+        elif not has_original_form(self.model):
+            super()._save(output_dir)  # type: ignore[misc]
+        else:
+            super()._save(output_dir, {})  # type: ignore[misc]
+            write_weights(session, Path(output_dir if output_dir is not None else self.args.output_dir))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        session = self._protrain_session()
+        if session is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        shapes, value = [tuple(entry.shape) for entry in session.layout.entries], session.value
+        state = session.optimizer_state(lambda number, array: torchfiles.described(shapes[number], lambda: value(number, array)))
+        torchfiles.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if any(p.device.type == "meta" for p in self.model.parameters()):
+            self._protrain_weights = resume_from_checkpoint  # wrap reads them
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        path, schedule = (os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if self._protrain_session() is None or not os.path.isfile(path) or not os.path.isfile(schedule):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        # Mapped, not read: tensor by tensor goes to its home.
+        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+
+@contextmanager
+def _counted_inside() -> Iterator[None]:
+    """What a user makes after training, such as the next model, does not count in this one's budget."""
+    try:
+        yield
+    finally:
+        _core.swap_account(None)
+
+
+def _innermost(optimizer: Any) -> Any:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class ProTrainTrainer(ProTrainMixin, Trainer):
+    """transformers' Trainer with one more argument, protrain=dict(memory=...)."""
+
+
+class ProTrainSeq2SeqTrainer(ProTrainMixin, Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer, which evaluates by generating, with protrain=dict(memory=...)."""

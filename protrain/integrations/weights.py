@@ -1,0 +1,69 @@
+"""The weights of a wrapped model in the Trainer's files, written without a full copy of them in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..session import Session
+from ..tensorfiles import entries, write_tensors
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether saving it means saving its adapters alone."""
+    return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+
+
+def has_original_form(model: nn.Module) -> bool:
+    """Whether the model's files hold its parameters one by one, under their names: some models are saved in another form."""
+    if not hasattr(model, "save_pretrained"):
+        return True
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return True
+    names = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries(model)}
+    saved = revert_weight_conversion(model, dict(names))
+    return {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in names.items()}
+
+
+def write_weights(session: Session, folder: Path) -> None:
+    """Write the model's safetensors, tensor by tensor, over what was in the folder.
+
+    Raises:
+        DiskError, OSError: the folder cannot be written.
+    """
+    ignored = set(getattr(session.model, "_keys_to_ignore_on_save", None) or ())
+    for old in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
+        old.unlink()
+    write_tensors(
+        folder,
+        [entry for entry in entries(session.model) if entry.name not in ignored],
+        ((name, tensor) for name, tensor in session.tensors() if name not in ignored),
+    )
+
+
+def adapter_state(session: Session) -> dict[str, torch.Tensor]:
+    """The entries of the model's state dict that adapters are made of, and the embeddings, which peft may save with them."""
+    model: Any = session.model
+    config: Any = model.peft_config
+    adapters = set(config)
+    embeddings = {
+        id(p)
+        for get in ("get_input_embeddings", "get_output_embeddings")
+        for p in ((getattr(model, get)() if hasattr(model, get) else None) or nn.Module()).parameters()
+    }
+    index = {id(p): number for number, p in enumerate(session.params)}
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, p in module._parameters.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if p is not None and (p.requires_grad or id(p) in embeddings or adapters & set(name.split("."))):
+                found[name] = session.value(index[id(p)])
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer.detach().clone()
+    return found
