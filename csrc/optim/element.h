@@ -59,6 +59,12 @@ static inline __attribute__((always_inline)) void ptn_sgd_element(const ptn_upda
   *param = fmaf(g, -s->lr, p);
 }
 
+/* What the master of a bf16 parameter holds before an update: itself where the parameter is its rounding, else what somebody
+ * wrote to the parameter. */
+static inline __attribute__((always_inline)) float ptn_master_element(float master, ptn_bf16 param) {
+  return ptn_bf16_round(master) == param ? master : ptn_bf16_widen(param);
+}
+
 /* The elements [begin, end) of the arrays. */
 static inline __attribute__((always_inline)) void ptn_adam_elements(const ptn_update_scalars *s, float *param,
                                                                     float *const state[], const float *grad, size_t begin,
@@ -71,6 +77,27 @@ static inline __attribute__((always_inline)) void ptn_sgd_elements(const ptn_upd
                                                                    float *const state[], const float *grad, size_t begin,
                                                                    size_t end, bool tail) {
   for (size_t i = begin; i < end; i++) ptn_sgd_element(s, param + i, s->has_momentum ? state[0] + i : NULL, grad[i], tail);
+}
+
+static inline __attribute__((always_inline)) void ptn_adam_bf16_elements(const ptn_update_scalars *s, ptn_bf16 *param,
+                                                                         float *master, float *const state[],
+                                                                         const ptn_bf16 *grad, size_t begin, size_t end,
+                                                                         bool tail) {
+  for (size_t i = begin; i < end; i++) {
+    master[i] = ptn_master_element(master[i], param[i]);
+    ptn_adam_element(s, master + i, state[0] + i, state[1] + i, s->amsgrad ? state[2] + i : NULL, ptn_bf16_widen(grad[i]), tail);
+    param[i] = ptn_bf16_round(master[i]);
+  }
+}
+
+static inline __attribute__((always_inline)) void ptn_sgd_bf16_elements(const ptn_update_scalars *s, ptn_bf16 *param,
+                                                                        float *master, float *const state[], const ptn_bf16 *grad,
+                                                                        size_t begin, size_t end, bool tail) {
+  for (size_t i = begin; i < end; i++) {
+    master[i] = ptn_master_element(master[i], param[i]);
+    ptn_sgd_element(s, master + i, s->has_momentum ? state[0] + i : NULL, ptn_bf16_widen(grad[i]), tail);
+    param[i] = ptn_bf16_round(master[i]);
+  }
 }
 
 #endif

@@ -12,13 +12,25 @@
 #endif
 
 void ptn_adam_plain(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_adam_bf16_plain(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                         ptn_span span);
 void ptn_sgd_plain(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_bf16_plain(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                        ptn_span span);
 
 #if PTN_HAVE_AVX
 void ptn_adam_avx2(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_adam_bf16_avx2(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                        ptn_span span);
 void ptn_sgd_avx2(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_bf16_avx2(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                       ptn_span span);
 void ptn_adam_avx512(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_adam_bf16_avx512(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                          ptn_span span);
 void ptn_sgd_avx512(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
+void ptn_sgd_bf16_avx512(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                         ptn_span span);
 #endif
 
 #endif

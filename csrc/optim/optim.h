@@ -18,6 +18,10 @@
  *   amsgrad:       the maximum passes on a NaN of either side in vectors; in the tail a NaN in v leaves the old maximum
  * torch restricted to ATEN_CPU_CAPABILITY=default, or on a CPU without AVX2, fuses nothing and is not the reference.
  * A NaN equals any NaN: its sign and payload are not part of the result (torch's own differ between its loops).
+ *
+ * Parameters and gradients may be bf16: then each parameter has an fp32 master. The same pass widens the gradient, updates
+ * master and state as above, and rounds the master to the parameter. Between updates a parameter is its master rounded; an element
+ * that is not was written by somebody else, and what was written, widened, is its master from then on.
  */
 #ifndef PTN_OPTIM_OPTIM_H
 #define PTN_OPTIM_OPTIM_H
@@ -28,6 +32,7 @@
 
 #include "base/status.h"
 #include "base/threads.h"
+#include "optim/bf16.h"
 
 typedef enum ptn_optimizer_kind { PTN_ADAM, PTN_ADAMW, PTN_SGD } ptn_optimizer_kind;
 
@@ -84,17 +89,26 @@ static inline ptn_span ptn_span_whole(size_t total) { return (ptn_span){0, total
  * and hold span.count elements; they must not overlap. */
 typedef void (*ptn_update_kernel)(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
 
+/* The same with bf16 parameters and gradients; master is what `param` is above, and param is the rounded result. */
+typedef void (*ptn_bf16_kernel)(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
+                                const ptn_bf16 *grad, ptn_span span);
+
 typedef enum ptn_simd { PTN_SIMD_PLAIN = 0, PTN_SIMD_AVX2, PTN_SIMD_AVX512 } ptn_simd;
 ptn_simd ptn_simd_best(void);              /* of this CPU, as the operating system allows it */
 const char *ptn_simd_name(ptn_simd simd);  /* "plain", "avx2", "avx512" */
 /* NULL where this CPU or this build lacks it. */
 ptn_update_kernel ptn_update_kernel_for(ptn_optimizer_kind kind, ptn_simd simd);
+ptn_bf16_kernel ptn_bf16_kernel_for(ptn_optimizer_kind kind, ptn_simd simd);
 
 /* The best kernel; with a team, split over its threads (team may be NULL). */
 void ptn_update_run(ptn_team *team, const ptn_update *update, float *param, float *const state[], const float *grad,
                     ptn_span span);
 
+void ptn_update_run_bf16(ptn_team *team, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
+                         const ptn_bf16 *grad, ptn_span span);
+
 /* sum[i] += term[i], as torch's in-place add: gradients of several backward passes. No overlap. */
 void ptn_accumulate(float *sum, const float *term, size_t count);
+void ptn_accumulate_bf16(ptn_bf16 *sum, const ptn_bf16 *term, size_t count); /* each sum in fp32, then rounded */
 
 #endif

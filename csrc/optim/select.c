@@ -47,12 +47,29 @@ ptn_update_kernel ptn_update_kernel_for(ptn_optimizer_kind kind, ptn_simd simd) 
   return NULL;
 }
 
+ptn_bf16_kernel ptn_bf16_kernel_for(ptn_optimizer_kind kind, ptn_simd simd) {
+  if (!cpu_runs(simd)) return NULL;
+  bool sgd = kind == PTN_SGD;
+  switch (simd) {
+    case PTN_SIMD_PLAIN: return sgd ? ptn_sgd_bf16_plain : ptn_adam_bf16_plain;
+#if PTN_HAVE_AVX
+    case PTN_SIMD_AVX2: return sgd ? ptn_sgd_bf16_avx2 : ptn_adam_bf16_avx2;
+    case PTN_SIMD_AVX512: return sgd ? ptn_sgd_bf16_avx512 : ptn_adam_bf16_avx512;
+#else
+    default: break;
+#endif
+  }
+  return NULL;
+}
+
+/* bf16: the parameter that param is the master of, and the gradient; NULL where all is fp32. */
 typedef struct split {
   const ptn_update *update;
-  ptn_update_kernel kernel;
   float *param;
   float *const *state;
   const float *grad;
+  ptn_bf16 *bf16_param;
+  const ptn_bf16 *bf16_grad;
   ptn_span span;
 } split;
 
@@ -62,17 +79,26 @@ static void run_range(void *context, size_t begin, size_t end) {
   int state_count = ptn_state_count(&s->update->hyper);
   for (int i = 0; i < state_count; i++) state[i] = s->state[i] + begin;
   ptn_span span = {s->span.first + begin, end - begin, s->span.total};
-  s->kernel(s->update, s->param + begin, state, s->grad + begin, span);
+  ptn_optimizer_kind kind = s->update->hyper.kind;
+  ptn_simd simd = ptn_simd_best();
+  if (s->bf16_param)
+    ptn_bf16_kernel_for(kind, simd)(s->update, s->bf16_param + begin, s->param + begin, state, s->bf16_grad + begin, span);
+  else ptn_update_kernel_for(kind, simd)(s->update, s->param + begin, state, s->grad + begin, span);
 }
 
 void ptn_update_run(ptn_team *team, const ptn_update *update, float *param, float *const state[], const float *grad,
                     ptn_span span) {
   assert(span.first <= span.total && span.count <= span.total - span.first);
-  ptn_update_kernel kernel = ptn_update_kernel_for(update->hyper.kind, ptn_simd_best());
-  if (!team || span.count < SPLIT_LEAST_COUNT) {
-    kernel(update, param, state, grad, span);
-    return;
-  }
-  split all = {update, kernel, param, state, grad, span};
-  ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
+  split all = {.update = update, .param = param, .state = state, .grad = grad, .span = span};
+  if (!team || span.count < SPLIT_LEAST_COUNT) run_range(&all, 0, span.count);
+  else ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
+}
+
+void ptn_update_run_bf16(ptn_team *team, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
+                         const ptn_bf16 *grad, ptn_span span) {
+  assert(span.first <= span.total && span.count <= span.total - span.first);
+  if (span.count == 0) return;
+  split all = {.update = update, .param = master, .state = state, .bf16_param = param, .bf16_grad = grad, .span = span};
+  if (!team || span.count < SPLIT_LEAST_COUNT) run_range(&all, 0, span.count);
+  else ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
 }

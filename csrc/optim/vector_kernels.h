@@ -4,12 +4,14 @@
  *   LANES         its number of elements, a multiple of 8
  *   TARGET        the function attribute of the instruction set
  *   vec_load, vec_store, vec_all, vec_add, vec_sub, vec_mul, vec_div, vec_sqrt, vec_fma (a*b+c), vec_maximum
- *   ADAM_KERNEL, SGD_KERNEL   the names of the two kernels
+ *   vec_widen, vec_round, vec_store_upper, vec_where_same   of bf16: load, round, store what was rounded, pick
+ *   ADAM_KERNEL, SGD_KERNEL, ADAM_BF16_KERNEL, SGD_BF16_KERNEL   the names of the kernels
  *
  * Operation by operation these are the functions of element.h, which do the elements that fill no vector. What a step
  * decides once (weight decay, amsgrad, momentum) is a constant of each specialised loop, so no loop branches on it.
  * The passes are bound by memory or by the divider, never by the other arithmetic: a multiplication by 1 is cheaper than
- * one more specialisation.
+ * one more specialisation. The loops for bf16 are the same ones: `rounded` is the bf16 parameter whose master `param` is, and
+ * NULL, as a constant, where parameters are fp32.
  */
 #include "optim/element.h"
 #include "optim/kernels.h"
@@ -18,19 +20,36 @@
 
 /* Asks for the elements 8 cache lines on: 3 % on arrays in memory, nothing lost in cache. The address may lie behind the
  * array, where it is never read and asking for it has no effect. */
-INLINE void ahead(const float *at) { __builtin_prefetch((const void *)((uintptr_t)at + 512)); }
+INLINE void ahead(const void *at) { __builtin_prefetch((const void *)((uintptr_t)at + 512)); }
+
+INLINE vec load_grad(const void *grad, size_t i, bool bf16) {
+  return bf16 ? vec_widen((const ptn_bf16 *)grad + i) : vec_load((const float *)grad + i);
+}
+
+INLINE vec load_param(const float *param, const ptn_bf16 *rounded, size_t i) {
+  vec p = vec_load(param + i);
+  return rounded ? vec_where_same(p, vec_round(p), vec_widen(rounded + i)) : p;
+}
+
+INLINE void store_param(float *param, ptn_bf16 *rounded, size_t i, vec p) {
+  vec_store(param + i, p);
+  if (rounded) vec_store_upper(rounded + i, vec_round(p));
+}
 
 /* Returns the number of elements done: all whole vectors of the body. */
 INLINE size_t adam_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict average, float *restrict square,
-                           float *restrict largest, const float *restrict grad, size_t body, bool add_decay, bool from_grad) {
+                           float *restrict largest, const void *restrict grad, ptn_bf16 *restrict rounded, size_t body,
+                           bool add_decay, bool from_grad) {
   const vec grad_factor = vec_all(s->grad_factor), weight_decay = vec_all(s->weight_decay);
   const vec param_factor = vec_all(s->param_factor), lerp_weight = vec_all(s->lerp_weight);
   const vec beta2 = vec_all(s->beta2), square_weight = vec_all(s->square_weight);
   const vec bias2_root = vec_all(s->bias2_root), eps = vec_all(s->eps), step_size = vec_all(s->step_size);
   size_t i = 0;
   for (; i + LANES <= body; i += LANES) {
-    ahead(param + i), ahead(grad + i), ahead(average + i), ahead(square + i);
-    vec p = vec_load(param + i), g = vec_mul(vec_load(grad + i), grad_factor), m = vec_load(average + i);
+    ahead(param + i), ahead(average + i), ahead(square + i);
+    ahead((const char *)grad + i * (rounded ? sizeof(ptn_bf16) : sizeof(float)));
+    vec p = load_param(param, rounded, i), g = vec_mul(load_grad(grad, i, rounded != NULL), grad_factor);
+    vec m = vec_load(average + i);
     if (add_decay) g = vec_fma(p, weight_decay, g);
     p = vec_mul(p, param_factor);
     m = vec_fma(lerp_weight, vec_sub(g, m), from_grad ? g : m);
@@ -42,53 +61,79 @@ INLINE size_t adam_vectors(const ptn_update_scalars *s, float *restrict param, f
       vec_store(largest + i, v);
     }
     vec denominator = vec_add(vec_div(vec_sqrt(v), bias2_root), eps);
-    vec_store(param + i, vec_sub(p, vec_div(vec_mul(step_size, m), denominator)));
+    store_param(param, rounded, i, vec_sub(p, vec_div(vec_mul(step_size, m), denominator)));
   }
   return i;
 }
 
-INLINE size_t adam_body(const ptn_update_scalars *s, float *param, float *const state[], const float *grad, size_t body,
-                        bool add_decay, bool from_grad) {
-  if (s->amsgrad) return adam_vectors(s, param, state[0], state[1], state[2], grad, body, add_decay, from_grad);
-  return adam_vectors(s, param, state[0], state[1], NULL, grad, body, add_decay, from_grad);
+INLINE size_t adam_body(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                        size_t body, bool add_decay, bool from_grad) {
+  if (s->amsgrad) return adam_vectors(s, param, state[0], state[1], state[2], grad, rounded, body, add_decay, from_grad);
+  return adam_vectors(s, param, state[0], state[1], NULL, grad, rounded, body, add_decay, from_grad);
+}
+
+INLINE size_t adam_all(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                       size_t body) {
+  if (s->add_decay && s->lerp_from_grad) return adam_body(s, param, state, grad, rounded, body, true, true);
+  if (s->add_decay) return adam_body(s, param, state, grad, rounded, body, true, false);
+  if (s->lerp_from_grad) return adam_body(s, param, state, grad, rounded, body, false, true);
+  return adam_body(s, param, state, grad, rounded, body, false, false);
 }
 
 TARGET void ADAM_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
-  size_t body = ptn_span_body(span), done;
-  if (s.add_decay && s.lerp_from_grad) done = adam_body(&s, param, state, grad, body, true, true);
-  else if (s.add_decay) done = adam_body(&s, param, state, grad, body, true, false);
-  else if (s.lerp_from_grad) done = adam_body(&s, param, state, grad, body, false, true);
-  else done = adam_body(&s, param, state, grad, body, false, false);
+  size_t body = ptn_span_body(span), done = adam_all(&s, param, state, grad, NULL, body);
   ptn_adam_elements(&s, param, state, grad, done, body, false);
   ptn_adam_elements(&s, param, state, grad, body, span.count, true);
 }
 
-INLINE size_t sgd_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict buffer, const float *restrict grad,
-                          size_t body, bool first_step, bool nesterov) {
+TARGET void ADAM_BF16_KERNEL(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                             ptn_span span) {
+  const ptn_update_scalars s = update->scalars;
+  if (span.count == 0) return; /* a NULL of an empty array would be taken for that of fp32 */
+  size_t body = ptn_span_body(span), done = adam_all(&s, master, state, grad, param, body);
+  ptn_adam_bf16_elements(&s, param, master, state, grad, done, body, false);
+  ptn_adam_bf16_elements(&s, param, master, state, grad, body, span.count, true);
+}
+
+INLINE size_t sgd_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict buffer, const void *restrict grad,
+                          ptn_bf16 *restrict rounded, size_t body, bool first_step, bool nesterov) {
   const vec grad_factor = vec_all(s->grad_factor), weight_decay = vec_all(s->weight_decay);
   const vec momentum = vec_all(s->momentum), grad_weight = vec_all(s->grad_weight), minus_lr = vec_all(-s->lr);
   const bool add_decay = s->add_decay;
   size_t i = 0;
   for (; i + LANES <= body; i += LANES) {
-    vec p = vec_load(param + i), g = vec_mul(vec_load(grad + i), grad_factor);
+    vec p = load_param(param, rounded, i), g = vec_mul(load_grad(grad, i, rounded != NULL), grad_factor);
     if (add_decay) g = vec_fma(p, weight_decay, g);
     if (buffer) {
       vec b = first_step ? g : vec_fma(grad_weight, g, vec_mul(vec_load(buffer + i), momentum));
       vec_store(buffer + i, b);
       g = nesterov ? vec_fma(b, momentum, g) : b;
     }
-    vec_store(param + i, vec_fma(g, minus_lr, p));
+    store_param(param, rounded, i, vec_fma(g, minus_lr, p));
   }
   return i;
 }
 
+INLINE size_t sgd_all(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                      size_t body) {
+  if (!s->has_momentum) return sgd_vectors(s, param, NULL, grad, rounded, body, false, false);
+  if (s->first_step) return sgd_vectors(s, param, state[0], grad, rounded, body, true, s->nesterov);
+  return sgd_vectors(s, param, state[0], grad, rounded, body, false, s->nesterov);
+}
+
 TARGET void SGD_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
-  size_t body = ptn_span_body(span), done;
-  if (!s.has_momentum) done = sgd_vectors(&s, param, NULL, grad, body, false, false);
-  else if (s.first_step) done = sgd_vectors(&s, param, state[0], grad, body, true, s.nesterov);
-  else done = sgd_vectors(&s, param, state[0], grad, body, false, s.nesterov);
+  size_t body = ptn_span_body(span), done = sgd_all(&s, param, state, grad, NULL, body);
   ptn_sgd_elements(&s, param, state, grad, done, body, false);
   ptn_sgd_elements(&s, param, state, grad, body, span.count, true);
+}
+
+TARGET void SGD_BF16_KERNEL(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[], const ptn_bf16 *grad,
+                            ptn_span span) {
+  const ptn_update_scalars s = update->scalars;
+  if (span.count == 0) return;
+  size_t body = ptn_span_body(span), done = sgd_all(&s, master, state, grad, param, body);
+  ptn_sgd_bf16_elements(&s, param, master, state, grad, done, body, false);
+  ptn_sgd_bf16_elements(&s, param, master, state, grad, body, span.count, true);
 }

@@ -108,14 +108,14 @@ static ptn_status make_engine(engine_object *self, unsigned long long limit, con
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"folder", "limit_bytes", "chunks", "params", "n_groups", "n_states", "disk_engine", NULL};
+  static char *names[] = {"folder", "limit_bytes", "chunks", "params", "n_groups", "n_states", "disk_engine", "bf16", NULL};
   const char *folder;
   unsigned long long limit;
   PyObject *chunk_list, *param_list;
   unsigned int n_groups, n_states;
-  int disk_engine = PTN_DISK_AUTO;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|i", names, &folder, &limit, &PyList_Type, &chunk_list,
-                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine))
+  int disk_engine = PTN_DISK_AUTO, bf16 = 0;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|ip", names, &folder, &limit, &PyList_Type, &chunk_list,
+                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine, &bf16))
     return NULL;
   size_t n_chunks = (size_t)PyList_Size(chunk_list), n_params = (size_t)PyList_Size(param_list);
   ptn_engine_chunk *chunks = PyMem_Malloc((n_chunks + 1) * sizeof *chunks);
@@ -136,7 +136,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
                                   .n_groups = n_groups,
                                   .chunks = chunks,
                                   .params = params,
-                                  .n_states = n_states};
+                                  .n_states = n_states,
+                                  .bf16 = bf16 != 0};
       if (make_engine(self, limit, &config) != PTN_OK) {
         ptn_python_raise();
         Py_DECREF(self);
@@ -269,7 +270,18 @@ static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
   int write;
   if (!PyArg_ParseTuple(arguments, "IIKp", &param, &array, &address, &write)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (float *)(uintptr_t)address, write != 0));
+  PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
+  return answer(status);
+}
+
+static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  unsigned int param, array;
+  unsigned long long first, count, address;
+  int write;
+  if (!PyArg_ParseTuple(arguments, "IIKKKp", &param, &array, &first, &count, &address, &write)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
   return answer(status);
 }
 
@@ -373,7 +385,7 @@ static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "IKOi", &param, &address, &owner, &use)) return NULL;
   Py_INCREF(owner);
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const float *)(uintptr_t)address, owner, (ptn_gradient_use)use));
+  PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
   if (status != PTN_OK) Py_DECREF(owner);
   return answer(status);
 }
@@ -385,7 +397,7 @@ static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
   ptn_status status;
   bool found;
-  PTN_WITHOUT_GIL(status, ptn_engine_spilled(engine, param, (float *)(uintptr_t)address, &found));
+  PTN_WITHOUT_GIL(status, ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
   if (status != PTN_OK) return ptn_python_raise();
   return PyBool_FromLong(found);
 }
@@ -430,7 +442,7 @@ static PyObject *engine_update_in_memory(PyObject *object, PyObject *arguments) 
   double grad_scale;
   if (!PyArg_ParseTuple(arguments, "IKd", &param, &address, &grad_scale)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_update_in_memory(engine, param, (const float *)(uintptr_t)address, (float)grad_scale));
+  PTN_WITHOUT_GIL(status, ptn_engine_update_in_memory(engine, param, (const void *)(uintptr_t)address, (float)grad_scale));
   return answer(status);
 }
 
@@ -480,6 +492,7 @@ static PyMethodDef engine_methods[] = {
     {"set_pending", engine_set_pending, METH_VARARGS, NULL},
     {"region", engine_region, METH_VARARGS, NULL},
     {"transfer", engine_transfer, METH_VARARGS, NULL},
+    {"transfer_part", engine_transfer_part, METH_VARARGS, NULL},
     {"begin_fill", engine_begin_fill, METH_VARARGS, NULL},
     {"end_fill", engine_end_fill, METH_VARARGS, NULL},
     {"steps", engine_steps, METH_VARARGS, NULL},

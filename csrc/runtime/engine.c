@@ -9,6 +9,8 @@
 
 static ptn_status out_of_memory(void) { return ptn_fail(PTN_MEMORY, "no memory for the engine's own tables"); }
 
+static uint64_t element_bytes(const ptn_engine_config *config) { return config->bf16 ? sizeof(ptn_bf16) : sizeof(float); }
+
 static ptn_status check_config(const ptn_engine_config *config) {
   if (config->n_states > PTN_STATE_MAX)
     return ptn_fail(PTN_INVALID, "%u arrays of optimizer state, at most %d are supported", config->n_states, PTN_STATE_MAX);
@@ -20,7 +22,7 @@ static ptn_status check_config(const ptn_engine_config *config) {
     const ptn_engine_param *param = &config->params[i];
     if (param->chunk >= config->n_chunks || (param->trained && param->group >= config->n_groups) ||
         param->offset_bytes % PTN_TENSOR_ALIGN_BYTES != 0 ||
-        param->offset_bytes + param->count * sizeof(float) > config->chunks[param->chunk].param_bytes)
+        param->offset_bytes + param->count * element_bytes(config) > config->chunks[param->chunk].param_bytes)
       return ptn_fail(PTN_INVALID, "parameter %u does not lie inside its chunk", i);
   }
   return PTN_OK;
@@ -49,6 +51,10 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   engine->n_params = config->n_params;
   engine->n_groups = config->n_groups;
   engine->n_states = config->n_states;
+  engine->bf16 = config->bf16;
+  engine->element_bytes = element_bytes(config);
+  engine->widening = sizeof(float) / engine->element_bytes;
+  engine->n_arrays = config->n_states + config->bf16;
   engine->max_slots = 2 * config->n_chunks + 1; /* each chunk may need one of its own beside the shared ones */
   engine->chunks = calloc(config->n_chunks + 1, sizeof *engine->chunks);
   engine->params = calloc(config->n_params + 1, sizeof *engine->params);
@@ -66,7 +72,7 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   for (uint32_t i = 0; i < config->n_chunks; i++) {
     engine->chunks[i].param_bytes = config->chunks[i].param_bytes;
     engine->chunks[i].trained = config->chunks[i].trained;
-    engine->chunks[i].zero_state = true;
+    engine->chunks[i].zero_state = engine->chunks[i].zero_master = true;
     engine->chunks[i].slot = -1;
   }
   for (uint32_t i = 0; i < config->n_params; i++) {
@@ -118,6 +124,7 @@ void ptn_engine_destroy(ptn_engine *engine) {
   for (uint32_t i = 0; engine->chunks && i < engine->n_chunks; i++) {
     ptn_region_release(engine->chunks[i].params);
     ptn_arena_free(engine->chunks[i].states);
+    ptn_arena_free(engine->chunks[i].master);
   }
   ptn_stash_close(engine->stash);
   ptn_store_destroy(engine->store);

@@ -7,6 +7,10 @@
  * never need anything that the driving thread may hold. Python is unknown here: a gradient's owner is an opaque handle that
  * the engine hands back through `release`, on the driving thread only.
  *
+ * Parameters and gradients are fp32, or bf16 with an fp32 master beside the states (optim.h says how they go together). Then a
+ * byte of parameters has two bytes of each fp32 array beside it; offsets and sizes of chunks, slots, pieces and gradients are those
+ * of the parameters.
+ *
  * Nothing is irrevocable before ptn_engine_commit: an update writes the other extent of the chunk (its shadow), commit turns
  * shadows into homes, ptn_engine_drop forgets them. Eviction from a slot is dropping: home is always current.
  */
@@ -49,7 +53,7 @@ typedef struct ptn_engine_chunk {
 typedef struct ptn_engine_param {
   uint32_t chunk;
   uint64_t offset_bytes; /* in its chunk */
-  uint64_t count;        /* elements of fp32 */
+  uint64_t count;        /* elements */
   uint32_t group;        /* of the optimizer; ignored where not trained */
   bool trained;
 } ptn_engine_param;
@@ -62,6 +66,7 @@ typedef struct ptn_engine_config {
   const ptn_engine_chunk *chunks;
   const ptn_engine_param *params;
   uint32_t n_states;    /* arrays of optimizer state, 0 to PTN_STATE_MAX */
+  bool bf16;            /* parameters and gradients; false: fp32 */
   void (*release)(void *owner); /* called on the driving thread for each gradient's owner */
 } ptn_engine_config;
 
@@ -100,8 +105,13 @@ void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes);
 /* The memory at which the chunk's parameters lie when they are there; borrowed, NULL where it has neither home nor slot. */
 ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t chunk);
 
-/* One parameter's values (array 0) or state array i (1 + i), to or from the caller's memory; current committed values. */
-ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t param, uint32_t array, float *memory, bool write);
+/* One parameter's values (array 0) or state array i (1 + i), to or from the caller's memory; current committed values. Where
+ * parameters are bf16, array 1 + n_states is the master; zeros where nobody wrote it and no update was made, which says that it is
+ * the parameter, widened. */
+ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t param, uint32_t array, void *memory, bool write);
+/* The same for count of its elements, from number first on. */
+ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t param, uint32_t array, uint64_t first, uint64_t count,
+                                    void *memory, bool write);
 /* Makes the slot hold the chunk without reading it; the caller fills it and calls store. */
 ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t chunk);
 ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t chunk);
@@ -132,11 +142,11 @@ typedef enum ptn_gradient_use {
   PTN_GRADIENT_SPILL_TOTAL, /* replaces what the chunk's gradients on disk hold for this parameter */
 } ptn_gradient_use;
 
-/* Takes a gradient over: count floats at data stay valid until release(owner). For parameters of chunks on disk. Waits while
+/* Takes a gradient over: count elements at data stay valid until release(owner). For parameters of chunks on disk. Waits while
  * too much is pending. A chunk's gradients of one pass have one use. */
-ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t param, const float *data, void *owner, ptn_gradient_use use);
+ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t param, const void *data, void *owner, ptn_gradient_use use);
 /* The gradient that lies on disk for this parameter; zeros where there is none. */
-ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t param, float *memory, bool *found);
+ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t param, void *memory, bool *found);
 /* A step begins whose gradients are all for updates: state is read while they are still being made, in the order in which the
  * chunks were complete in the step before. */
 void ptn_engine_read_ahead(ptn_engine *engine, bool on);
@@ -147,7 +157,7 @@ ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale);
 /* Waits for every update under way; the lane's error, if any. */
 ptn_status ptn_engine_wait(ptn_engine *engine);
 /* Updates one parameter of a chunk in memory, at once; not undone by drop. */
-ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const float *grad, float grad_scale);
+ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const void *grad, float grad_scale);
 /* Turns shadows into homes; call after a successful wait. */
 void ptn_engine_commit(ptn_engine *engine);
 /* Forgets gradients and shadows of the step under way. */

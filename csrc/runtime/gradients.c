@@ -96,7 +96,7 @@ static void wait_for_room(ptn_engine *engine) {
   ptn_engine_collect(engine);
 }
 
-ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const float *data, void *owner, ptn_gradient_use use) {
+ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
   param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
   if (!param->trained || chunk->home != HOME_DISK) return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
@@ -112,7 +112,7 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const float 
   param->use = use;
   engine->gradients++;
   chunk->arrived++;
-  chunk->arrived_bytes += param->count * sizeof(float);
+  chunk->arrived_bytes += param->count * engine->element_bytes;
   if (param->expected && !param->counted) chunk->missing--;
   param->counted = true;
   ptn_status status = chunk->missing == 0 ? enqueue(engine, chunk) : PTN_OK;
@@ -120,7 +120,7 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const float 
     param->grad = NULL;
     param->owner = NULL;
     chunk->arrived--;
-    chunk->arrived_bytes -= param->count * sizeof(float);
+    chunk->arrived_bytes -= param->count * engine->element_bytes;
     engine->gradients--;
   }
   ptn_unlock(&engine->mutex);
@@ -188,7 +188,7 @@ ptn_status ptn_engine_wait(ptn_engine *engine) {
   return status;
 }
 
-ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const float *grad, float grad_scale) {
+ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
   param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
   if (!param->trained || chunk->home != HOME_MEMORY)
@@ -197,10 +197,17 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
   ptn_update update;
   PTN_TRY(ptn_update_prepare(&update, &engine->hypers[param->group], param->steps + 1, grad_scale));
   float *states[PTN_STATE_MAX] = {0};
+  uint64_t offset_bytes = engine->widening * param->offset_bytes; /* in an fp32 array */
   for (uint32_t i = 0; i < engine->n_states; i++)
-    states[i] = (float *)(void *)((char *)chunk->states + i * chunk->param_bytes + param->offset_bytes);
-  float *values = (float *)(void *)((char *)chunk->params->memory + param->offset_bytes);
-  ptn_update_run(engine->team, &update, values, states, grad, ptn_span_whole(param->count));
+    states[i] = (float *)(void *)((char *)chunk->states + i * engine->widening * chunk->param_bytes + offset_bytes);
+  void *values = (char *)chunk->params->memory + param->offset_bytes;
+  ptn_span all = ptn_span_whole(param->count);
+  if (engine->bf16) {
+    float *master = (float *)(void *)((char *)chunk->master + offset_bytes);
+    ptn_update_run_bf16(engine->team, &update, values, master, states, grad, all);
+  } else {
+    ptn_update_run(engine->team, &update, values, states, grad, all);
+  }
   param->steps++;
   return PTN_OK;
 }
@@ -219,7 +226,7 @@ void ptn_engine_commit(ptn_engine *engine) {
     chunk *chunk = &engine->chunks[c];
     if (!chunk->has_shadow) continue;
     chunk->current = 1 - chunk->current;
-    chunk->has_shadow = chunk->zero_state = false;
+    chunk->has_shadow = chunk->zero_state = chunk->zero_master = false;
     slot *slot = chunk->slot >= 0 ? &engine->slots[chunk->slot] : NULL;
     if (!slot || slot->chunk != c) continue;
     if (slot->shadow) slot->shadow = false; /* what the update made in place is the home's now */

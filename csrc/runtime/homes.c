@@ -1,8 +1,8 @@
 /* Homes, slots and the ring: what is arranged between steps, and the transfer of single parameters.
  *
- * A home on disk is an extent of parameters followed by the state arrays; a trained chunk has two of them, the one in use and
+ * A home on disk is an extent of parameters followed by the state arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and
  * its shadow, reserved together so that no step fails for lack of space. A home in memory is a region for the parameters,
- * and one block for the state, made when the first update needs it.
+ * one block for the state and one for the master, made when they are first written or the first update needs them.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +14,11 @@
 bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk) { return engine->chunks[chunk].home == HOME_MEMORY; }
 
 static uint64_t state_bytes(const ptn_engine *engine, const chunk *chunk) {
-  return extent_bytes(engine, chunk) - chunk->param_bytes;
+  return chunk->trained ? engine->n_states * engine->widening * chunk->param_bytes : 0;
+}
+
+static uint64_t master_bytes(const ptn_engine *engine, const chunk *chunk) {
+  return chunk->trained && engine->bf16 ? engine->widening * chunk->param_bytes : 0;
 }
 
 static ptn_status quiet(ptn_engine *engine, const char *what) {
@@ -41,23 +45,37 @@ static ptn_status reserve_extents(ptn_engine *engine, chunk *chunk) {
   return status;
 }
 
-static ptn_status make_states(ptn_engine *engine, chunk *chunk) {
-  uint64_t bytes = state_bytes(engine, chunk);
-  if (chunk->states || bytes == 0) return PTN_OK;
+static ptn_status make_zeros(ptn_engine *engine, float **array, uint64_t bytes) {
+  if (*array || bytes == 0) return PTN_OK;
   void *memory;
   PTN_TRY(ptn_arena_alloc(engine->account, bytes, &memory));
   memset(memory, 0, bytes);
-  chunk->states = memory;
+  *array = memory;
   return PTN_OK;
 }
 
+static ptn_status make_states(ptn_engine *engine, chunk *chunk) {
+  PTN_TRY(make_zeros(engine, &chunk->states, state_bytes(engine, chunk)));
+  return make_zeros(engine, &chunk->master, master_bytes(engine, chunk));
+}
+
+static void free_states(chunk *chunk) {
+  ptn_arena_free(chunk->states);
+  ptn_arena_free(chunk->master);
+  chunk->states = chunk->master = NULL;
+}
+
+static ptn_status read_array(ptn_engine *engine, float **array, uint64_t offset, uint64_t bytes) {
+  PTN_TRY(make_zeros(engine, array, bytes));
+  return bytes ? ptn_store_transfer(engine->store, *array, offset, bytes, false) : PTN_OK;
+}
+
 static ptn_status read_home(ptn_engine *engine, chunk *chunk, ptn_region *region, bool with_state) {
-  uint64_t offset = chunk->extents[chunk->current].offset;
+  uint64_t offset = chunk->extents[chunk->current].offset, master_offset = offset + array_offset(engine, chunk, engine->n_states);
   PTN_TRY(ptn_store_transfer(engine->store, region->memory, offset, chunk->param_bytes, false));
-  if (chunk->zero_state) return with_state ? make_states(engine, chunk) : PTN_OK;
-  PTN_TRY(make_states(engine, chunk));
-  uint64_t bytes = state_bytes(engine, chunk);
-  return bytes ? ptn_store_transfer(engine->store, chunk->states, offset + chunk->param_bytes, bytes, false) : PTN_OK;
+  if (!chunk->zero_state) PTN_TRY(read_array(engine, &chunk->states, offset + chunk->param_bytes, state_bytes(engine, chunk)));
+  if (!chunk->zero_master) PTN_TRY(read_array(engine, &chunk->master, master_offset, master_bytes(engine, chunk)));
+  return with_state ? make_states(engine, chunk) : PTN_OK;
 }
 
 ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_state) {
@@ -76,8 +94,7 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
   }
   if (status != PTN_OK) {
     ptn_region_release(region);
-    ptn_arena_free(chunk->states);
-    chunk->states = NULL;
+    free_states(chunk);
     return status;
   }
   release_extents(engine, chunk);
@@ -96,15 +113,18 @@ ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
     ptn_status status = ptn_store_transfer(engine->store, chunk->params->memory, offset, chunk->param_bytes, true);
     if (status == PTN_OK && chunk->states)
       status = ptn_store_transfer(engine->store, chunk->states, offset + chunk->param_bytes, state_bytes(engine, chunk), true);
+    if (status == PTN_OK && chunk->master)
+      status = ptn_store_transfer(engine->store, chunk->master, offset + array_offset(engine, chunk, engine->n_states),
+                                  master_bytes(engine, chunk), true);
     if (status != PTN_OK) {
       release_extents(engine, chunk);
       return status;
     }
     chunk->zero_state = !chunk->states;
+    chunk->zero_master = !chunk->master;
     ptn_region_release(chunk->params);
-    ptn_arena_free(chunk->states);
+    free_states(chunk);
     chunk->params = NULL;
-    chunk->states = NULL;
   }
   chunk->home = HOME_DISK;
   return PTN_OK;
@@ -174,7 +194,7 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
                     (unsigned long long)piece_bytes);
   ptn_engine_drop_ring(engine);
-  uint64_t arrays = 1 + engine->n_states + with_grads;
+  uint64_t arrays = 1 + engine->widening * engine->n_arrays + with_grads; /* in the size of one of parameters */
   piece *pieces = calloc(n_pieces, sizeof *pieces);
   if (!pieces) return ptn_fail(PTN_MEMORY, "no memory to describe %u pieces", n_pieces);
   void *memory;
@@ -187,10 +207,11 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
   for (uint32_t i = 0; i < n_pieces; i++) {
     pieces[i].engine = engine;
     for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
-      bool used = a == PIECE_PARAM || (a < PIECE_GRAD && a - PIECE_STATE < engine->n_states) || (a == PIECE_GRAD && with_grads);
+      bool wide = a >= PIECE_STATE && a < PIECE_GRAD;
+      bool used = wide ? a - PIECE_STATE < engine->n_arrays : a == PIECE_PARAM || with_grads;
       if (!used) continue;
-      pieces[i].arrays[a] = (float *)(void *)next;
-      next += piece_bytes;
+      pieces[i].arrays[a] = next;
+      next += wide ? engine->widening * piece_bytes : piece_bytes;
     }
   }
   ptn_lock(&engine->mutex);
@@ -292,29 +313,40 @@ static ptn_status transfer_disk(ptn_engine *engine, uint64_t offset, char *memor
   return status;
 }
 
-static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const param *param, uint32_t array, float *memory,
-                                     bool write) {
-  uint64_t bytes = param->count * sizeof(float);
-  if (array > 0 && !chunk->states) {
+/* A stretch of one array of a parameter. */
+typedef struct stretch {
+  uint32_t array;        /* 0: the parameter, then states, then the master */
+  uint64_t offset_bytes; /* of the stretch in the chunk's array */
+  uint64_t bytes;
+} stretch;
+
+static bool is_master(const ptn_engine *engine, const stretch *part) { return part->array == 1 + engine->n_states; }
+
+static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
+  bool master = is_master(engine, part);
+  float **block = master ? &chunk->master : &chunk->states;
+  if (part->array > 0 && !*block) {
     if (!write) {
-      memset(memory, 0, bytes);
+      memset(memory, 0, part->bytes);
       return PTN_OK;
     }
-    PTN_TRY(make_states(engine, chunk));
+    PTN_TRY(make_zeros(engine, block, master ? master_bytes(engine, chunk) : state_bytes(engine, chunk)));
   }
-  char *home = array == 0 ? chunk->params->memory : (char *)chunk->states + (array - 1) * chunk->param_bytes;
-  home += param->offset_bytes;
-  if (write) memcpy(home, memory, bytes);
-  else memcpy(memory, home, bytes);
+  char *home = part->array == 0 ? chunk->params->memory : *block;
+  if (part->array > 0 && !master) home += (part->array - 1) * engine->widening * chunk->param_bytes;
+  home += part->offset_bytes;
+  if (write) memcpy(home, memory, part->bytes);
+  else memcpy(memory, home, part->bytes);
   return PTN_OK;
 }
 
-/* State that was never written is zeros by a flag; the first parameter that gets some makes the others' zeros real. */
-static ptn_status write_zero_state(ptn_engine *engine, chunk *chunk) {
+/* What was never written is zeros by a flag; the first parameter that gets some makes the others' zeros real. */
+static ptn_status write_zeros(ptn_engine *engine, chunk *chunk, bool master) {
   void *zeros;
   PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &zeros));
   memset(zeros, 0, BOUNCE_BYTES);
-  uint64_t offset = chunk->extents[chunk->current].offset + chunk->param_bytes, left = state_bytes(engine, chunk);
+  uint64_t offset = chunk->extents[chunk->current].offset + array_offset(engine, chunk, master ? engine->n_states : 0);
+  uint64_t left = master ? master_bytes(engine, chunk) : state_bytes(engine, chunk);
   ptn_status status = PTN_OK;
   while (left && status == PTN_OK) {
     uint64_t part = ptn_min_u64(left, BOUNCE_BYTES);
@@ -323,29 +355,22 @@ static ptn_status write_zero_state(ptn_engine *engine, chunk *chunk) {
     left -= part;
   }
   ptn_arena_free(zeros);
-  if (status == PTN_OK) chunk->zero_state = false;
+  if (status == PTN_OK) *(master ? &chunk->zero_master : &chunk->zero_state) = false;
   return status;
 }
 
-ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t array, float *memory, bool write) {
-  const param *param = &engine->params[number];
-  chunk *chunk = &engine->chunks[param->chunk];
-  uint64_t bytes = param->count * sizeof(float);
-  if (array > (chunk->trained ? engine->n_states : 0))
-    return ptn_fail(PTN_INVALID, "parameter %u has no array %u", number, array);
-  if (write) PTN_TRY(quiet(engine, "values cannot be written"));
-  if (bytes == 0) return PTN_OK;
-  if (chunk->home == HOME_MEMORY) return transfer_in_memory(engine, chunk, param, array, memory, write);
-  if (array > 0 && chunk->zero_state) {
+static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
+  bool master = is_master(engine, part);
+  if (part->array > 0 && (master ? chunk->zero_master : chunk->zero_state)) {
     if (!write) {
-      memset(memory, 0, bytes);
+      memset(memory, 0, part->bytes);
       return PTN_OK;
     }
-    PTN_TRY(write_zero_state(engine, chunk));
+    PTN_TRY(write_zeros(engine, chunk, master));
   }
-  uint64_t offset = chunk->extents[chunk->current].offset + array * chunk->param_bytes + param->offset_bytes;
-  PTN_TRY(transfer_disk(engine, offset, (char *)memory, bytes, write));
-  if (write && array == 0) {
+  uint64_t begin = part->array == 0 ? 0 : array_offset(engine, chunk, part->array - 1);
+  PTN_TRY(transfer_disk(engine, chunk->extents[chunk->current].offset + begin + part->offset_bytes, memory, part->bytes, write));
+  if (write && part->array == 0) {
     ptn_lock(&engine->mutex);
     ptn_residency_settle(engine);
     ptn_residency_forget(engine, chunk);
@@ -354,14 +379,35 @@ ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t arr
   return PTN_OK;
 }
 
-ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, float *memory, bool *found) {
+ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_t array, uint64_t first, uint64_t count,
+                                    void *memory, bool write) {
+  const param *param = &engine->params[number];
+  chunk *chunk = &engine->chunks[param->chunk];
+  if (array > (chunk->trained ? engine->n_arrays : 0))
+    return ptn_fail(PTN_INVALID, "parameter %u has no array %u", number, array);
+  if (first > param->count || count > param->count - first)
+    return ptn_fail(PTN_INVALID, "parameter %u has %llu elements, %llu from number %llu on are asked for", number,
+                    (unsigned long long)param->count, (unsigned long long)count, (unsigned long long)first);
+  if (write) PTN_TRY(quiet(engine, "values cannot be written"));
+  if (count == 0) return PTN_OK;
+  uint64_t widening = array > 0 ? engine->widening : 1, size = widening * engine->element_bytes;
+  stretch part = {.array = array, .offset_bytes = widening * param->offset_bytes + first * size, .bytes = count * size};
+  if (chunk->home == HOME_MEMORY) return transfer_in_memory(engine, chunk, &part, memory, write);
+  return transfer_on_disk(engine, chunk, &part, memory, write);
+}
+
+ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t array, void *memory, bool write) {
+  return ptn_engine_transfer_part(engine, number, array, 0, engine->params[number].count, memory, write);
+}
+
+ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, void *memory, bool *found) {
   const param *param = &engine->params[number];
   const chunk *chunk = &engine->chunks[param->chunk];
   *found = false;
   PTN_TRY(ptn_engine_wait(engine));
   if (!param->spilled) return PTN_OK;
   *found = true;
-  return transfer_disk(engine, chunk->grads.offset + param->offset_bytes, (char *)memory, param->count * sizeof(float), false);
+  return transfer_disk(engine, chunk->grads.offset + param->offset_bytes, memory, param->count * engine->element_bytes, false);
 }
 
 uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param) { return engine->params[param].steps; }

@@ -16,12 +16,14 @@ typedef struct chunk {
   home_kind home;
   /* home in memory */
   ptn_region *params;
-  float *states; /* n_states arrays of param_bytes, or NULL: zeros */
-  /* home on disk: the extent in use and its shadow hold parameters, then the state arrays */
+  float *states; /* n_states arrays, or NULL: zeros */
+  float *master; /* the same */
+  /* home on disk: the extent in use and its shadow hold parameters, then the state arrays, then the master */
   ptn_extent extents[2];
   int current;
   bool has_shadow;  /* extents[1 - current] holds this step's update */
   bool zero_state;  /* the state of the current extent was never written: zeros */
+  bool zero_master; /* the same */
   ptn_extent grads; /* gradients on disk, laid out as the parameters */
   int32_t slot;     /* -1: none */
   uint32_t first_param, n_params; /* in engine->order_params */
@@ -40,7 +42,7 @@ typedef struct param {
   bool updated;    /* in this step's shadow */
   bool counted;    /* came in this pass */
   uint64_t steps;
-  const float *grad; /* held, not yet queued */
+  const void *grad; /* held, not yet queued */
   void *owner;
   ptn_gradient_use use;
 } param;
@@ -63,7 +65,7 @@ typedef struct slot {
 /* One gradient of a job. */
 typedef struct job_grad {
   uint32_t param;
-  const float *data; /* NULL: on disk only */
+  const void *data;  /* NULL: on disk only */
   void *owner;
   bool total;        /* data replaces what is on disk */
   bool add_disk;     /* the sum on disk comes first: total = disk + data */
@@ -76,7 +78,7 @@ typedef struct job {
   bool update;       /* else spill */
   bool from_shadow;  /* the chunk was updated before in this step: other parameters follow */
   bool in_slot;      /* parameters are read and changed in the slot */
-  bool zero_state;
+  bool zero_state, zero_master;
   bool reads_grads;
   bool opened;          /* its source is decided, pieces may be under way */
   bool open;            /* read ahead: its gradients have not come */
@@ -91,14 +93,15 @@ typedef struct job {
 } job;
 
 typedef enum piece_state { PIECE_FREE, PIECE_READING, PIECE_WRITING } piece_state;
-enum { PIECE_PARAM, PIECE_STATE, PIECE_GRAD = PIECE_STATE + PTN_STATE_MAX, PIECE_ARRAYS };
+/* From PIECE_STATE on the fp32 arrays: states, then the master. */
+enum { PIECE_PARAM, PIECE_STATE, PIECE_GRAD = PIECE_STATE + PTN_STATE_MAX + 1, PIECE_ARRAYS };
 
 typedef struct piece {
   struct ptn_engine *engine;
   piece_state state;
   job *job;
-  uint64_t offset_bytes, bytes; /* in the chunk */
-  float *arrays[PIECE_ARRAYS];  /* in the ring */
+  uint64_t offset_bytes, bytes; /* in the chunk, of its parameters */
+  void *arrays[PIECE_ARRAYS];  /* in the ring */
   ptn_io io[PIECE_ARRAYS];
   bool has_params; /* in the ring or in the slot */
   uint32_t in_flight;
@@ -118,6 +121,10 @@ struct ptn_engine {
   ptn_team *team;
   void (*release)(void *owner);
   uint32_t n_chunks, n_params, n_groups, n_states;
+  bool bf16;
+  uint64_t element_bytes; /* of parameters and gradients */
+  uint64_t widening;      /* bytes of an fp32 array beside one of parameters */
+  uint32_t n_arrays;      /* of fp32 beside the parameters: states, and the master of bf16 */
   chunk *chunks;
   param *params;
   uint32_t *order_params; /* params by chunk, by offset */
@@ -173,8 +180,13 @@ void ptn_lane_cancel(ptn_engine *engine);            /* locked: the open job, if
 void ptn_lane_settle(ptn_engine *engine);            /* locked: waits until no job is left */
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
 
+/* Where fp32 array `array` begins in a chunk's extent: behind the parameters, and the arrays before it. */
+static inline uint64_t array_offset(const ptn_engine *engine, const chunk *chunk, uint32_t array) {
+  return chunk->param_bytes * (1 + engine->widening * array);
+}
+
 static inline uint64_t extent_bytes(const ptn_engine *engine, const chunk *chunk) {
-  return chunk->param_bytes * (1 + (chunk->trained ? engine->n_states : 0));
+  return array_offset(engine, chunk, chunk->trained ? engine->n_arrays : 0);
 }
 
 #endif

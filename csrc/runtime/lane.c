@@ -98,7 +98,7 @@ void ptn_lane_read_ahead(ptn_engine *engine) {
     return;
   uint32_t number = engine->last_updates[engine->n_updates];
   const chunk *chunk = &engine->chunks[number];
-  if (chunk->jobs || chunk->has_shadow || chunk->zero_state || chunk->home != HOME_DISK || engine->n_states == 0) return;
+  if (chunk->jobs || chunk->has_shadow || chunk->zero_state || chunk->home != HOME_DISK || engine->n_arrays == 0) return;
   job *job = calloc(1, sizeof *job + chunk->n_params * sizeof job->grads[0]);
   if (!job) return; /* reading ahead is a convenience */
   job->chunk = number;
@@ -159,12 +159,14 @@ static void on_piece_io(ptn_io *io) {
   ptn_unlock(&engine->mutex);
 }
 
-static void prepare_io(piece *piece, uint32_t array, void *memory, uint64_t offset, bool write) {
+/* Of one array of a piece; array_begin is where the chunk's array lies in the file. */
+static void prepare_io(piece *piece, uint32_t array, void *memory, uint64_t array_begin, bool write) {
+  uint64_t widening = array >= PIECE_STATE && array < PIECE_GRAD ? piece->engine->widening : 1;
   ptn_io *io = &piece->io[array];
   memset(io, 0, sizeof *io);
   io->memory = memory;
-  io->offset = offset;
-  io->bytes = piece->bytes;
+  io->offset = array_begin + widening * piece->offset_bytes;
+  io->bytes = widening * piece->bytes;
   io->write = write;
   io->done = on_piece_io;
   io->context = piece;
@@ -182,29 +184,29 @@ static char *slot_memory(const ptn_engine *engine, const piece *piece) {
   return (char *)engine->slots[engine->chunks[piece->job->chunk].slot].region->memory + piece->offset_bytes;
 }
 
-static uint32_t n_states_of(const ptn_engine *engine, const job *job) { return job->update ? engine->n_states : 0; }
+static uint32_t n_arrays_of(const ptn_engine *engine, const job *job) { return job->update ? engine->n_arrays : 0; }
 
 /* Prepares the reads of a piece, zeroes what was never written; returns the mask of requests. */
 static uint32_t prepare_reads(ptn_engine *engine, piece *piece) {
   const job *job = piece->job;
   const chunk *chunk = &engine->chunks[job->chunk];
-  uint64_t source = chunk->extents[job->from_shadow ? 1 - chunk->current : chunk->current].offset + piece->offset_bytes;
+  uint64_t source = chunk->extents[job->from_shadow ? 1 - chunk->current : chunk->current].offset;
   uint32_t mask = 0;
   if (piece->has_params && job->update && !job->in_slot) {
     prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], source, false);
     mask |= 1u << PIECE_PARAM;
   }
-  for (uint32_t i = 0; i < n_states_of(engine, job); i++) {
-    float *array = piece->arrays[PIECE_STATE + i];
-    if (job->zero_state) {
-      memset(array, 0, piece->bytes);
+  for (uint32_t i = 0; i < n_arrays_of(engine, job); i++) {
+    void *array = piece->arrays[PIECE_STATE + i];
+    if (i < engine->n_states ? job->zero_state : job->zero_master) {
+      memset(array, 0, engine->widening * piece->bytes);
       continue;
     }
-    prepare_io(piece, PIECE_STATE + i, array, source + (i + 1) * chunk->param_bytes, false);
+    prepare_io(piece, PIECE_STATE + i, array, source + array_offset(engine, chunk, i), false);
     mask |= 1u << (PIECE_STATE + i);
   }
   if (job->reads_grads) {
-    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset + piece->offset_bytes, false);
+    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset, false);
     mask |= 1u << PIECE_GRAD;
   }
   return mask;
@@ -214,49 +216,61 @@ static uint32_t prepare_writes(ptn_engine *engine, piece *piece) {
   const job *job = piece->job;
   const chunk *chunk = &engine->chunks[job->chunk];
   if (!job->update) {
-    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset + piece->offset_bytes, true);
+    prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset, true);
     return 1u << PIECE_GRAD;
   }
-  uint64_t target = chunk->extents[1 - chunk->current].offset + piece->offset_bytes;
+  uint64_t target = chunk->extents[1 - chunk->current].offset;
   void *values = job->in_slot ? (void *)slot_memory(engine, piece) : piece->arrays[PIECE_PARAM];
   prepare_io(piece, PIECE_PARAM, values, target, true);
   uint32_t mask = 1u << PIECE_PARAM;
-  for (uint32_t i = 0; i < engine->n_states; i++) {
-    prepare_io(piece, PIECE_STATE + i, piece->arrays[PIECE_STATE + i], target + (i + 1) * chunk->param_bytes, true);
+  for (uint32_t i = 0; i < engine->n_arrays; i++) {
+    prepare_io(piece, PIECE_STATE + i, piece->arrays[PIECE_STATE + i], target + array_offset(engine, chunk, i), true);
     mask |= 1u << (PIECE_STATE + i);
   }
   return mask;
 }
 
 /* The part of a parameter that lies in this piece, in elements of the parameter; false when there is none. */
-static bool overlap(const piece *piece, const param *param, uint64_t *begin, uint64_t *end) {
-  uint64_t first = ptn_max_u64(piece->offset_bytes, param->offset_bytes);
-  uint64_t last = ptn_min_u64(piece->offset_bytes + piece->bytes, param->offset_bytes + param->count * sizeof(float));
+static bool overlap(const ptn_engine *engine, const piece *piece, const param *param, uint64_t *begin, uint64_t *end) {
+  uint64_t size = engine->element_bytes, first = ptn_max_u64(piece->offset_bytes, param->offset_bytes);
+  uint64_t last = ptn_min_u64(piece->offset_bytes + piece->bytes, param->offset_bytes + param->count * size);
   if (first >= last) return false;
-  *begin = (first - param->offset_bytes) / sizeof(float);
-  *end = (last - param->offset_bytes) / sizeof(float);
+  *begin = (first - param->offset_bytes) / size;
+  *end = (last - param->offset_bytes) / size;
   return true;
+}
+
+/* One stretch of a parameter in a piece: `inside` elements into the piece's arrays, span in the parameter. */
+static void run_update(ptn_engine *engine, piece *piece, const job_grad *grad, char *values, const char *data, uint64_t inside,
+                       ptn_span span) {
+  float *states[PTN_STATE_MAX] = {0};
+  for (uint32_t i = 0; i < engine->n_states; i++) states[i] = (float *)piece->arrays[PIECE_STATE + i] + inside;
+  void *param = values + inside * engine->element_bytes;
+  if (engine->bf16) {
+    float *master = (float *)piece->arrays[PIECE_STATE + engine->n_states] + inside;
+    ptn_update_run_bf16(NULL, &grad->update, param, master, states, (const ptn_bf16 *)(const void *)data, span);
+  } else {
+    ptn_update_run(NULL, &grad->update, param, states, (const float *)(const void *)data, span);
+  }
 }
 
 static void compute_grad(ptn_engine *engine, piece *piece, const job_grad *grad, char *values) {
   const param *param = &engine->params[grad->param];
   uint64_t begin, end;
-  if (!overlap(piece, param, &begin, &end)) return;
-  uint64_t inside = (param->offset_bytes + begin * sizeof(float) - piece->offset_bytes) / sizeof(float);
-  const float *data = grad->data ? grad->data + begin : NULL;
-  float *sum = piece->arrays[PIECE_GRAD] ? piece->arrays[PIECE_GRAD] + inside : NULL;
+  if (!overlap(engine, piece, param, &begin, &end)) return;
+  uint64_t size = engine->element_bytes, inside = (param->offset_bytes + begin * size - piece->offset_bytes) / size;
+  const char *data = grad->data ? (const char *)grad->data + begin * size : NULL;
+  char *sum = piece->arrays[PIECE_GRAD] ? (char *)piece->arrays[PIECE_GRAD] + inside * size : NULL;
   size_t count = (size_t)(end - begin);
   if (grad->add_disk && data) {
-    ptn_accumulate(sum, data, count);
+    if (engine->bf16) ptn_accumulate_bf16((ptn_bf16 *)(void *)sum, (const ptn_bf16 *)(const void *)data, count);
+    else ptn_accumulate((float *)(void *)sum, (const float *)(const void *)data, count);
     data = NULL;
   } else if (!piece->job->update) {
-    memcpy(sum, data, count * sizeof(float));
+    memcpy(sum, data, count * size);
   }
   if (!piece->job->update) return;
-  float *states[PTN_STATE_MAX] = {0};
-  for (uint32_t i = 0; i < engine->n_states; i++) states[i] = piece->arrays[PIECE_STATE + i] + inside;
-  ptn_update_run(NULL, &grad->update, (float *)(void *)values + inside, states, data ? data : sum,
-                 (ptn_span){(size_t)begin, count, (size_t)param->count});
+  run_update(engine, piece, grad, values, data ? data : sum, inside, (ptn_span){(size_t)begin, count, (size_t)param->count});
 }
 
 static void compute_piece(ptn_engine *engine, piece *piece) {
@@ -271,6 +285,7 @@ static void open_job(ptn_engine *engine, job *job) {
   chunk *chunk = &engine->chunks[job->chunk];
   job->from_shadow = job->update && chunk->has_shadow;
   job->zero_state = chunk->zero_state && !job->from_shadow;
+  job->zero_master = chunk->zero_master && !job->from_shadow;
   job->opened = true;
   take_slot(engine, job);
   for (uint32_t i = 0; i < job->n_grads; i++) {
@@ -321,7 +336,7 @@ static bool wanted(const ptn_engine *engine, const job *job, uint64_t offset, ui
   piece probe = {.offset_bytes = offset, .bytes = bytes};
   uint64_t begin, end;
   for (uint32_t i = 0; i < job->n_grads; i++)
-    if (overlap(&probe, &engine->params[job->grads[i].param], &begin, &end)) return true;
+    if (overlap(engine, &probe, &engine->params[job->grads[i].param], &begin, &end)) return true;
   return false;
 }
 
@@ -385,7 +400,7 @@ static void note_failure(ptn_engine *engine, piece *piece) {
 static void read_params(ptn_engine *engine, piece *piece) {
   const chunk *chunk = &engine->chunks[piece->job->chunk];
   piece->has_params = true;
-  prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], chunk->extents[chunk->current].offset + piece->offset_bytes, false);
+  prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], chunk->extents[chunk->current].offset, false);
   piece->in_flight = 1;
   ptn_unlock(&engine->mutex);
   submit_piece(engine, piece, 1u << PIECE_PARAM);

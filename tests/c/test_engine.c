@@ -1,4 +1,5 @@
-/* The engine against a model in plain memory: random chunks, homes, orders, gradients, accumulation, drops; equal to the bit. */
+/* The engine against a model in plain memory: random chunks, homes, orders, gradients, accumulation, drops, values written from
+ * outside; in fp32 and in bf16 with a master; equal to the bit. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* threads */
 #include <stdlib.h>
@@ -13,13 +14,29 @@ enum { CHUNKS = 7, PER_CHUNK = 3, PARAMS = CHUNKS * PER_CHUNK, STATES = 2, SLOTS
 typedef struct twin {
   size_t count;
   uint64_t steps;
-  float *values, *states[STATES], *grad, *sum;
+  void *values, *grad, *sum;       /* fp32 or bf16 */
+  float *master, *states[STATES]; /* master: of bf16 */
   bool has_sum;
 } twin;
+
+static bool bf16;
+static size_t element_bytes;
 
 static uint64_t seed = 7;
 static size_t owners_out;
 static float random_float(void) { return (float)(check_random(&seed) % 20001) / 10000.0f - 1.0f; }
+
+static void fill(void *array, size_t count) {
+  for (size_t k = 0; k < count; k++) {
+    if (bf16) ((ptn_bf16 *)array)[k] = ptn_bf16_round(random_float());
+    else ((float *)array)[k] = random_float();
+  }
+}
+
+static void add(void *sum, const void *term, size_t count) {
+  if (bf16) ptn_accumulate_bf16(sum, term, count);
+  else ptn_accumulate(sum, term, count);
+}
 
 static void release(void *owner) {
   free(owner);
@@ -42,14 +59,15 @@ static void describe(world *w) {
       uint32_t number = c * PER_CHUNK + i;
       uint64_t count = 1 + check_random(&seed) % 9000;
       w->params[number] = (ptn_engine_param){.chunk = c, .offset_bytes = offset, .count = count, .trained = c != 5};
-      offset = ptn_round_up(offset + count * sizeof(float), PTN_TENSOR_ALIGN_BYTES);
+      offset = ptn_round_up(offset + count * element_bytes, PTN_TENSOR_ALIGN_BYTES);
       twin *t = &w->twins[number];
-      t->count = (size_t)count;
-      t->values = malloc(count * sizeof(float));
-      t->grad = malloc(count * sizeof(float));
-      t->sum = malloc(count * sizeof(float));
+      *t = (twin){.count = (size_t)count};
+      t->values = malloc(count * element_bytes);
+      t->grad = malloc(count * element_bytes);
+      t->sum = malloc(count * element_bytes);
+      t->master = calloc(count, sizeof(float));
       for (int s = 0; s < STATES; s++) t->states[s] = calloc(count, sizeof(float));
-      for (size_t k = 0; k < count; k++) t->values[k] = random_float();
+      fill(t->values, t->count);
     }
     w->chunks[c] = (ptn_engine_chunk){.param_bytes = ptn_round_up(offset, PTN_PAGE_BYTES), .trained = c != 5};
   }
@@ -79,21 +97,20 @@ static void look_at(world *w, uint32_t c) {
   const char *memory = ptn_engine_region(w->engine, c)->memory;
   for (uint32_t i = 0; i < PER_CHUNK; i++) {
     const twin *t = &w->twins[c * PER_CHUNK + i];
-    CHECK(memcmp(memory + w->params[c * PER_CHUNK + i].offset_bytes, t->values, t->count * sizeof(float)) == 0);
+    CHECK(memcmp(memory + w->params[c * PER_CHUNK + i].offset_bytes, t->values, t->count * element_bytes) == 0);
   }
   ptn_engine_unuse(w->engine, c);
 }
 
 static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   twin *t = &w->twins[number];
-  for (size_t k = 0; k < t->count; k++) t->grad[k] = random_float();
-  if (t->has_sum)
-    for (size_t k = 0; k < t->count; k++) t->sum[k] += t->grad[k];
-  else memcpy(t->sum, t->grad, t->count * sizeof(float));
+  fill(t->grad, t->count);
+  if (t->has_sum) add(t->sum, t->grad, t->count);
+  else memcpy(t->sum, t->grad, t->count * element_bytes);
   t->has_sum = true;
   if (ptn_engine_in_memory(w->engine, w->params[number].chunk)) return;
-  float *copy = malloc(t->count * sizeof(float));
-  memcpy(copy, t->grad, t->count * sizeof(float));
+  void *copy = malloc(t->count * element_bytes);
+  memcpy(copy, t->grad, t->count * element_bytes);
   owners_out++;
   CHECK_OK(ptn_engine_gradient(w->engine, number, copy, copy, use));
 }
@@ -104,7 +121,8 @@ static void update_twins(world *w, float scale) {
     if (!t->has_sum) continue;
     ptn_update update;
     CHECK_OK(ptn_update_prepare(&update, &w->hyper, ++t->steps, scale));
-    ptn_update_run(NULL, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
+    if (bf16) ptn_update_run_bf16(NULL, &update, t->values, t->master, t->states, t->sum, ptn_span_whole(t->count));
+    else ptn_update_run(NULL, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
     t->has_sum = false;
   }
 }
@@ -149,13 +167,33 @@ static void check_all(world *w) {
     const twin *t = &w->twins[i];
     float *copy = malloc(t->count * sizeof(float));
     CHECK_OK(ptn_engine_transfer(w->engine, i, 0, copy, false));
-    CHECK(memcmp(copy, t->values, t->count * sizeof(float)) == 0);
+    CHECK(memcmp(copy, t->values, t->count * element_bytes) == 0);
+    if (bf16 && w->params[i].trained) {
+      CHECK_OK(ptn_engine_transfer(w->engine, i, 1 + STATES, copy, false));
+      CHECK(memcmp(copy, t->master, t->count * sizeof(float)) == 0);
+    }
     for (uint32_t s = 0; w->params[i].trained && s < STATES; s++) {
       CHECK_OK(ptn_engine_transfer(w->engine, i, 1 + s, copy, false));
       CHECK(memcmp(copy, t->states[s], t->count * sizeof(float)) == 0);
     }
     CHECK(ptn_engine_steps(w->engine, i) == t->steps);
     free(copy);
+  }
+}
+
+/* As a user does between steps; parts of arrays too. */
+static void write_some(world *w) {
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    twin *t = &w->twins[i];
+    uint64_t first = check_random(&seed) % t->count, count = check_random(&seed) % (t->count - first + 1);
+    if (check_random(&seed) % 4 == 0) {
+      fill((char *)t->values + first * element_bytes, (size_t)count);
+      CHECK_OK(ptn_engine_transfer_part(w->engine, i, 0, first, count, (char *)t->values + first * element_bytes, true));
+    }
+    if (bf16 && w->params[i].trained && check_random(&seed) % 8 == 0) {
+      for (uint64_t k = first; k < first + count; k++) t->master[k] = random_float();
+      CHECK_OK(ptn_engine_transfer_part(w->engine, i, 1 + STATES, first, count, t->master + first, true));
+    }
   }
 }
 
@@ -169,7 +207,9 @@ static void move_homes(world *w) {
   set_slots(w);
 }
 
-int main(void) {
+static void train(bool in_bf16) {
+  bf16 = in_bf16;
+  element_bytes = bf16 ? sizeof(ptn_bf16) : sizeof(float);
   world w = {.hyper = {.kind = PTN_ADAMW, .lr = 1e-2, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}};
   describe(&w);
   CHECK_OK(ptn_account_create(&w.account, 8 * PTN_MIB, NULL, NULL));
@@ -181,16 +221,20 @@ int main(void) {
                               .chunks = w.chunks,
                               .params = w.params,
                               .n_states = STATES,
+                              .bf16 = bf16,
                               .release = release};
   CHECK_OK(ptn_engine_create(&w.engine, &config));
   for (uint32_t c = 0; c < CHUNKS; c++) CHECK_OK(ptn_engine_to_disk(w.engine, c));
   set_slots(&w);
   for (uint32_t i = 0; i < PARAMS; i++) CHECK_OK(ptn_engine_transfer(w.engine, i, 0, w.twins[i].values, true));
+  CHECK(ptn_engine_transfer(w.engine, 0, 1 + STATES + bf16, w.twins[0].sum, false) == PTN_INVALID);
+  CHECK(ptn_engine_transfer_part(w.engine, 0, 0, 1, w.twins[0].count, w.twins[0].sum, false) == PTN_INVALID);
   for (int round = 0; round < 40; round++) {
     one_step(&w, 1 + (int)(check_random(&seed) % 3), check_random(&seed) % 3 == 0, 1.0f, check_random(&seed) % 5 == 0);
     one_step(&w, 1 + (int)(check_random(&seed) % 2), true, 0.25f, false);
     check_all(&w);
     CHECK(owners_out == 0);
+    if (round % 3 == 0) write_some(&w);
     if (round % 4 == 3) move_homes(&w);
   }
   one_step(&w, 1, false, 1.0f, true);
@@ -204,8 +248,14 @@ int main(void) {
     free(w.twins[i].values);
     free(w.twins[i].grad);
     free(w.twins[i].sum);
+    free(w.twins[i].master);
     for (int s = 0; s < STATES; s++) free(w.twins[i].states[s]);
   }
-  puts("engine: 80 steps equal");
+}
+
+int main(void) {
+  train(false);
+  train(true);
+  puts("engine: 80 steps equal, and 80 in bf16");
   return 0;
 }

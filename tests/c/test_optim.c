@@ -228,6 +228,138 @@ static void accumulation_is_addition(void) {
   }
 }
 
+/* A bf16 parameter with its master, and what the fp32 kernel makes of the same numbers. */
+typedef struct bf16_twin {
+  arrays wide; /* param is the master, grad the gradient widened */
+  ptn_bf16 *memory, *param, *grad;
+} bf16_twin;
+
+static ptn_bf16 random_bf16(uint64_t *seed) {
+  static const ptn_bf16 special[] = {0, 0x8000, 1, 0x8001, 0x7f, 0x80, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0xffc1, 0x7f81};
+  uint64_t draw = check_random(seed);
+  if (draw % 8 == 0) return special[draw / 8 % (sizeof special / sizeof *special)];
+  return ptn_bf16_round(random_float(seed));
+}
+
+static bf16_twin bf16_twin_create(size_t count, size_t shift, uint64_t seed) {
+  bf16_twin t = {.wide = arrays_create(count, shift)};
+  CHECK((t.memory = calloc(2 * (count + shift) + 2, sizeof *t.memory)) != NULL);
+  t.param = t.memory + shift;
+  t.grad = t.param + count + 1;
+  fill(&t.wide, seed);
+  for (size_t i = 0; i < count; i++) {
+    bool written = check_random(&seed) % 4 == 0; /* the parameter is not its master rounded */
+    t.param[i] = written ? random_bf16(&seed) : ptn_bf16_round(t.wide.param[i]);
+    t.grad[i] = random_bf16(&seed);
+    t.wide.grad[i] = ptn_bf16_widen(t.grad[i]);
+  }
+  return t;
+}
+
+static void bf16_twin_destroy(bf16_twin *t) {
+  arrays_destroy(&t->wide);
+  free(t->memory);
+}
+
+static bool same_float(float a, float b) { return memcmp(&a, &b, sizeof a) == 0 || (isnan(a) && isnan(b)); }
+
+static void run_bf16_in_pieces(ptn_bf16_kernel kernel, const ptn_update *update, bf16_twin *t, uint64_t *seed) {
+  for (size_t first = 0; first < t->wide.count;) {
+    size_t left = t->wide.count - first, count = 1 + check_random(seed) % (check_random(seed) % 2 ? left : left < 20 ? left : 20);
+    float *state[PTN_STATE_MAX];
+    for (int i = 0; i < PTN_STATE_MAX; i++) state[i] = t->wide.state[i] + first;
+    kernel(update, t->param + first, t->wide.param + first, state, t->grad + first, (ptn_span){first, count, t->wide.count});
+    first += count;
+  }
+}
+
+static void bf16_is_fp32_between_widening_and_rounding(void) {
+  uint64_t seed = 5;
+  for (int round = 0; round < 400; round++) {
+    ptn_update update = random_update(&seed);
+    size_t count = 1 + check_random(&seed) % 200;
+    bf16_twin plain = bf16_twin_create(count, 0, (uint64_t)round);
+    for (size_t i = 0; i < count; i++)
+      if (ptn_bf16_round(plain.wide.param[i]) != plain.param[i]) plain.wide.param[i] = ptn_bf16_widen(plain.param[i]);
+    ptn_update_kernel_for(update.hyper.kind, PTN_SIMD_PLAIN)(&update, plain.wide.param, plain.wide.state, plain.wide.grad,
+                                                             ptn_span_whole(count));
+    for (int simd = PTN_SIMD_PLAIN; simd <= (int)ptn_simd_best(); simd++) {
+      bf16_twin t = bf16_twin_create(count, check_random(&seed) % 16, (uint64_t)round);
+      run_bf16_in_pieces(ptn_bf16_kernel_for(update.hyper.kind, (ptn_simd)simd), &update, &t, &seed);
+      for (size_t i = 0; i < count; i++) {
+        CHECK(same_float(t.wide.param[i], plain.wide.param[i]));
+        CHECK(t.param[i] == ptn_bf16_round(plain.wide.param[i]));
+        CHECK(t.grad[i] == plain.grad[i]);
+        for (int k = 0; k < PTN_STATE_MAX; k++) CHECK(same_float(t.wide.state[k][i], plain.wide.state[k][i]));
+      }
+      CHECK(t.param[count] == 0); /* between the arrays */
+      bf16_twin_destroy(&t);
+    }
+    bf16_twin_destroy(&plain);
+  }
+}
+
+/* Of every upper half, the lower halves about which rounding decides. The update is none (SGD with a rate of 0), so the parameter
+ * is the master rounded. */
+static void every_rounding_is_right(void) {
+  static const uint32_t lower[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff};
+  enum { LOWER = sizeof lower / sizeof *lower, COUNT = 1 << 16 };
+  ptn_hyper hyper = {.kind = PTN_SGD};
+  ptn_update update;
+  CHECK_OK(ptn_update_prepare(&update, &hyper, 1, 1));
+  ptn_bf16 *param = malloc(COUNT * sizeof *param), *grad = calloc(COUNT, sizeof *grad);
+  float *master = malloc(COUNT * sizeof *master);
+  for (int simd = PTN_SIMD_PLAIN; simd <= (int)ptn_simd_best(); simd++)
+    for (int k = 0; k < LOWER; k++) {
+      for (uint32_t i = 0; i < COUNT; i++) {
+        uint32_t bits = i << 16 | lower[k];
+        memcpy(&master[i], &bits, sizeof bits);
+        param[i] = ptn_bf16_round(master[i]);
+      }
+      ptn_bf16_kernel_for(PTN_SGD, (ptn_simd)simd)(&update, param, master, NULL, grad, ptn_span_whole(COUNT));
+      for (uint32_t i = 0; i < COUNT; i++) {
+        bool nan = (i & 0x7fff) > 0x7f80 || ((i & 0x7fff) == 0x7f80 && lower[k] > 0);
+        bool up = lower[k] > 0x8000 || (lower[k] == 0x8000 && i % 2 == 1);
+        if (nan) CHECK(isnan(ptn_bf16_widen(param[i])) && isnan(master[i]));
+        else if (i != 0x8000) CHECK(param[i] == i + up); /* -0 + 0 may be 0 */
+      }
+    }
+  free(param);
+  free(grad);
+  free(master);
+}
+
+static void bf16_sums_are_rounded(void) {
+  uint64_t seed = 6;
+  for (size_t count = 0; count < 70; count++) {
+    ptn_bf16 sum[70], before[70], term[70];
+    for (size_t i = 0; i < count; i++) {
+      before[i] = sum[i] = random_bf16(&seed);
+      term[i] = random_bf16(&seed);
+    }
+    ptn_accumulate_bf16(sum, term, count);
+    for (size_t i = 0; i < count; i++) CHECK(sum[i] == ptn_bf16_round(ptn_bf16_widen(before[i]) + ptn_bf16_widen(term[i])));
+  }
+}
+
+static void a_team_gives_the_same_bf16(void) {
+  uint64_t seed = 8;
+  ptn_team *team;
+  CHECK_OK(ptn_team_create(&team, 2));
+  for (int round = 0; round < 4; round++) {
+    ptn_update update = random_update(&seed);
+    size_t count = 100000 + check_random(&seed) % 5000;
+    bf16_twin a = bf16_twin_create(count, 1, (uint64_t)round), b = bf16_twin_create(count, 1, (uint64_t)round);
+    ptn_update_run_bf16(team, &update, a.param, a.wide.param, a.wide.state, a.grad, ptn_span_whole(count));
+    ptn_update_run_bf16(NULL, &update, b.param, b.wide.param, b.wide.state, b.grad, ptn_span_whole(count));
+    CHECK(memcmp(a.param, b.param, count * sizeof *a.param) == 0 && same(&a.wide, &b.wide));
+    ptn_update_run_bf16(NULL, &update, NULL, NULL, NULL, NULL, ptn_span_whole(0));
+    bf16_twin_destroy(&a);
+    bf16_twin_destroy(&b);
+  }
+  ptn_team_destroy(team);
+}
+
 int main(void) {
   settings_are_checked();
   sgd_by_hand();
@@ -236,5 +368,9 @@ int main(void) {
   nothing_outside_is_written();
   a_team_gives_the_same_bits();
   accumulation_is_addition();
+  bf16_is_fp32_between_widening_and_rounding();
+  every_rounding_is_right();
+  bf16_sums_are_rounded();
+  a_team_gives_the_same_bf16();
   return 0;
 }
