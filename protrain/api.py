@@ -22,6 +22,7 @@ from .errors import Error, PlanError, StepError
 from .layout import describe, make_layout
 from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
+from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, Settings, takes_use_cache
@@ -147,13 +148,6 @@ def _check_disk(disk: Any) -> str:
     return folder
 
 
-def _check_precision(precision: Any) -> None:
-    if precision == "bf16":
-        raise PlanError("precision is 'bf16', which is not available yet; use 'fp32'")
-    if precision != "fp32":
-        raise ValueError(f"precision is {precision!r}; allowed are 'fp32' and 'bf16'")
-
-
 def wrap(
     model: Model,
     optimizer: torch.optim.Optimizer,
@@ -180,7 +174,11 @@ def wrap(
         disk: folder for what does not fit. None: $PROTRAIN_DISK, else the temporary directory. A tmpfs is refused.
         accumulate: backward passes in each optimizer step.
         max_grad_norm: clip the global 2-norm as torch.nn.utils.clip_grad_norm_ does; optimizer.grad_norm is the norm before.
-        precision: "fp32".
+        precision: "fp32", or "bf16": bf16 parameters and gradients beside an fp32 master and moments, with Adam 16 bytes a
+            parameter as in fp32, but half of the bytes that forward and backward read. An update widens the gradient, updates the
+            master and rounds it to the parameter; the norm for max_grad_norm is that of the widened gradients. Parameters come as
+            fp32, whose values the masters keep, or as bf16; frozen ones have no master. Only parameters change their type:
+            buffers, such as rotary tables and running means, stay what they are; convert before wrap those that shall be bf16.
         plan: a Plan to use as it is. None: made from the first batch.
         block_modes: the mode of each block, for experiments.
         param_init_fn: for parameters on meta: called once for each module that owns parameters, in the order of
@@ -199,12 +197,14 @@ def wrap(
         parse_bytes(host_memory, "host_memory")
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
-    _check_precision(precision)
+    dtype = dtype_of(precision)
+    check_dtypes(named, dtype)
+    check_grads(named, dtype)
     blocks = find_blocks(model)
     modes = check_modes(block_modes, len(blocks))
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
-    layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None)
+    layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None, dtype)
     if plan is not None:
         check_plan(plan, layout, len(blocks))
     if param_init_fn is not None and weights is not None:
@@ -277,6 +277,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    precision: str = "fp32",
     block_modes: list[str] | None = None,
 ) -> Plan:
     """Plan without training: nothing of the model changes, and nothing of its size is allocated.
@@ -290,7 +291,7 @@ def plan(
         device: None or "cpu".
         disk: folder for what does not fit, as in `wrap`.
         optimizer: whose state counts; None: Adam's two moments for each parameter that requires a gradient.
-        accumulate, max_grad_norm, block_modes: as in `wrap`.
+        accumulate, max_grad_norm, precision, block_modes: as in `wrap`.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
@@ -303,8 +304,9 @@ def plan(
     _check_model(model)
     modes = check_modes(block_modes, len(find_blocks(model)))
     found = profile(
-        model, batch, memory=budget, disk=disk, optimizer=optimizer, accumulate=accumulate, max_grad_norm=max_grad_norm
-    )
+        model, batch, memory=budget, disk=disk, optimizer=optimizer, accumulate=accumulate, max_grad_norm=max_grad_norm,
+        precision=precision,
+    )  # fmt: skip
     return plan_from_profile(found, budget, modes=modes)
 
 
@@ -317,6 +319,7 @@ def profile(
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    precision: str = "fp32",
 ) -> Profile:
     """What `plan` decides from: the memory of a step of this batch, its times, and the machine's lanes. `to_json` keeps it.
 
@@ -331,6 +334,8 @@ def profile(
     args, kwargs = _arguments(batch)
     if takes_use_cache(model):
         kwargs = {"use_cache": False} | kwargs
+    dtype = dtype_of(precision)
+    check_dtypes(named, dtype)
     n_states = 2
     groups = {id(p): 0 for _, p in named if p.requires_grad}
     if optimizer is not None:
@@ -339,8 +344,12 @@ def profile(
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     folder = _check_disk(disk)
+    given, model = model, converted(model, dtype)
+    trained = list(model.named_parameters())
+    groups = {id(q): groups[id(p)] for (_, p), (_, q) in zip(named, trained, strict=True) if id(p) in groups}
+    named = trained
     modules = [block for _, block in find_blocks(model)]
-    layout = make_layout(named, groups, modules, budget, None)
+    layout = make_layout(named, groups, modules, budget, None, dtype)
     chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
     try:
         run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes)
@@ -349,10 +358,10 @@ def profile(
     return Profile(
         parameters=describe([p for _, p in named], modules, groups),
         n_blocks=len(modules),
-        n_states=n_states,
+        n_states=state_arrays(n_states, dtype),
         chunk_bytes=layout.chunk_bytes,
         run=run,
-        times=_rehearsed(model, args, kwargs, modules, run),
+        times=_rehearsed(given, model, args, kwargs, modules, run),
         machine=measure_machine(folder),
         n_passes=accumulate,
         grads_outlive_backward=accumulate > 1 or norm is not None,
@@ -363,16 +372,16 @@ def profile(
 _rehearsals: weakref.WeakKeyDictionary[nn.Module, dict[Any, Times]] = weakref.WeakKeyDictionary()
 
 
-def _rehearsed(model: nn.Module, args: Any, kwargs: Any, blocks: list[nn.Module], run: DryRun) -> Times:
-    """Of a rehearsal, made once for a model as it is and a batch of these shapes."""
+def _rehearsed(given: nn.Module, model: nn.Module, args: Any, kwargs: Any, blocks: list[nn.Module], run: DryRun) -> Times:
+    """Of a rehearsal, made once for a given model, as it is and will be trained, and a batch of these shapes."""
     described = tree_map_only(torch.Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs))
     key = (
         repr(described),
-        tuple((tuple(p.shape), p.requires_grad) for p in model.parameters()),
+        tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()),
         tuple(module.training for module in model.modules()),
         torch.get_num_threads(),
     )
-    known = _rehearsals.setdefault(model, {})
+    known = _rehearsals.setdefault(given, {})
     if key not in known:
         try:
             known[key] = rehearse(model, args, kwargs, blocks, run)

@@ -1,8 +1,9 @@
 """Checkpoints: weights that plain tools read, and beside them what training needs to go on bit for bit.
 
 A folder holds `model*.safetensors` (and config.json) as `from_pretrained` reads them, `optimizer*.safetensors` with the state
-arrays under "ARRAY.PARAMETER", and `protrain.json` with parameter groups, step counters and torch's random state. It is
-written tensor by tensor beside its target and takes the target's name when it is whole. Nothing in it is a pickle.
+arrays under "ARRAY.PARAMETER" (the fp32 master of a bf16 parameter under "master.PARAMETER"), and `protrain.json` with parameter
+groups, step counters and torch's random state. It is written tensor by tensor beside its target and takes the target's name when
+it is whole. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .api import session_of
 from .errors import DiskError, PlanError
 from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
+from .precision import has_master, saved_config
 from .session import Session
 from .tensorfiles import Entry, entries, replaced, write_tensors
 
@@ -39,6 +41,8 @@ def _states(session: Session) -> Iterator[tuple[int, int, str]]:
         if entry.group >= 0 and session.engine.steps(entry.index):
             for array, name in enumerate(state_names(hyper_of(session.kind, session.groups[entry.group]))):
                 yield entry.index, 1 + array, f"{name}.{entry.name}"
+        if has_master(session, entry.index):
+            yield entry.index, session.master_array, f"master.{entry.name}"
 
 
 def _plain(value: Any) -> Any:
@@ -67,7 +71,7 @@ def save(
         with replaced(folder) as fresh:
             config: Any = getattr(model, "config", None)
             if hasattr(config, "save_pretrained"):
-                config.save_pretrained(str(fresh))
+                saved_config(model, config).save_pretrained(str(fresh))
             write_tensors(fresh, entries(model), session.tensors())
             states = list(_states(session))
             expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
@@ -135,7 +139,7 @@ def _weight_files(folder: str) -> list[str]:
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Bring a wrapped model and its optimizer to the step that `save` wrote; budget and disk may be others.
+    """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others.
 
     Raises:
         DiskError: the folder holds no checkpoint.
@@ -157,6 +161,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
         if entry.group >= 0 and about["param_steps"].get(entry.name):
             names = state_names(hyper_of(session.kind, session.groups[entry.group] | groups[entry.group]))
             wanted += [(entry.index, 1 + array, states, f"{name}.{entry.name}") for array, name in enumerate(names)]
+        if entry.group >= 0 and states.shape(f"master.{entry.name}") is not None:  # saved in bf16; in fp32 it is the parameter
+            wanted.append((entry.index, session.master_array, states, f"master.{entry.name}"))
     for number, _, files, name in wanted:
         shape, ours = files.shape(name), tuple(session.layout.entries[number].shape)
         if shape != ours:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from . import _core
-from .errors import PlanError
 from .sizes import MIB
 
 PAGE_BYTES = 4096
@@ -58,6 +57,7 @@ class Layout(Chunks):
     """Chunks, and their entries in execution order."""
 
     entries: tuple[Entry, ...]
+    dtype: torch.dtype = torch.float32
 
 
 def chunk_size(parameters: Sequence[tuple[int, int, bool]], budget_bytes: int) -> int:
@@ -90,6 +90,7 @@ def make_layout(
     blocks: list[nn.Module],
     budget_bytes: int,
     chunk_bytes: int | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Layout:
     """Pack parameters into chunks.
 
@@ -97,33 +98,35 @@ def make_layout(
         named: (name, parameter) in execution order, each parameter once.
         groups: id(parameter) -> optimizer group.
         chunk_bytes: of a plan that is used as it is; None to choose.
+        dtype: of the parameters as they will be trained.
 
     Raises:
-        PlanError: a parameter is not fp32.
+        PlanError: a parameter's elements share memory.
     """
     for name, p in named:
-        if p.dtype != torch.float32:
-            raise PlanError(f"parameter {name} is {p.dtype}; only torch.float32 is supported, call model.float() first")
         if p.device.type != "meta" and any(stride == 0 < size - 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise PlanError(f"parameter {name} is expanded, its elements share memory: give it memory of its own first")
-    parameters = describe([p for _, p in named], blocks, groups)
+    parameters = describe([p for _, p in named], blocks, groups, dtype)
     found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
     entries = tuple(
         Entry(name, index, chunk, offset, p.shape, groups.get(id(p), -1) if p.requires_grad else -1)
         for index, ((name, p), (chunk, offset)) in enumerate(zip(named, found.places, strict=True))
     )
-    return Layout(**found.__dict__, entries=entries)
+    return Layout(**found.__dict__, entries=entries, dtype=dtype)
 
 
 def describe(
-    params: Iterable[nn.Parameter], blocks: Sequence[nn.Module], groups: Container[int] | None = None
+    params: Iterable[nn.Parameter],
+    blocks: Sequence[nn.Module],
+    groups: Container[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[tuple[int, int, bool], ...]:
     """(bytes, number of the first block that has it or -1, trained) of each parameter. groups: of the ids that an optimizer has;
-    None: it has all."""
+    None: it has all. dtype: the type that parameters will be of; None: their own."""
     block_of = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
     return tuple(
-        (p.numel() * p.element_size(), block_of.get(id(p), -1), p.requires_grad and (groups is None or id(p) in groups))
-        for p in params
+        (size, block_of.get(id(p), -1), p.requires_grad and (groups is None or id(p) in groups))
+        for p, size in ((p, p.numel() * (dtype or p.dtype).itemsize) for p in params)
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from .counting import uncounted
 from .errors import PlanError
 from .parameters import DisableTorchFunction
+from .precision import has_master, write_master
 from .session import Session
 from .sizes import MIB
 
@@ -84,6 +85,7 @@ class Filler:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.dtypes = [p.dtype for p in session.params]  # as they are given
         self.left = [set(members) for members in session.layout.members]
         self.open: set[int] = set()
         self.written: set[int] = set()
@@ -104,7 +106,38 @@ class Filler:
                 for i, original in originals.items():
                     if original.device.type != "meta":
                         session.params[i].data.copy_(original)
+                        self.keep(i, original)
         self.open.add(chunk)
+
+    def keep(self, number: int, values: torch.Tensor, first: int = 0) -> None:
+        """What a parameter was given, from element `first` on, is in its master as it was. Where nothing was rounded the first
+        update makes the master from the parameter."""
+        if values.dtype != self.session.layout.dtype:
+            write_master(self.session, number, values, first)
+
+    def lend(self, number: int) -> None:
+        """Parameter `number`, entered before, is memory of its own in the type in which it was given, where that is wider than
+        where its chunk lies: what initialises it draws the same numbers as it would without us."""
+        session, dtype = self.session, self.dtypes[number]
+        if dtype == session.layout.dtype:
+            return
+        with DisableTorchFunction():
+            wide = torch.zeros(session.layout.entries[number].shape, dtype=dtype)
+            wide.copy_(session.params[number].data)
+            if has_master(session, number) and wide.numel():
+                session.engine.transfer(number, session.master_array, wide.data_ptr(), False)
+            session.params[number].data = wide
+
+    def take_back(self, number: int) -> None:
+        """What was lent is the parameter's value: rounded where its chunk lies, and as it is in its master."""
+        session = self.session
+        if self.dtypes[number] == session.layout.dtype:
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            wide = session.params[number].data
+            session.params[number].data = session.place(number)
+            session.params[number].data.copy_(wide)
+        write_master(session, number, wide)
 
     def leave(self, number: int) -> None:
         """Parameter `number` has its values."""
@@ -123,7 +156,7 @@ def make_real(session: Session, chunk: int) -> None:
         if p.device.type != "meta":
             continue
         attributes = dict(p.__dict__)
-        real = nn.Parameter(torch.zeros(()).expand(p.shape), requires_grad=p.requires_grad)
+        real = nn.Parameter(torch.zeros((), dtype=session.layout.dtype).expand(p.shape), requires_grad=p.requires_grad)
         torch.utils.swap_tensors(p, real)
         p.__dict__.update(attributes)
 
@@ -141,11 +174,13 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
     filler = Filler(session)
     index = {id(p): number for number, p in enumerate(session.params)}
     for module in session.model.modules():
-        own = [index[id(p)] for p in module._parameters.values() if p is not None]
+        own = list(dict.fromkeys(index[id(p)] for p in module._parameters.values() if p is not None))
         if not own:
             continue
         for number in own:
             filler.enter(number)
+        for number in own:
+            filler.lend(number)
         empty = _empty_buffers(module)
         param_init_fn(module)
         for leaf in empty:
@@ -153,6 +188,7 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
             if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
                 raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
         for number in own:
+            filler.take_back(number)
             filler.leave(number)
 
 
@@ -195,9 +231,13 @@ def from_weights(session: Session, folder: str) -> None:
                 target = session.params[entry.index].data
                 if not shape:
                     target.copy_(file.get_tensor(found))
+                    filler.keep(entry.index, file.get_tensor(found))
+                row_count = entry.count // max(shape[0], 1) if shape else 0
                 rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
                 for first in range(0, shape[0] if shape else 0, rows):
-                    target[first : first + rows].copy_(part[first : first + rows])
+                    values = part[first : first + rows]
+                    target[first : first + rows].copy_(values)
+                    filler.keep(entry.index, values, first * row_count)
         filler.leave(entry.index)
 
 

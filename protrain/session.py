@@ -41,6 +41,7 @@ from .optimizers import Hyper, hyper_of, n_states_of, state_names
 from .pacing import Pacer
 from .parameters import DisableTorchFunction, enchain, mark_views, release
 from .planning import Arrangement, Plan, arrange, refuse
+from .precision import before_load, master, state_arrays, write_master
 from .profiles import Machine, Times
 from .sizes import format_bytes
 from .timeline import BlockClock
@@ -84,6 +85,10 @@ class Session:
         self.kind, self.groups, self.settings = kind, groups, settings
         hypers = [hyper_of(kind, group) for group in groups]
         self.n_states = max((n_states_of(hyper) for hyper in hypers), default=0)
+        self.element_bytes = layout.dtype.itemsize
+        self.state_arrays = state_arrays(self.n_states, layout.dtype)
+        self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0  # 0: parameters are their own masters
+        self.masters_given: set[int] = set()  # masters that came with the optimizer's state, since the last step
         self.arrangement = self._first_arrangement()
         self.engine = _core.Engine(
             settings.disk,
@@ -92,6 +97,7 @@ class Session:
             [(e.chunk, e.offset_bytes, e.count, e.group >= 0, max(e.group, 0)) for e in layout.entries],
             len(groups),
             self.n_states,
+            bf16=self.master_array > 0,
         )
         self.clock = BlockClock(self.engine, self._backward_begins)
         self.closed = False
@@ -142,16 +148,17 @@ class Session:
         """
         layout, budget = self.layout, self.settings.memory_bytes
         try:
-            safest = arrange(layout, len(self.blocks), self.n_states, budget, None, n_persist=0)
+            safest = arrange(layout, len(self.blocks), self.state_arrays, budget, None, n_persist=0)
         except BudgetError as error:
             raise refuse(error, "the model with its largest chunks in turn") from None
-        if 4 * sum(layout.sizes) > budget:
+        with_masters = 3 if self.master_array else 1  # masters come with the values, other state with the first update
+        if 4 * with_masters * sum(layout.sizes) > budget:
             return safest
         everything = Plan(
             layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(self.blocks), 0.0,
-            sum(layout.sizes), 0, 0, budget,
+            with_masters * sum(layout.sizes), 0, 0, budget,
         )  # fmt: skip
-        return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], sum(layout.sizes), safest.smallest_bytes)
+        return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], everything.peak_bytes, safest.smallest_bytes)
 
     def begin_fill(self) -> None:
         """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
@@ -200,7 +207,8 @@ class Session:
         saved_parameter = self.saved_parameter if on_disk else None
         keep = _core.SavedTensors(self.engine, saved_parameter, self.unpack_parameter, 0)
         self.hooks = keep.pack, keep.unpack
-        self.stash = _core.SavedTensors(self.engine, saved_parameter, self.unpack_parameter, STASH_LEAST_BYTES)
+        least_bytes = STASH_LEAST_BYTES * self.element_bytes // 4  # what is stashed in fp32 is stashed in bf16
+        self.stash = _core.SavedTensors(self.engine, saved_parameter, self.unpack_parameter, least_bytes)
         self.stash_hooks = self.stash.pack, self.stash.unpack
         for buffer in self.model.buffers():
             if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.device.type == "cpu":
@@ -209,19 +217,22 @@ class Session:
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
         region = self.engine.region(chunk)
-        base = torch.frombuffer(region, dtype=torch.float32)
-        self._bases[chunk] = base
+        self._bases[chunk] = torch.frombuffer(region, dtype=self.layout.dtype)
         in_memory = self.engine.in_memory(chunk)
         for index in self.layout.members[chunk]:
-            entry, p = self.layout.entries[index], self.params[index]
-            first = entry.offset_bytes // 4
-            view = base[first : first + entry.count].view(entry.shape)
+            p = self.params[index]
             with DisableTorchFunction():
-                p.data = view
+                p.data = self.place(index)
             if in_memory:
                 release(p)
             else:
                 enchain(p, self, index)
+
+    def place(self, number: int) -> torch.Tensor:
+        """A view of where the values of parameter `number` lie, of its shape."""
+        entry = self.layout.entries[number]
+        first = entry.offset_bytes // self.element_bytes
+        return self._bases[entry.chunk][first : first + entry.count].view(entry.shape)
 
     def bind_all(self) -> None:
         for chunk in range(self.layout.n_chunks):
@@ -229,7 +240,7 @@ class Session:
 
     def _unbind_all(self) -> None:
         """Parameters keep their shapes over one shared element, so that slots can go."""
-        nothing = torch.zeros(())
+        nothing = torch.zeros((), dtype=self.layout.dtype)
         with DisableTorchFunction():
             for p in self.params:
                 p.data = nothing.expand(p.shape)
@@ -298,9 +309,9 @@ class Session:
             n_persist = None if unknown_bytes else 0
         try:
             found = arrange(
-                self.layout, len(self.blocks), self.n_states, settings.memory_bytes, run, modes=modes, n_persist=n_persist,
+                self.layout, len(self.blocks), self.state_arrays, settings.memory_bytes, run, modes=modes, n_persist=n_persist,
                 n_buffer=n_buffer, grads_outlive_backward=self.grads_outlive_backward, n_passes=settings.accumulate,
-                unknown_bytes=unknown_bytes, times=times, machine=machine,
+                unknown_bytes=unknown_bytes + self._widened_bytes, times=times, machine=machine,
             )  # fmt: skip
         except BudgetError as error:
             raise refuse(error, "a step of this batch") from None
@@ -308,6 +319,13 @@ class Session:
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
         return found
+
+    @property
+    def _widened_bytes(self) -> int:
+        """What the norm of a bf16 gradient takes while it is computed: the largest of them in fp32."""
+        if not self.master_array or self.settings.max_grad_norm is None:
+            return 0
+        return _core.rounded_bytes(max((4 * entry.count for entry in self.layout.entries if entry.group >= 0), default=0))
 
     @property
     def grads_outlive_backward(self) -> bool:
@@ -520,9 +538,9 @@ class Session:
             if chunk is None:
                 return None
             offset = int(tensor.storage_offset())
-            place = bisect.bisect_right(self._offsets[chunk], offset * 4) - 1
+            place = bisect.bisect_right(self._offsets[chunk], offset * self.element_bytes) - 1
             number = self.layout.members[chunk][place]
-            first = self.layout.entries[number].offset_bytes // 4
+            first = self.layout.entries[number].offset_bytes // self.element_bytes
             return SavedParameter(number, tensor, offset - first, self.params[number])
 
     def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
@@ -538,18 +556,20 @@ class Session:
             if owner is not None:
                 check_version(owner._version, saved.version, saved.size)
             if not self.engine.in_memory(chunk) and torch.is_grad_enabled():
-                copy = torch.empty(entry.count)  # this backward has a graph of its own, which holds on to what it is given
+                copy = torch.empty(
+                    entry.count, dtype=self.layout.dtype
+                )  # this backward has a graph of its own, which holds on to what it is given
                 self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
                 return copy.as_strided(saved.size, saved.stride, saved.offset)
             if chunk not in self._node_chunks and not self.engine.in_memory(chunk):
                 if not self.engine.demand(chunk):
-                    copy = torch.empty(entry.count)  # the slot is taken by what this same node reads
+                    copy = torch.empty(entry.count, dtype=self.layout.dtype)  # the slot is taken by what this same node reads
                     self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
                     return copy.as_strided(saved.size, saved.stride, saved.offset)
                 self._node_chunks.add(chunk)
             base = self._bases[chunk]
             self._address_chunk[base.data_ptr()] = chunk
-            return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // 4)
+            return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // self.element_bytes)
 
     def release_node(self) -> None:
         """The node of the graph whose parameters are held in place is done."""
@@ -624,7 +644,7 @@ class Session:
             use = UPDATE if last and self._updates_behind_backward else SPILL
             if last and self.settings.max_grad_norm is not None:
                 grad, use = self._total(number, grad), SPILL_TOTAL
-                self._norms[number] = torch._foreach_norm([grad], 2.0)[0]
+                self._norms[number] = self._norm(grad)
             self.engine.gradient(number, grad.data_ptr(), grad, use)
             self._taken.add(number)
 
@@ -632,12 +652,17 @@ class Session:
         """A gradient as the kernels take it.
 
         Raises:
-            PlanError: it is sparse, or not fp32.
+            PlanError: it is sparse, or not of the parameters' type.
         """
-        if grad.layout != torch.strided or grad.dtype != torch.float32:
-            name = self.layout.entries[number].name
-            raise PlanError(f"the gradient of {name} is {grad.layout} {grad.dtype}; only dense float32 gradients are supported")
+        if grad.layout != torch.strided or grad.dtype != self.layout.dtype:
+            name, wanted = self.layout.entries[number].name, str(self.layout.dtype).removeprefix("torch.")
+            raise PlanError(f"the gradient of {name} is {grad.layout} {grad.dtype}; only dense {wanted} gradients are supported")
         return grad.contiguous()
+
+    def _norm(self, grad: torch.Tensor) -> torch.Tensor:
+        """The 2-norm of one gradient, as clip_grad_norm_ computes it; of a bf16 gradient that of the widened one, which is what
+        the update takes."""
+        return torch._foreach_norm([grad.float()], 2.0)[0]
 
     def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
         """The sum of this step's gradients of one parameter: those on disk came first."""
@@ -676,6 +701,7 @@ class Session:
         self._left |= self._taken
         self._taken.clear()
         self._norms.clear()
+        self.masters_given.clear()
         self.steps += 1
         now = time.perf_counter()
         wait_ns = self.engine.stats()["wait_ns"]
@@ -741,7 +767,8 @@ class Session:
             self.engine.update_in_memory(number, grad.data_ptr(), scale)
         self._left.update(number for number, _ in in_memory)
         self._update_seconds = time.perf_counter() - began
-        self._update_bytes = 4 * (1 + self.n_states) * sum(self.layout.entries[number].count for number, _ in in_memory)
+        updated = sum(self.layout.entries[number].count for number, _ in in_memory)
+        self._update_bytes = self.element_bytes * (1 + self.state_arrays) * updated
         self.engine.commit()
         for entry in self.layout.entries:
             if entry.group >= 0 and not entry.count and self.params[entry.index].grad is not None:
@@ -759,7 +786,7 @@ class Session:
             elif number in self._taken:
                 norms.append(self._norm_on_disk(number))
             elif entry.group >= 0 and p.grad is not None:
-                norms.append(torch._foreach_norm([p.grad], 2.0)[0])
+                norms.append(self._norm(p.grad))
         if not norms:
             return torch.tensor(0.0), 1.0
         total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
@@ -768,9 +795,9 @@ class Session:
 
     def _norm_on_disk(self, number: int) -> torch.Tensor:
         """The norm of a gradient that is whole on disk: the step's last pass added nothing, or there were fewer passes."""
-        grad = torch.empty(self.layout.entries[number].shape)
+        grad = torch.empty(self.layout.entries[number].shape, dtype=self.layout.dtype)
         self.engine.spilled(number, grad.data_ptr())
-        return torch._foreach_norm([grad], 2.0)[0]
+        return self._norm(grad)
 
     def change_step(self, accumulate: int, max_grad_norm: float | None) -> None:
         """Other passes in each step, or another norm, from here on; gradients are dropped, the next batch is planned for anew."""
@@ -816,21 +843,26 @@ class Session:
     # ---- values and state ----
 
     def value(self, number: int, array: int = 0) -> torch.Tensor:
-        """An owned copy of a parameter (array 0) or of one of its state arrays, in no budget."""
+        """An owned copy of a parameter (array 0), of one of its state arrays or of its master, in no budget."""
         entry = self.layout.entries[number]
         if array == 0:
             changes.adopt(self, number)
+        elif array == self.master_array:
+            return master(self, number)
         with uncounted(), DisableTorchFunction():
-            tensor = torch.empty(entry.shape)
+            tensor = torch.empty(entry.shape, dtype=torch.float32 if array else self.layout.dtype)
             if entry.count:
                 self.engine.transfer(number, array, tensor.data_ptr(), False)
         return tensor
 
     def set_value(self, number: int, value: torch.Tensor, array: int = 0) -> None:
+        """Set a parameter, its master with it where it has one, or one of its arrays alone."""
         with uncounted(), DisableTorchFunction():
-            tensor = value.detach().to(dtype=torch.float32, device="cpu").contiguous()
+            tensor = value.detach().to(dtype=torch.float32 if array else self.layout.dtype, device="cpu").contiguous()
             if tensor.numel():
                 self.engine.transfer(number, array, tensor.data_ptr(), True)
+            if array == 0:
+                write_master(self, number, value)
 
     def set_data(self, number: int, value: torch.Tensor) -> None:
         """As `p.data = value`; see changes.set_data."""
@@ -866,9 +898,13 @@ class Session:
             for offset, p in enumerate(group["params"]):
                 number = index[id(p)]
                 steps = self.engine.steps(number)
-                if steps == 0 or (self.kind is torch.optim.SGD and not names):
+                untouched = steps == 0 or (self.kind is torch.optim.SGD and not names)
+                if self.layout.entries[number].group < 0 or (untouched and not self.master_array):
                     continue
-                entry = {name: value(number, 1 + array) for array, name in enumerate(names)}
+                known = names if steps or self.kind is not torch.optim.SGD else ()  # a buffer that no step has made is none
+                entry = {name: value(number, 1 + array) for array, name in enumerate(known)}
+                if self.master_array:
+                    entry["master"] = value(number, self.master_array)
                 if self.kind is not torch.optim.SGD:
                     entry = {"step": torch.tensor(float(steps))} | entry
                 state[place + offset] = entry
@@ -901,6 +937,9 @@ class Session:
                     self.set_value(number, value, 1 + array)
                 elif self.engine.steps(number):
                     self.set_value(number, torch.zeros(entry.shape), 1 + array)
+            if self.master_array and state.get("master") is not None:
+                self.set_value(number, state["master"], self.master_array)
+                self.masters_given.add(number)
             step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
             self.engine.set_steps(number, int(step))
 
@@ -920,6 +959,8 @@ class Session:
         index = {id(p): number for number, p in enumerate(self.params)}
         for module in self.model.modules():
             own = {leaf: index[id(p)] for leaf, p in module._parameters.items() if p is not None}
+            if own and self.master_array:
+                self._handles.append(module.register_load_state_dict_pre_hook(functools.partial(self._before_load, own)))
             if own:
                 self._handles.append(module.register_state_dict_post_hook(functools.partial(self._fill_state_dict, own)))
                 self._handles.append(module.register_load_state_dict_pre_hook(changes.refuse_assign))
@@ -961,6 +1002,9 @@ class Session:
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
         self.zero_grad()
+
+    def _before_load(self, own: dict[str, int], _module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        before_load(self, own, state_dict, prefix)
 
     def _fill_state_dict(self, own: dict[str, int], _module: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> None:
         """Each entry becomes a full, separately owned tensor; tied parameters share one."""

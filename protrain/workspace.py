@@ -26,6 +26,14 @@ def _attention_split(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(key.shape[-2], 512)
 
 
+def _packed_bytes(first: torch.Tensor) -> int:
+    """What a thread packs of the operands of a product of 16-bit numbers at once, at most: blocks of the second, and of the first
+    where its rows do not lie in a row. Only known where the kernels are those of AVX-512; else all of both is taken."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported():
+        return _bytes(first) << 20
+    return 256 << 10 if first.stride(-1) == 1 else 1536 << 10
+
+
 def workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
     """What the CPU kernel of an operation allocates beside its outputs while it runs: the one table, found by measurement."""
     threads = torch.get_num_threads()
@@ -47,5 +55,5 @@ def workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Te
         case "aten::_embedding_bag_dense_backward":  # the indices, sorted
             return 3 * _bytes(inputs[1])
         case "aten::mm" | "aten::addmm" | "aten::bmm" | "aten::baddbmm" if outputs[0].element_size() == 2:  # packed operands
-            return _bytes(*inputs[-2:])
+            return min(_bytes(*inputs[-2:]), threads * _packed_bytes(inputs[-2]))
     return 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from protrain.cli.words import CommandError
+from protrain.precision import saved_config
 from protrain.tensorfiles import entries, replaced, write_tensors
 
 
@@ -49,7 +50,7 @@ def save(
 
 def add_files(fresh: Path, model: nn.Module, config: Any, tokenizer: object) -> None:
     """What stands beside the weights: the config as it was read, with the model's class, and the tokenizer."""
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(saved_config(model, config))
     config.architectures = [type(model).__name__]
     config.save_pretrained(str(fresh))
     tokenizer.save_pretrained(str(fresh))  # type: ignore[attr-defined]

@@ -205,8 +205,6 @@ def _from_file(words: Words, own: PlanWords, name: str) -> Source:
 
 def _from_here(words: Words, setup: Setup) -> Source:
     """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
-    if words.precision != "fp32":
-        raise CommandError(f"--precision {words.precision}: only fp32 can be planned here yet; leave the option out")
     import torch
 
     from protrain import api
@@ -227,6 +225,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
                 disk=words.disk,
                 accumulate=words.accumulate,
                 max_grad_norm=words.max_grad_norm,
+                precision=words.precision,
                 memory=budget_bytes,
             )
         return replace(found, model=name)

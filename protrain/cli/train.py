@@ -219,7 +219,10 @@ def _refuse_early(words: Words, seq: int, model: Any) -> None:
     arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
     # A model that cannot be planned for without running it (PlanError) is profiled in its first step, which is said then.
     with contextlib.suppress(protrain.PlanError):
-        protrain.plan(model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm)
+        protrain.plan(
+            model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm,
+            precision=words.precision,
+        )  # fmt: skip
 
 
 def _steps(

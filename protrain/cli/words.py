@@ -175,7 +175,7 @@ def model_options(command: _Command) -> _Command:
             type=click.Choice(["fp32", "bf16"]),
             default="fp32",
             show_default=True,
-            help="Number format of parameters and gradients; bf16 is not available yet.",
+            help="Number format of parameters and gradients; bf16 has an fp32 master.",
         ),
         click.option("--json", "as_json", is_flag=True, help="JSON lines alone on stdout. [default: text]"),
     ]
