@@ -24,10 +24,10 @@ _AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
 _KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
 
 
-def _check_value(name: str, shape: torch.Size, value: torch.Tensor) -> None:
-    if value.shape != shape or value.dtype != torch.float32 or value.device.type != "cpu" or value.layout != torch.strided:
+def _check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor) -> None:
+    if value.shape != shape or value.dtype != dtype or value.device.type != "cpu" or value.layout != torch.strided:
         raise PlanError(
-            f"parameter {name} of shape {tuple(shape)}, torch.float32 on cpu, was given data of shape {tuple(value.shape)}, "
+            f"parameter {name} of shape {tuple(shape)}, {dtype} on cpu, was given data of shape {tuple(value.shape)}, "
             f"{value.dtype} on {value.device}; {_KEPT}"
         )
 
@@ -40,7 +40,7 @@ def set_data(session: Session, number: int, value: torch.Tensor) -> None:
     """
     if value is session.params[number]:
         return
-    _check_value(session.layout.entries[number].name, session.params[number].shape, value)
+    _check_value(session.layout.entries[number].name, session.params[number].shape, session.layout.dtype, value)
     with torch.no_grad(), uncounted():
         session.set_value(number, value.clone())
 
@@ -57,11 +57,11 @@ def adopt(session: Session, only: int | None = None) -> None:
         base = session._bases.get(entry.chunk)
         if base is None or not entry.count or not session.engine.in_memory(entry.chunk):
             continue
-        if p.data_ptr() == base.data_ptr() + entry.offset_bytes and p.dtype == torch.float32:
+        if p.data_ptr() == base.data_ptr() + entry.offset_bytes and p.dtype == session.layout.dtype:
             continue
-        _check_value(entry.name, entry.shape, p.data)
+        _check_value(entry.name, entry.shape, session.layout.dtype, p.data)
         session.set_value(number, p.data)
-        first = entry.offset_bytes // 4
+        first = entry.offset_bytes // session.element_bytes
         with DisableTorchFunction():
             p.data = base[first : first + entry.count].view(entry.shape)
 
@@ -106,10 +106,11 @@ def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles."""
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for dtype in {torch.float32} | {buffer.dtype for buffer in module.buffers()}:
+        own = session.layout.dtype
+        for dtype in {own} | {buffer.dtype for buffer in module.buffers()}:
             probe = torch.empty(0, dtype=dtype)
             found = fn(probe)
-            if found.device != probe.device or (dtype == torch.float32 and found.dtype != dtype):
+            if found.device != probe.device or (dtype == own and found.dtype != dtype):
                 raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")
         return type(module)._apply(module, fn, recurse)
 

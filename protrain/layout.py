@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _core
+from .errors import PlanError
 from .sizes import MIB
 
 PAGE_BYTES = 4096

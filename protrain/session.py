@@ -267,7 +267,6 @@ class Session:
         _core.trim(0)
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot >= 0:
-                self._drop_gradients(number)
                 self.engine.to_disk(number)
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot < 0:
@@ -275,13 +274,6 @@ class Session:
         self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
         self._set_slots()
         self.bind_all()
-
-    def _drop_gradients(self, chunk: int) -> None:
-        """Gradients that step() used leave with their chunk: backward would add to them, and zero_grad() not find them."""
-        for number in self.layout.members[chunk]:
-            if self.layout.entries[number].group >= 0:
-                with DisableTorchFunction():
-                    self.params[number].grad = None
 
     # ---- planning ----
 

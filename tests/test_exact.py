@@ -380,3 +380,27 @@ def test_a_gradient_that_cannot_be_used_changes_nothing(gpt2: Any, token_batches
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     protrain.unwrap(model)
+
+
+def test_homes_that_move_in_step(gpt2: Any, token_batches: Any) -> None:
+    """A plan by time may move chunks to disk at the end of step(), when gradients in memory wait for zero_grad()."""
+    batches = token_batches(4)
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for number, ids in enumerate(batches):
+            loss = loss_of(model, ids)
+            loss.backward()
+            figures.append(loss.item())
+            optimizer.step()
+            if number == 1 and not plain:
+                session = protrain.session_of(model)
+                assert session.arrangement.plan.n_persist == session.arrangement.plan.n_chunks
+                session.rearrange(session.decide(None))
+                assert session.arrangement.plan.n_persist == 0
+                with pytest.raises(protrain.StepError, match="zero_grad"):
+                    loss_of(model, ids).backward()
+            optimizer.zero_grad()
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=AMPLE), run(gpt2, loop), AMPLE)
