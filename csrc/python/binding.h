@@ -42,6 +42,13 @@ PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
 
+/* Methods of Engine for updates that Python computes (engine_staging.c). */
+PyObject *ptn_python_stage(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused);
+PyObject *ptn_python_reserve(PyObject *object, PyObject *number);
+PyObject *ptn_python_release(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_move(PyObject *object, PyObject *arguments);
+
 /* Functions of the module. */
 PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords);
 PyObject *ptn_python_layout(PyObject *module, PyObject *arguments);

@@ -156,7 +156,7 @@ void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
   ptn_stash_get_stats(engine->stash, &stash);
   ptn_lock(&engine->mutex);
   *out = (ptn_engine_stats){.wait_ns = engine->wait_ns + stash.wait_ns,
-                            .disk_bytes = stash.disk_bytes,
+                            .disk_bytes = stash.disk_bytes + engine->own_bytes,
                             .update_ns = engine->update_ns,
                             .loaded_bytes = engine->loaded_bytes,
                             .loads = engine->loads,

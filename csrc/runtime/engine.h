@@ -158,6 +158,19 @@ ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale);
 ptn_status ptn_engine_wait(ptn_engine *engine);
 /* Updates one parameter of a chunk in memory, at once; not undone by drop. */
 ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const void *grad, float grad_scale);
+
+/* ---- updates that the caller computes (runtime/staging.c); after a successful wait ---- */
+
+/* The new values of one trained parameter of a chunk on disk: written to the chunk's shadow, they count from commit on. */
+ptn_status ptn_engine_stage(ptn_engine *engine, uint32_t param, const float *values);
+/* Completes the shadows with the parameters that were not staged; commit comes next. */
+ptn_status ptn_engine_stage_rest(ptn_engine *engine);
+/* Space in the engine's file for what is the caller's own; as ptn_store_reserve and ptn_store_release. */
+ptn_status ptn_engine_reserve(ptn_engine *engine, uint64_t bytes, ptn_extent *out);
+void ptn_engine_release(ptn_engine *engine, ptn_extent *extent);
+/* Between memory and such an extent. offset is a multiple of PTN_PAGE_BYTES; memory that begins on a page goes without a copy. */
+ptn_status ptn_engine_move(ptn_engine *engine, uint64_t offset, void *memory, uint64_t bytes, bool write);
+
 /* Turns shadows into homes; call after a successful wait. */
 void ptn_engine_commit(ptn_engine *engine);
 /* Forgets gradients and shadows of the step under way. */

@@ -288,7 +288,7 @@ ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
 /* ---- single parameters ---- */
 
 /* Copies between memory and a stretch of the disk that need not lie on pages, through a bounce buffer. */
-static ptn_status transfer_disk(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write) {
+ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write) {
   void *bounce;
   PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &bounce));
   ptn_status status = PTN_OK;
@@ -369,7 +369,8 @@ static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stret
     PTN_TRY(write_zeros(engine, chunk, master));
   }
   uint64_t begin = part->array == 0 ? 0 : array_offset(engine, chunk, part->array - 1);
-  PTN_TRY(transfer_disk(engine, chunk->extents[chunk->current].offset + begin + part->offset_bytes, memory, part->bytes, write));
+  PTN_TRY(
+      ptn_homes_transfer(engine, chunk->extents[chunk->current].offset + begin + part->offset_bytes, memory, part->bytes, write));
   if (write && part->array == 0) {
     ptn_lock(&engine->mutex);
     ptn_residency_settle(engine);
@@ -407,7 +408,8 @@ ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, void *memory,
   PTN_TRY(ptn_engine_wait(engine));
   if (!param->spilled) return PTN_OK;
   *found = true;
-  return transfer_disk(engine, chunk->grads.offset + param->offset_bytes, memory, param->count * engine->element_bytes, false);
+  return ptn_homes_transfer(engine, chunk->grads.offset + param->offset_bytes, memory, param->count * engine->element_bytes,
+                            false);
 }
 
 uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param) { return engine->params[param].steps; }

@@ -118,6 +118,7 @@ struct ptn_engine {
   ptn_store *store;
   ptn_stash *stash;
   uint64_t stash_bytes; /* on disk at most in the step before */
+  uint64_t own_bytes;   /* of extents that the caller reserved */
   ptn_team *team;
   void (*release)(void *owner);
   uint32_t n_chunks, n_params, n_groups, n_states;
@@ -170,6 +171,9 @@ struct ptn_engine {
 void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */
 void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is under way */
+
+/* homes.c: between memory and a stretch of the disk that need not lie on pages */
+ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write);
 
 /* lane.c */
 ptn_status ptn_lane_start(ptn_engine *engine);

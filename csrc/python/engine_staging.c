@@ -1,0 +1,57 @@
+/* Methods of Engine for updates that Python computes: staged values, and extents for state of any shape (runtime/staging.c). */
+#include "python/binding.h"
+
+static PyObject *answer(ptn_status status) {
+  if (status != PTN_OK) return ptn_python_raise();
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_engine(object);
+  unsigned int param;
+  unsigned long long address;
+  if (!engine || !PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_stage(engine, param, (const float *)(uintptr_t)address));
+  return answer(status);
+}
+
+PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_stage_rest(engine));
+  return answer(status);
+}
+
+PyObject *ptn_python_reserve(PyObject *object, PyObject *number) {
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  ptn_extent extent;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_reserve(engine, bytes, &extent));
+  if (status != PTN_OK) return ptn_python_raise();
+  return Py_BuildValue("KK", (unsigned long long)extent.offset, (unsigned long long)extent.bytes);
+}
+
+PyObject *ptn_python_release(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_engine(object);
+  unsigned long long offset, bytes;
+  if (!engine || !PyArg_ParseTuple(arguments, "KK", &offset, &bytes)) return NULL;
+  ptn_extent extent = {.offset = offset, .bytes = bytes};
+  ptn_engine_release(engine, &extent);
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_move(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_engine(object);
+  unsigned long long offset, address, bytes;
+  int write;
+  if (!engine || !PyArg_ParseTuple(arguments, "KKKp", &offset, &address, &bytes, &write)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_move(engine, offset, (void *)(uintptr_t)address, bytes, write != 0));
+  return answer(status);
+}

@@ -1,0 +1,78 @@
+/* Staging: updates that are computed outside of the core, parameter by parameter, with state that the core does not know.
+ *
+ * Problem: an optimizer without a kernel brings a parameter, its gradient and its state into memory, runs its own code and gives the
+ * new values back. A step of it must be whole or not made at all, as one of the kernels is. Design: new values go to the shadow of
+ * the chunk, page by page as they come; what was not staged in a chunk that has a shadow, since it is frozen or had no gradient, is
+ * copied there at the end; commit and drop then do what they do for kernels. State of any shape lies in extents that the caller
+ * reserves in the same file, so that nothing of it outlives the engine.
+ *
+ * Invariants: a shadow is read by nobody before ptn_engine_stage_rest has completed it; a parameter is staged once in a step.
+ */
+#include "runtime/internal.h"
+
+#define COPY_BYTES ((uint64_t)1 << 20)
+
+ptn_status ptn_engine_stage(ptn_engine *engine, uint32_t number, const float *values) {
+  if (number >= engine->n_params) return ptn_fail(PTN_INVALID, "parameter %u of %u", number, engine->n_params);
+  param *param = &engine->params[number];
+  chunk *chunk = &engine->chunks[param->chunk];
+  if (!param->trained || chunk->home != HOME_DISK || engine->n_arrays > 0)
+    return ptn_fail(PTN_INVALID, "parameter %u cannot be staged: its home is memory, or a kernel updates it", number);
+  if (engine->n_jobs) return ptn_fail(PTN_STEP, "a parameter is staged while updates are under way: wait first");
+  if (param->updated) return ptn_fail(PTN_STEP, "parameter %u is staged twice in one step", number);
+  ptn_lock(&engine->mutex);
+  chunk->has_shadow = engine->any_shadow = true;
+  ptn_unlock(&engine->mutex);
+  uint64_t offset = chunk->extents[1 - chunk->current].offset + param->offset_bytes;
+  PTN_TRY(ptn_homes_transfer(engine, offset, (char *)(uintptr_t)values, param->count * engine->element_bytes, true));
+  param->updated = true;
+  return PTN_OK;
+}
+
+static ptn_status copy_to_shadow(ptn_engine *engine, const chunk *chunk, const param *param, char *memory) {
+  uint64_t from = chunk->extents[chunk->current].offset + param->offset_bytes;
+  uint64_t to = chunk->extents[1 - chunk->current].offset + param->offset_bytes;
+  for (uint64_t done = 0, left = param->count * engine->element_bytes; left;) {
+    uint64_t part = ptn_min_u64(left, COPY_BYTES);
+    PTN_TRY(ptn_homes_transfer(engine, from + done, memory, part, false));
+    PTN_TRY(ptn_homes_transfer(engine, to + done, memory, part, true));
+    done += part;
+    left -= part;
+  }
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_stage_rest(ptn_engine *engine) {
+  void *memory;
+  PTN_TRY(ptn_arena_alloc(NULL, COPY_BYTES, &memory));
+  ptn_status status = PTN_OK;
+  for (uint32_t c = 0; c < engine->n_chunks; c++) {
+    const chunk *chunk = &engine->chunks[c];
+    if (!chunk->has_shadow) continue;
+    for (uint32_t i = 0; i < chunk->n_params && status == PTN_OK; i++) {
+      const param *param = &engine->params[engine->order_params[chunk->first_param + i]];
+      if (!param->updated) status = copy_to_shadow(engine, chunk, param, memory);
+    }
+  }
+  ptn_arena_free(memory);
+  return status;
+}
+
+ptn_status ptn_engine_reserve(ptn_engine *engine, uint64_t bytes, ptn_extent *out) {
+  PTN_TRY(ptn_store_reserve(engine->store, bytes, out));
+  engine->own_bytes += out->bytes;
+  return PTN_OK;
+}
+
+void ptn_engine_release(ptn_engine *engine, ptn_extent *extent) {
+  engine->own_bytes -= extent->bytes;
+  ptn_store_release(engine->store, extent);
+}
+
+ptn_status ptn_engine_move(ptn_engine *engine, uint64_t offset, void *memory, uint64_t bytes, bool write) {
+  if (offset % PTN_PAGE_BYTES != 0)
+    return ptn_fail(PTN_INVALID, "bytes are moved to %llu, no multiple of a page", (unsigned long long)offset);
+  uint64_t whole = (uintptr_t)memory % PTN_PAGE_BYTES == 0 ? bytes / PTN_PAGE_BYTES * PTN_PAGE_BYTES : 0;
+  if (whole) PTN_TRY(ptn_store_transfer(engine->store, memory, offset, whole, write));
+  return whole == bytes ? PTN_OK : ptn_homes_transfer(engine, offset + whole, (char *)memory + whole, bytes - whole, write);
+}
