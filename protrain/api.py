@@ -19,8 +19,10 @@ from .calibration import measure_machine
 from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import Error, PlanError, StepError
+from .footprint import Footprint
+from .foreign import Foreign
 from .layout import describe, make_layout
-from .optimizers import Optimizer, hyper_of, kind_of, n_states_of
+from .optimizers import Optimizer, footprint_of, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays
 from .profiles import Profile, Times
@@ -124,6 +126,18 @@ def _check_optimizer(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> d
     return groups
 
 
+def _footprint(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], folder: str, budget: int, dtype: torch.dtype
+) -> Footprint | None:
+    found = footprint_of(optimizer, [p for _, p in named], folder, budget)
+    if found is not None and dtype != torch.float32:
+        raise PlanError(
+            f"optimizer is {type(optimizer).__name__}; with precision='bf16' it can be Adam, AdamW or SGD of torch.optim: give one "
+            f"of them, or precision='fp32'"
+        )
+    return found
+
+
 def _check_norm(value: Any) -> float | None:
     if value is None:
         return None
@@ -217,10 +231,11 @@ def wrap(
     if weights is not None:
         materialise.weight_files(os.fspath(weights))
     folder = _check_disk(disk)
+    footprint = _footprint(optimizer, named, folder, budget, dtype)
 
     session = Session(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
-        Settings(budget, folder, accumulate, norm, plan, modes),
+        Settings(budget, folder, accumulate, norm, plan, modes), Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
@@ -340,10 +355,14 @@ def profile(
     groups = {id(p): 0 for _, p in named if p.requires_grad}
     if optimizer is not None:
         groups = _check_optimizer(optimizer, named)
-        n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     folder = _check_disk(disk)
+    footprint = _footprint(optimizer, named, folder, budget, dtype) if optimizer is not None else None
+    if footprint is not None:
+        n_states = 0
+    elif optimizer is not None:
+        n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
     given, model = model, converted(model, dtype)
     trained = list(model.named_parameters())
     groups = {id(q): groups[id(p)] for (_, p), (_, q) in zip(named, trained, strict=True) if id(p) in groups}
@@ -364,8 +383,9 @@ def profile(
         times=_rehearsed(given, model, args, kwargs, modules, run),
         machine=measure_machine(folder),
         n_passes=accumulate,
-        grads_outlive_backward=accumulate > 1 or norm is not None,
+        grads_outlive_backward=accumulate > 1 or norm is not None or footprint is not None,
         model=type(model).__name__,
+        footprint=footprint,
     )
 
 

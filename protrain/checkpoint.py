@@ -23,6 +23,7 @@ from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
 from .session import Session
+from .statefiles import check_states, states_of
 from .tensorfiles import Entry, entries, replaced, write_tensors
 
 FORMAT = 1
@@ -67,25 +68,31 @@ def save(
     """
     session = _session(model, optimizer)
     folder = os.fspath(folder)
+    own = states_of(session) if session.foreign is not None else None
     try:
         with replaced(folder) as fresh:
             config: Any = getattr(model, "config", None)
             if hasattr(config, "save_pretrained"):
                 saved_config(model, config).save_pretrained(str(fresh))
             write_tensors(fresh, entries(model), session.tensors())
-            states = list(_states(session))
+            states = list(_states(session)) if own is None else []
             expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
-            write_tensors(
-                fresh, expected, ((name, session.value(number, array)) for number, array, name in states), stem="optimizer"
-            )
+            values = ((name, session.value(number, array)) for number, array, name in states)
+            write_tensors(fresh, own[1] if own else expected, own[2] if own else values, stem="optimizer")
             about = {
                 "format": FORMAT,
                 "optimizer": session.kind.__name__,
                 "steps": session.steps,
-                "param_groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in session.groups],
-                "param_steps": {e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0},
+                "param_groups": [
+                    {k: _plain(v) for k, v in group.items() if k != "params" and own is None} for group in session.groups
+                ],
+                "param_steps": {
+                    e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0 and own is None
+                },
                 "torch_random_state": bytes(torch.get_rng_state().numpy()).hex(),
             }
+            if own is not None:
+                about["optimizer_state"] = own[0]
             (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
                 extra(fresh)
@@ -154,6 +161,11 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     groups = about["param_groups"]
     if about["optimizer"] != session.kind.__name__ or len(groups) != len(session.groups):
         raise PlanError(f"{folder} is of {about['optimizer']} with {len(groups)} groups, the optimizer is another")
+    if (session.foreign is None) != ("optimizer_state" not in about):
+        raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
+    bring = None
+    if session.foreign is not None:
+        bring = check_states(session, about["optimizer_state"], states.where.__contains__, states.tensor)
     buffers = {name: b for name, b in model.named_buffers() if weights.shape(name) is not None}
     wanted: list[tuple[int, int, _Files, str]] = []
     for entry in session.layout.entries:
@@ -184,6 +196,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
                     with uncounted():
                         session.set_value(entry.index, torch.zeros(entry.shape), array)
         session.engine.set_steps(entry.index, steps)
+    if bring is not None:
+        bring()
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(weights.tensor(name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .errors import PlanError
+from .footprint import Footprint, check_class, check_independent, measure
 
 if TYPE_CHECKING:
     from .session import Session
@@ -22,18 +24,37 @@ SGD_STATE = ("momentum_buffer",)
 
 
 def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
-    """The optimizer's class, where the C kernels serve it.
+    """The optimizer's class.
 
     Raises:
         TypeError: it is no torch optimizer.
-        PlanError: it is one that is not supported yet.
+        PlanError: its step needs the whole model at once.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}; give a torch.optim optimizer over the model's parameters")
-    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        if type(optimizer) is kind:
-            return kind
-    raise PlanError(f"optimizer is {type(optimizer).__name__}; supported are torch.optim.Adam, AdamW and SGD")
+    if not has_kernel(optimizer):
+        check_class(optimizer)
+    return type(optimizer)
+
+
+def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the C kernels serve it; a subclass may have a step of its own. All others run their own code (foreign.py)."""
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def footprint_of(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], folder: str, budget_bytes: int
+) -> Footprint | None:
+    """What an optimizer without a kernel takes for these parameters; None for one that has a kernel.
+
+    Raises:
+        PlanError: its parameters cannot be updated one by one, or its step fails.
+        BudgetError: its step of one parameter does not fit.
+    """
+    if has_kernel(optimizer):
+        return None
+    check_independent(optimizer)
+    return measure(optimizer, params, folder, budget_bytes)
 
 
 def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
@@ -67,7 +88,8 @@ def state_names(hyper: Hyper) -> tuple[str, ...]:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine.
+    """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
+    know the class, else by the class's own step, parameter by parameter.
 
     `grad_norm` is the global 2-norm of the gradients before clipping, of the last step, where `max_grad_norm` was given.
     """
@@ -76,6 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         self._session: Session | None = None
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
         self.param_groups = inner.param_groups
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks  # theirs and ours: once for each step
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         self._session = session
         self.grad_norm: torch.Tensor | None = None
 
@@ -94,7 +118,8 @@ class Optimizer(torch.optim.Optimizer):
         """Commit the step: waits for the updates that run behind backward, then turns them into the model's state.
 
         Raises:
-            StepError: hyperparameters were changed after backward had started updates with the old ones.
+            StepError: hyperparameters were changed after backward had started updates with the old ones; or the own step of an
+                optimizer that has no kernel failed. The model is as it was before the step.
             DiskError: an update failed on the disk; the model is as it was before this step's backward.
         """
         loss = None

@@ -15,6 +15,7 @@ from typing import Any
 from . import _core
 from .dryrun import DryRun
 from .errors import BudgetError, PlanError
+from .footprint import Footprint
 from .layout import Chunks, Layout, pack
 from .profiles import LANES, Machine, Profile, Times
 from .sizes import format_bytes
@@ -189,6 +190,7 @@ def arrange(
     machine: Machine | None = None,
     host_budget_bytes: int = 0,
     n_ranks: int = 1,
+    footprint: Footprint | None = None,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
@@ -197,23 +199,36 @@ def arrange(
         unknown_bytes: activations where no dry run knows them.
         times, machine: for a plan by time; both or none.
         host_budget_bytes: of a host tier beside the device. n_ranks: devices that share what is not persistent.
+        footprint: of an optimizer without a kernel; n_states is 0 then.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
     """
     last_phase = max(len(run.phases) - 1, 0) if run else 0
+    states = (
+        [sum(footprint.state_bytes[i] for i in members) for members in chunks.members]
+        if footprint
+        else [n_states * size if trained else 0 for size, trained in zip(chunks.sizes, chunks.trained, strict=True)]
+    )
     described = [
-        (size, grads, n_states * size if trained else 0, run.complete_phase.get(number, last_phase) if run else 0)
-        for number, (size, grads, trained) in enumerate(zip(chunks.sizes, chunks.grad_bytes, chunks.trained, strict=True))
+        (size, grads, state, run.complete_phase.get(number, last_phase) if run else 0)
+        for number, (size, grads, state) in enumerate(zip(chunks.sizes, chunks.grad_bytes, states, strict=True))
     ]
+    phases, fixed_bytes = _phases(run) if run else [], (run.fixed_bytes if run else 0) + unknown_bytes
+    if footprint:
+        fixed_bytes += footprint.small_bytes
+        if phases:
+            phases[-1] = _with_update(phases[-1], footprint.step_bytes)
+        else:
+            fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0)
     accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
     found = _core.make_plan(
         budget_bytes,
-        (run.fixed_bytes if run else 0) + unknown_bytes,
+        fixed_bytes,
         described,
-        _phases(run) if run else [],
+        phases,
         accesses,
         list(run.access_phases) if run else [],
         run.n_together if run else 1,
@@ -264,7 +279,16 @@ def arrange(
     )
 
 
-def _phases(run: DryRun) -> list[tuple[int, bool, int, int, int, int, int]]:
+_Phase = tuple[int, bool, int, int, int, int, int]
+
+
+def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
+    """The last phase, with an update behind it that takes so much beside what is still there."""
+    block, backward, keep_entry, keep_peak, entry, peak, working = tail
+    return block, backward, keep_entry, max(keep_peak, keep_entry + step_bytes), entry, max(peak, entry + step_bytes), working
+
+
+def _phases(run: DryRun) -> list[_Phase]:
     return [
         (
             p.block,
@@ -325,11 +349,13 @@ def plan_from_profile(
     chunks = pack(profile.parameters, profile.chunk_bytes)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
+    timed = profile.footprint is None  # what an update without a kernel takes, and when, is not simulated
     try:
         return arrange(
             chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=modes,
-            grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes, times=profile.times,
-            machine=profile.machine, host_budget_bytes=host_budget_bytes, n_ranks=n_ranks,
+            grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
+            times=profile.times if timed else None, machine=profile.machine if timed else None,
+            host_budget_bytes=host_budget_bytes, n_ranks=n_ranks, footprint=profile.footprint,
         ).plan  # fmt: skip
     except BudgetError as error:
         raise refuse(error, "a step of this batch") from None

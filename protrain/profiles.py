@@ -10,11 +10,12 @@ that a plan needs, here or elsewhere.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .dryrun import DryRun, Phase
 from .errors import PlanError
+from .footprint import Footprint
 
 #: In the order of csrc/profile/profile.h.
 LANES = ("upload", "offload", "gather", "disk_read", "disk_write", "update")
@@ -77,7 +78,8 @@ class Profile:
     """All that a plan needs of a model, a batch and a machine.
 
     parameters: (bytes, number of its block or -1, trained) of each parameter in execution order. run.accesses and
-    run.complete_phase are of chunks of chunk_bytes, so a plan from this profile has chunks of that size.
+    run.complete_phase are of chunks of chunk_bytes, so a plan from this profile has chunks of that size. footprint: of an
+    optimizer without a kernel; then n_states is 0, and plans have no times.
     """
 
     parameters: tuple[tuple[int, int, bool], ...]
@@ -90,6 +92,7 @@ class Profile:
     n_passes: int = 1
     grads_outlive_backward: bool = False
     model: str = ""
+    footprint: Footprint | None = None
 
     def to_json(self) -> str:
         """All of it as a JSON object; `from_json` gives an equal profile."""
@@ -117,6 +120,10 @@ class Profile:
             machine |= {lane: Speed(**_known(Speed, machine[lane])) for lane in LANES if lane in machine}
             times = Times(tuple((float(a), float(b)) for a, b in _known(Times, values.pop("times"))["phases"]))
             parameters = tuple((int(size), int(block), bool(trained)) for size, block, trained in values.pop("parameters"))
+            if (footprint := values.pop("footprint", None)) is not None:
+                footprint = Footprint(**_known(Footprint, footprint))
+                footprint = replace(footprint, state_bytes=tuple(int(size) for size in footprint.state_bytes))
+                values["footprint"] = footprint
             found = cls(parameters=parameters, run=DryRun(**run), times=times, machine=Machine(**machine), **_known(cls, values))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"profile: this JSON is no profile: {error}") from error

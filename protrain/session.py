@@ -36,6 +36,7 @@ from .activations import (
 from .counting import counted, uncounted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import BudgetError, PlanError, StepError
+from .foreign import Foreign
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of, state_names
 from .pacing import Pacer
@@ -80,10 +81,12 @@ class Session:
         kind: type[torch.optim.Optimizer],
         groups: list[dict[str, Any]],
         settings: Settings,
+        foreign: Foreign | None = None,
     ) -> None:
+        self.foreign, self.footprint = foreign, foreign.footprint if foreign else None
         self.model, self.layout, self.params, self.blocks = model, layout, params, blocks
         self.kind, self.groups, self.settings = kind, groups, settings
-        hypers = [hyper_of(kind, group) for group in groups]
+        hypers = self._hypers_now()
         self.n_states = max((n_states_of(hyper) for hyper in hypers), default=0)
         self.element_bytes = layout.dtype.itemsize
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
@@ -99,6 +102,8 @@ class Session:
             self.n_states,
             bf16=self.master_array > 0,
         )
+        if foreign is not None:
+            foreign.open(self)
         self.clock = BlockClock(self.engine, self._backward_begins)
         self.closed = False
         self.frame: Any = None  # of the block whose forward runs, or runs again
@@ -128,7 +133,7 @@ class Session:
         self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
         self._norms: dict[int, torch.Tensor] = {}
         self._hypers: list[Hyper] = hypers
-        self.late: bool | None = None  # updates wait for step(); None: not known yet
+        self.late: bool | None = True if foreign else None  # updates wait for step(); None: not known yet
         self._began: float | None = None
         self._wait_ns = 0
         self._shapes: tuple[tuple[int, ...], ...] | None = None  # of its batches; (): they differ
@@ -148,17 +153,25 @@ class Session:
         """
         layout, budget = self.layout, self.settings.memory_bytes
         try:
-            safest = arrange(layout, len(self.blocks), self.state_arrays, budget, None, n_persist=0)
+            safest = self._arrange_away()
         except BudgetError as error:
             raise refuse(error, "the model with its largest chunks in turn") from None
+        own = self.footprint
         with_masters = 3 if self.master_array else 1  # masters come with the values, other state with the first update
-        if 4 * with_masters * sum(layout.sizes) > budget:
+        if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
             return safest
         everything = Plan(
             layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(self.blocks), 0.0,
             with_masters * sum(layout.sizes), 0, 0, budget,
         )  # fmt: skip
         return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], everything.peak_bytes, safest.smallest_bytes)
+
+    def _arrange_away(self, unknown_bytes: int = 0) -> Arrangement:
+        """Every chunk on disk, and unknown_bytes for what a pass needs."""
+        return arrange(
+            self.layout, len(self.blocks), self.state_arrays, self.settings.memory_bytes, None, n_persist=0,
+            unknown_bytes=unknown_bytes, footprint=self.footprint,
+        )  # fmt: skip
 
     def begin_fill(self) -> None:
         """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
@@ -268,9 +281,13 @@ class Session:
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot >= 0:
                 self.engine.to_disk(number)
+        if self.foreign is not None:
+            self.foreign.leave()
         for number, slot in enumerate(arrangement.slot_of_chunk):
             if slot < 0:
                 self.engine.to_memory(number, self.layout.trained[number])
+        if self.foreign is not None:
+            self.foreign.arrive()
         self.arrangement, self.modes = arrangement, arrangement.plan.block_modes
         self._set_slots()
         self.bind_all()
@@ -303,7 +320,7 @@ class Session:
             found = arrange(
                 self.layout, len(self.blocks), self.state_arrays, settings.memory_bytes, run, modes=modes, n_persist=n_persist,
                 n_buffer=n_buffer, grads_outlive_backward=self.grads_outlive_backward, n_passes=settings.accumulate,
-                unknown_bytes=unknown_bytes + self._widened_bytes, times=times, machine=machine,
+                unknown_bytes=unknown_bytes + self._widened_bytes, times=times, machine=machine, footprint=self.footprint,
             )  # fmt: skip
         except BudgetError as error:
             raise refuse(error, "a step of this batch") from None
@@ -321,7 +338,7 @@ class Session:
 
     @property
     def grads_outlive_backward(self) -> bool:
-        return self.settings.accumulate > 1 or self.settings.max_grad_norm is not None
+        return self.settings.accumulate > 1 or self.settings.max_grad_norm is not None or self.foreign is not None
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make or change the plan where this batch is larger than those planned for.
@@ -360,7 +377,8 @@ class Session:
         self.rearrange(best)
         self._dry_runs.append((shapes, run))
         self.planned = True
-        self.pacer.begin(*largest)
+        if self.foreign is None:  # what the update of another takes, and when, is not simulated: its plan is by memory alone
+            self.pacer.begin(*largest)
 
     def __deepcopy__(self, _memo: Any) -> Session:
         """A copied hook still belongs to this session."""
@@ -606,8 +624,12 @@ class Session:
             self.engine.flush()
         self.passes += 1
         if self.passes == self.settings.accumulate:
-            self._hypers = [hyper_of(self.kind, group) for group in self.groups]
+            self._hypers = self._hypers_now()
             self._set_hypers()
+
+    def _hypers_now(self) -> list[Hyper]:
+        """The groups' values as the kernels take them; none where no kernel does."""
+        return [] if self.foreign else [hyper_of(self.kind, group) for group in self.groups]
 
     def _set_hypers(self) -> None:
         for number, hyper in enumerate(self._hypers):
@@ -742,7 +764,13 @@ class Session:
         ]
         self.engine.flush()
         norm, scale = self._clip() if self.settings.max_grad_norm is not None else (None, 1.0)
-        hypers = [hyper_of(self.kind, group) for group in self.groups]
+        if self.foreign is not None:
+            self.engine.wait()
+            self.foreign.step(scale)
+            self._left.update(number for number, _ in in_memory)
+            self.engine.commit()
+            return norm
+        hypers = self._hypers_now()
         same = self.passes < self.settings.accumulate or hypers == self._hypers  # fewer passes: no update began with the old ones
         if self._updates_behind_backward and not same and self._taken:
             self.late = True
@@ -807,10 +835,10 @@ class Session:
         before, budget = self.arrangement, self.settings.memory_bytes
         room = budget
         try:
-            arrange(self.layout, len(self.blocks), self.n_states, budget, None, n_persist=0, unknown_bytes=room)
+            self._arrange_away(room)
         except BudgetError as error:
             room -= error.smallest_bytes - budget  # what the states take at least
-        self.rearrange(arrange(self.layout, len(self.blocks), self.n_states, budget, None, n_persist=0, unknown_bytes=room))
+        self.rearrange(self._arrange_away(room))
         return before
 
     def forget(self) -> None:
@@ -879,7 +907,9 @@ class Session:
                     yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
 
     def optimizer_state(self, value: Callable[[int, int], torch.Tensor] | None = None) -> dict[str, Any]:
-        """Of torch's form; value(parameter, array) gives each state array, an owned copy unless given."""
+        """Of torch's form; value(parameter, array) gives each state array of a kernel, an owned copy unless given."""
+        if self.foreign is not None:
+            return self.foreign.state_dict()
         value = value or self.value
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -907,6 +937,9 @@ class Session:
         return {"state": state, "param_groups": packed}
 
     def load_optimizer_state(self, state_dict: dict[str, Any]) -> None:
+        if self.foreign is not None:
+            self.foreign.load_state_dict(state_dict)
+            return
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.groups]:
             raise ValueError("optimizer.load_state_dict: the parameter groups are of other sizes than this optimizer's")
@@ -918,6 +951,9 @@ class Session:
 
     def import_state(self, states: dict[int, dict[str, Any]]) -> None:
         """Optimizer state of torch's form, by id of the parameter."""
+        if self.foreign is not None:
+            self.foreign.import_state(states)
+            return
         for number, (p, entry) in enumerate(zip(self.params, self.layout.entries, strict=True)):
             if entry.group < 0:
                 continue

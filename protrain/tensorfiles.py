@@ -27,7 +27,8 @@ SHARD_BYTES = 5 * 10**9
 #: Folders that are being written: what a process that must end at once has to remove.
 litter: set[str] = set()
 
-_TYPES = {
+#: Types of tensors that a file holds, and their names there.
+SAVED_TYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.float16: "F16",
@@ -116,7 +117,7 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
     offset = 0
     for entry in shard:
         header[entry.name] = {
-            "dtype": _TYPES[entry.dtype],
+            "dtype": SAVED_TYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.size_bytes],
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import protrain
 
@@ -51,14 +52,19 @@ def run(make: Callable[[], Any], loop: Loop, optimizer: Callable[..., Any] = ada
         seen.tensors = {name: bits(value) for name, value in model.state_dict().items()}
         for index, entries in made.state_dict()["state"].items():
             for key, value in entries.items():
-                if value is not None:
-                    seen.tensors[f"{index}.{key}"] = bits(torch.as_tensor(value).float())
+                for place, leaf in enumerate(tree_leaves(value)):
+                    if leaf is not None:
+                        seen.tensors[f"{index}.{key}.{place}"] = _bits_or_repr(leaf)
         if options:
             seen.status = protrain.status(model)
     finally:
         if options:
             protrain.unwrap(model)
     return seen
+
+
+def _bits_or_repr(leaf: Any) -> bytes:
+    return bits(leaf.float()) if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
 
 
 def bits(tensor: torch.Tensor) -> bytes:
