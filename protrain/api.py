@@ -132,7 +132,7 @@ def _footprint(
     found = footprint_of(optimizer, [p for _, p in named], folder, budget)
     if found is not None and dtype != torch.float32:
         raise PlanError(
-            f"optimizer is {type(optimizer).__name__}; with precision='bf16' it can be Adam, AdamW or SGD of torch.optim: give one "
+            f"optimizer is {type(optimizer).__name__}; with precision='bf16' it can be Adam, AdamW or SGD: give one "
             f"of them, or precision='fp32'"
         )
     return found
