@@ -565,3 +565,21 @@ def test_disk_is_given_back(gpt2: Any, token_batches: Any, fresh_disk: Any) -> N
     assert len(set(sizes[3:])) == 1
     protrain.unwrap(model)
     assert not list(fresh_disk.iterdir())
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adamax"])
+def test_state_moves_with_its_chunk(name: str, gpt2: Any, token_batches: Any) -> None:
+    """Longer batches leave memory to fewer chunks, and the states of the others go to disk with them."""
+    persistent = []
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for length in (8, 64, 128):
+            figures += fit(token_batches(2, length=length, seed=length))(model, optimizer, plain)
+            if not plain:
+                persistent.append(protrain.status(model).plan.n_persist)
+        return figures
+
+    budget = 24 * MIB
+    assert_equal(run(gpt2, loop, MADE[name], memory=budget), run(gpt2, loop, MADE[name]), budget)
+    assert persistent[0] > persistent[-1]
