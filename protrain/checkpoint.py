@@ -24,7 +24,7 @@ from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
 from .session import Session
 from .statefiles import check_states, states_of
-from .tensorfiles import Entry, entries, replaced, write_tensors
+from .tensorfiles import Entry, TensorFile, entries, replaced, write_tensors
 
 FORMAT = 1
 
@@ -123,17 +123,13 @@ class _Files:
     """The tensors of safetensors files by name."""
 
     def __init__(self, paths: list[str]) -> None:
-        from safetensors import safe_open
-
-        self.files = [safe_open(path, framework="pt") for path in paths]
-        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118 (no mapping)
+        self.where = {name: file for file in map(TensorFile, paths) for name in file.entries}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.where[name].get_slice(name).get_shape()) if name in self.where else None
+        return self.where[name].entries[name].shape if name in self.where else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self.where[name].get_tensor(name)
-        return found
+        return self.where[name].read(name)
 
 
 def _optimizer_files(folder: str) -> list[str]:

@@ -20,8 +20,9 @@ from .parameters import DisableTorchFunction
 from .precision import has_master, write_master
 from .session import Session
 from .sizes import MIB
+from .tensorfiles import TensorFile
 
-SLICE_BYTES = 16 * MIB
+SLICE_BYTES = 4 * MIB
 
 
 @contextmanager
@@ -208,13 +209,7 @@ def from_weights(session: Session, folder: str) -> None:
     Raises:
         ValueError: the folder has no such files, lacks a parameter, or has it in another shape.
     """
-    from safetensors import safe_open
-
-    files = weight_files(folder)
-    where: dict[str, str] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
+    where = {name: file for file in map(TensorFile, weight_files(folder)) for name in file.entries}
     names = _names_of(session)
     filler = Filler(session)
     for entry in session.layout.entries:
@@ -222,22 +217,23 @@ def from_weights(session: Session, folder: str) -> None:
         if found is None:
             raise ValueError(f"weights: {folder} has no tensor {entry.name}")
         filler.enter(entry.index)
-        with safe_open(where[found], framework="pt") as file:
-            part = file.get_slice(found)
-            shape = tuple(part.get_shape())
-            if shape != tuple(entry.shape):
-                raise ValueError(f"weights: {found} in {where[found]} has shape {shape}, the model's has {tuple(entry.shape)}")
-            with torch.no_grad(), DisableTorchFunction():
-                target = session.params[entry.index].data
-                if not shape:
-                    target.copy_(file.get_tensor(found))
-                    filler.keep(entry.index, file.get_tensor(found))
-                row_count = entry.count // max(shape[0], 1) if shape else 0
-                rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
-                for first in range(0, shape[0] if shape else 0, rows):
-                    values = part[first : first + rows]
-                    target[first : first + rows].copy_(values)
-                    filler.keep(entry.index, values, first * row_count)
+        file = where[found]
+        shape = file.entries[found].shape
+        if shape != tuple(entry.shape):
+            raise ValueError(f"weights: {found} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
+        with torch.no_grad(), DisableTorchFunction():
+            target = session.params[entry.index].data
+            if not shape:
+                values = file.read(found)
+                target.copy_(values)
+                filler.keep(entry.index, values)
+            row_count = entry.count // max(shape[0], 1) if shape else 0
+            rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
+            for first in range(0, shape[0] if shape else 0, rows):
+                with uncounted():
+                    values = file.read(found, first, rows)
+                target[first : first + rows].copy_(values)
+                filler.keep(entry.index, values, first * row_count)
         filler.leave(entry.index)
 
 

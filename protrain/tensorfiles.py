@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ SAVED_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_OF_NAME = {name: dtype for dtype, name in SAVED_TYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -138,6 +139,62 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
                 file.write(flat.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+class TensorFile:
+    """One safetensors file, read tensor by tensor or by rows of one. It is read, not mapped: mapped pages would count as memory
+    of the process, all of the file's in the end."""
+
+    def __init__(self, path: str) -> None:
+        """Raises DiskError where the file cannot be read, PlanError where it is no whole safetensors file."""
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self._first: dict[str, int] = {}
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                (length,) = struct.unpack("<Q", file.read(8))
+                header: dict[str, Any] = json.loads(file.read(length)) if length <= size - 8 else {}
+                if not header:
+                    raise ValueError("its header is not whole")
+            for name, about in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = about["data_offsets"]
+                entry = Entry(name, tuple(about["shape"]), _OF_NAME[about["dtype"]])
+                if end - begin != entry.size_bytes or not 0 <= begin <= end <= size - 8 - length:
+                    raise ValueError(f"tensor {name} is not whole")
+                self.entries[name], self._first[name] = entry, 8 + length + begin
+        except OSError as error:
+            raise DiskError(f"{path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=path) from None
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise PlanError(f"{path} is no whole safetensors file: {error}") from None
+
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
+        """A tensor of its own memory, or rows of it from `first` on.
+
+        Raises:
+            DiskError: the file ends too early, or cannot be read.
+        """
+        _, shape, dtype = self.entries[name]
+        if shape and rows is not None:
+            shape = (min(rows, shape[0] - first), *shape[1:])
+        row_bytes = math.prod(self.entries[name].shape[1:]) * dtype.itemsize
+        found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self._first[name] + first * row_bytes)
+                rest = memoryview(found.numpy().data)
+                while rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        raise DiskError(f"{self.path} ends inside of tensor {name}", filename=self.path, asked_bytes=len(rest))
+                    rest = rest[count:]
+        except OSError as error:
+            if isinstance(error, DiskError):
+                raise
+            raise DiskError(f"{self.path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=self.path) from None
+        return found.view(dtype).view(shape)
 
 
 @contextmanager
