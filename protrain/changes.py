@@ -123,8 +123,14 @@ def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
     def refuse_compile(*_: Any, **__: Any) -> NoReturn:
         raise PlanError(f"a wrapped {type(module).__name__} cannot be compiled: torch.compile is not supported")
 
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        for p in module.parameters():
+            p.grad = None  # without a look at it, which would be an error where it has left memory
+
     methods: dict[str, Callable[..., Any]] = {
-        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "compile": refuse_compile,
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "compile": refuse_compile, "zero_grad": zero_grad,
     }  # fmt: skip
     return {name: method for name, method in methods.items() if name != "__deepcopy__" or not hasattr(type(module), name)}
 

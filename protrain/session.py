@@ -403,6 +403,7 @@ class Session:
         self.release_node()
         changes.check_parameters(self)
         changes.adopt(self)
+        self._leftover()  # what was dropped is known while its chunk is still in memory
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
@@ -612,10 +613,12 @@ class Session:
     def _leftover(self) -> bool:
         """Whether gradients that step() used were not dropped; those in memory may have been, one by one."""
         with DisableTorchFunction():
-            return any(
-                self.params[number].grad is not None or not self.engine.in_memory(self.layout.entries[number].chunk)
+            self._left = {
+                number
                 for number in self._left
-            )
+                if self.params[number].grad is not None or not self.engine.in_memory(self.layout.entries[number].chunk)
+            }
+        return bool(self._left)
 
     def _begin_pass(self, task: int) -> None:
         self._task = task

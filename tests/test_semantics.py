@@ -183,6 +183,25 @@ def test_gradients_dropped_one_by_one() -> None:
     both(Chain, loop)
 
 
+def test_gradients_dropped_one_by_one_where_plans_change() -> None:
+    """A longer batch moves chunks to disk after their gradients were dropped."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for rows in (4, 4, 4, 600, 4):
+            loss = model(inputs(1, rows=rows)[0])
+            loss.backward()
+            optimizer.step()
+            for block in model.blocks:
+                block.zero_grad()
+            for p in model.head.parameters():
+                p.grad = None
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop)
+
+
 def test_a_closure() -> None:
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
         def closure(x: torch.Tensor) -> torch.Tensor:
