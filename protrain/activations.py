@@ -134,6 +134,13 @@ def _copied_inputs(inputs: Any) -> Any:
     return tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
+def _over_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias that shares the tensor's version counter and lies over no memory."""
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype)
+    return alias
+
+
 def _no_leaves(inputs: Any) -> Any:
     """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
@@ -199,6 +206,8 @@ class Frame:
         if self.copied and not in_place and not stashed:
             self.inputs, self.copied = self.given, False
             self.versions = self._versions()
+        elif self.copied and not in_place:
+            self.versions = [(_over_nothing(leaf), version) for leaf, version in self.given_versions]
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
@@ -229,8 +238,9 @@ class Frame:
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"block {self.name} is recomputed, and its input of shape {list(tensor.shape)} was changed after its "
-                    f"forward began, in place: wrap with block_modes that keep this block, or change a copy of its input"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                    f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
+                    "keep this block, or change a copy of its input"
                 )
         inputs = _bring_inputs(self.inputs)
         now = torch.get_rng_state()
