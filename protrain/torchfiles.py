@@ -1,9 +1,14 @@
-"""Files as `torch.save` writes them, filled tensor by tensor: what torch.load reads, without all of it in memory at once."""
+"""Files as `torch.save` writes them, written and read tensor by tensor: what is in them is never in memory at once.
+
+Writing lays the file out with tensors that have no memory, then fills in each tensor's bytes; torch.load reads the file as any
+other. Reading is the reverse: torch.load says where each tensor lies, and its bytes are read when it is asked for. Nothing is
+mapped, since what is mapped and touched is in memory too.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +67,55 @@ def save(content: Any, path: str) -> None:
             raise
         code = getattr(error, "errno", None) or 0
         raise DiskError(f"writing {path} failed: {error}", errno=code, filename=path) from error
+
+
+class OnDemand(dict[Any, Any]):
+    """A dict of tensors, each of them read anew whenever it is asked for."""
+
+    def __init__(self, path: str, content: dict[Any, Any]) -> None:
+        super().__init__(content)
+        self._path = path
+
+    def __getitem__(self, key: Any) -> Any:
+        return _read(self._path, super().__getitem__(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As dict's."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def items(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
+        """As dict's, one value at a time."""
+        return ((key, self[key]) for key in self)
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        """As dict's, one value at a time."""
+        return (self[key] for key in self)
+
+
+def load_optimizer(path: str) -> dict[str, Any]:
+    """An optimizer's state dict from a file that torch.save or `save` wrote; each parameter's state is `OnDemand`."""
+    with FakeTensorMode():
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    groups = [
+        {key: tree_map_only(torch.Tensor, lambda t: _read(path, t), value) for key, value in g.items()}
+        for g in found["param_groups"]
+    ]
+    return {"state": {number: OnDemand(path, entry) for number, entry in found["state"].items()}, "param_groups": groups}
+
+
+def _read(path: str, tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    storage: Any = tensor.untyped_storage()
+    with uncounted():
+        whole = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        with open(path, "rb") as file:
+            file.seek(storage._checkpoint_offset)
+            if file.readinto(whole.numpy().data) != whole.numel():
+                raise DiskError(f"{path} ends within a tensor of {whole.numel()} bytes", filename=path, asked_bytes=whole.numel())
+        return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _fill(path: str, sources: list[Value]) -> None:

@@ -304,8 +304,7 @@ class ProTrainMixin:
         if self._protrain_session() is None or not os.path.isfile(path) or not os.path.isfile(schedule):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        # Mapped, not read: tensor by tensor goes to its home.
-        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        self.optimizer.load_state_dict(torchfiles.load_optimizer(path))  # tensor by tensor goes to its home
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
 
