@@ -55,5 +55,6 @@ def workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Te
         case "aten::_embedding_bag_dense_backward":  # the indices, sorted
             return 3 * _bytes(inputs[1])
         case "aten::mm" | "aten::addmm" | "aten::bmm" | "aten::baddbmm" if outputs[0].element_size() == 2:  # packed operands
-            return min(_bytes(*inputs[-2:]), threads * _packed_bytes(inputs[-2]))
+            factors = [t for t in inputs if isinstance(t, torch.Tensor)][-2:]  # numbers to scale them by may follow
+            return min(_bytes(*factors), threads * _packed_bytes(factors[0]))
     return 0
