@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import protrain
+from protrain.api import session_of
+from protrain.counting import counted
 
 MIB = 1 << 20
 BUDGET = 64 * MIB
@@ -27,9 +29,10 @@ def wrap(disk: Path) -> torch.nn.Module:
 
 @pytest.fixture
 def wrapped(fresh_disk: Path) -> Iterator[torch.nn.Module]:
-    """A small wrapped model: while it is there, every tensor counts against 64 MiB."""
+    """A small wrapped model, as in the middle of a step: while it is there, every tensor counts against 64 MiB."""
     model = wrap(fresh_disk)
-    yield model
+    with counted(session_of(model).engine):
+        yield model
     protrain.unwrap(model)
 
 
