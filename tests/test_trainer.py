@@ -641,8 +641,6 @@ def test_words_of_the_dict(gpt2: Make, fresh_disk: Path, given: Any, error: type
         ({"fp16": True}, "fp16=True is not supported"),
         ({"torch_compile": True}, "torch_compile=True is not supported"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported"),
-        ({"optim": "adafactor"}, "optim='adafactor' is not supported by protrain; allowed are adamw_torch"),
-        ({"optim": "rmsprop"}, "optim='rmsprop' is not supported"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(
@@ -655,13 +653,33 @@ def test_arguments_that_cannot_work_are_refused_by_name(
         ProTrainTrainer(model=gpt2(), args=args, train_dataset=rows(4), protrain={"memory": MEMORY})
 
 
-def test_optimizers_that_cannot_work_are_refused_by_name(gpt2: Make, fresh_disk: Path) -> None:
+def test_an_optimizer_that_cannot_work_is_refused_by_name(gpt2: Make, fresh_disk: Path) -> None:
     model = gpt2()
-    own = torch.optim.RMSprop(model.parameters())
-    with pytest.raises(protrain.PlanError, match="optimizer is RMSprop"):
-        trainer_of(fresh_disk, model, True, given={"optimizers": (own, None)})
-    with pytest.raises(protrain.PlanError, match="optimizer_cls_and_kwargs: RMSprop is not supported"):
-        trainer_of(fresh_disk, model, True, given={"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {})})
+    trainer = trainer_of(fresh_disk, model, True, given={"optimizers": (torch.optim.LBFGS(model.parameters()), None)})
+    with pytest.raises(protrain.PlanError, match="optimizer is LBFGS"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
+def test_optimizers_without_a_kernel(gpt2: Make, fresh_disk: Path, optim: str) -> None:
+    def scenario(ours: bool) -> dict[str, Any]:
+        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, optim=optim)
+        trainer.train()
+        return finish(trainer)
+
+    assert_twins(scenario)
+
+
+def test_bf16_is_wraps_own(gpt2: Make, fresh_disk: Path) -> None:
+    """The Trainer's is autocast over fp32 parameters: close, not equal."""
+    losses = {}
+    for ours in (False, True):
+        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, bf16=True)
+        trainer.train()
+        losses[ours] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        dtypes = {p.dtype for p in trainer.model.parameters()}
+        assert dtypes == {torch.bfloat16 if ours else torch.float32}
+    assert losses[True] == pytest.approx(losses[False], rel=1e-2)
 
 
 @pytest.mark.parametrize("how", ["argument", "model"])

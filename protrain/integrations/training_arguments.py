@@ -10,18 +10,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import api
 from ..errors import PlanError
-from ..optimizers import hyper_of, kind_of
 from ..sizes import parse_bytes
 
 #: wrap's arguments that TrainingArguments have already, with their names there.
 FROM_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "max_grad_norm": "max_grad_norm"}
-
-#: Values of TrainingArguments.optim for which the Trainer makes an optimizer that wrap takes.
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 def wrap_options(given: Any) -> dict[str, Any]:
@@ -56,7 +50,7 @@ def check_arguments(args: Any, options: dict[str, Any]) -> None:
         PlanError: an argument that does not go together with protrain; it is named.
     """
     if args.fp16 or args.mixed_precision == "fp16":
-        raise PlanError("TrainingArguments: fp16=True is not supported by protrain; train in fp32 (fp16=False)")
+        raise PlanError("TrainingArguments: fp16=True is not supported by protrain; use bf16=True, or neither")
     if args.bf16 or args.mixed_precision == "bf16":
         _check_bf16(options)
     for name in ("fp16_full_eval", "bf16_full_eval", "torch_compile"):
@@ -79,32 +73,3 @@ def takes_bf16(args: Any) -> bool:
 def _check_bf16(options: dict[str, Any]) -> None:
     if options.get("precision", "bf16") != "bf16":
         raise PlanError(f"TrainingArguments: bf16=True, and protrain's precision is {options['precision']!r}; give one of them")
-    check = getattr(api, "_check_precision", None)
-    try:
-        if check is not None:
-            check("bf16")
-    except PlanError as error:
-        raise PlanError(f"TrainingArguments: bf16=True is not supported ({error}); set bf16=False") from None
-
-
-def check_optimizer(args: Any, optimizer: Any, chosen: Any, own_way: bool) -> None:
-    """Refuse optimizers that wrap does not take.
-
-    Args:
-        optimizer: the one given to the Trainer, or None.
-        chosen: the Trainer's optimizer_cls_and_kwargs, or None.
-        own_way: a subclass makes its own optimizer; what it is shows when it is made.
-
-    Raises:
-        PlanError: it is named.
-    """
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            hyper_of(kind_of(optimizer), group)
-    elif chosen is not None:
-        if not isinstance(chosen[0], type) or chosen[0] not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-            name = getattr(chosen[0], "__name__", chosen[0])
-            raise PlanError(f"optimizer_cls_and_kwargs: {name} is not supported; supported are torch.optim.Adam, AdamW and SGD")
-    elif not own_way and str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
-        name = getattr(args.optim, "value", args.optim)
-        raise PlanError(f"TrainingArguments: optim={name!r} is not supported by protrain; allowed are {', '.join(OPTIMIZERS)}")

@@ -40,7 +40,7 @@ from ..errors import BudgetError, PlanError
 from ..optimizers import Optimizer
 from ..planning import Arrangement
 from ..session import Session
-from .training_arguments import check_arguments, check_optimizer, takes_bf16, wrap_options
+from .training_arguments import check_arguments, takes_bf16, wrap_options
 from .weights import adapter_state, has_adapters, has_original_form, write_weights
 
 logger = logging.get_logger(__name__)
@@ -78,8 +78,6 @@ class ProTrainMixin:
         super().__init__(*args, **kwargs)
         if given is None:
             check_arguments(self.args, self._protrain)
-        own_way = any("create_optimizer" in vars(kind) for kind in type(self).__mro__ if kind not in (ProTrainMixin, Trainer))
-        check_optimizer(self.args, self.optimizer, getattr(self, "optimizer_cls_and_kwargs", None), own_way)
 
     # ---- wrapping ----
 
@@ -115,6 +113,9 @@ class ProTrainMixin:
         options = dict(self._protrain)
         if takes_bf16(self.args):
             options["precision"] = "bf16"
+            logger.warning(
+                "bf16 is taken over by protrain: bf16 parameters and gradients, and an fp32 master of each parameter"
+            )
         if self._protrain_weights is not None:
             options.pop("param_init_fn", None)
             options["weights"] = self._protrain_weights
