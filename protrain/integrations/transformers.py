@@ -113,9 +113,7 @@ class ProTrainMixin:
         options = dict(self._protrain)
         if takes_bf16(self.args):
             options["precision"] = "bf16"
-            logger.warning(
-                "bf16 is taken over by protrain: bf16 parameters and gradients, and an fp32 master of each parameter"
-            )
+            logger.warning("bf16 is taken over by protrain: bf16 parameters and gradients, and an fp32 master of each parameter")
         if self._protrain_weights is not None:
             options.pop("param_init_fn", None)
             options["weights"] = self._protrain_weights
