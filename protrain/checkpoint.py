@@ -24,7 +24,7 @@ from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
 from .session import Session
 from .statefiles import check_states, states_of
-from .tensorfiles import Entry, TensorFile, entries, replaced, write_tensors
+from .tensorfiles import Entry, Progress, TensorFile, Told, entries, replaced, write_tensors
 
 FORMAT = 1
 
@@ -56,11 +56,13 @@ def save(
     folder: str | os.PathLike[str],
     *,
     extra: Callable[[Path], Any] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole.
 
     Args:
         extra: called with the folder while it is written, to add files of its own (a tokenizer).
+        progress: called after each tensor with the bytes that are written and the bytes in all.
 
     Raises:
         PlanError: the model is not wrapped, or the optimizer is not its own.
@@ -74,11 +76,14 @@ def save(
             config: Any = getattr(model, "config", None)
             if hasattr(config, "save_pretrained"):
                 saved_config(model, config).save_pretrained(str(fresh))
-            write_tensors(fresh, entries(model), session.tensors())
+            weights = entries(model)
             states = list(_states(session)) if own is None else []
             expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
-            values = ((name, session.value(number, array)) for number, array, name in states)
-            write_tensors(fresh, own[1] if own else expected, own[2] if own else values, stem="optimizer")
+            values: Iterator[tuple[str, torch.Tensor]] = ((name, session.value(number, array)) for number, array, name in states)
+            expected, values = (own[1], own[2]) if own else (expected, values)
+            told = Told(progress or (lambda _done, _all: None), sum(entry.size_bytes for entry in (*weights, *expected)))
+            write_tensors(fresh, weights, told.through(session.tensors()))
+            write_tensors(fresh, expected, told.through(values), stem="optimizer")
             about = {
                 "format": FORMAT,
                 "optimizer": session.kind.__name__,

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,6 +195,25 @@ class TensorFile:
                 raise
             raise DiskError(f"{self.path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=self.path) from None
         return found.view(dtype).view(shape)
+
+
+#: What is told while files are written: bytes that are done, bytes in all.
+Progress = Callable[[int, int], Any]
+
+
+class Told:
+    """Passes tensors on to be written, and tells of each when the next one is asked for."""
+
+    def __init__(self, progress: Progress, total_bytes: int) -> None:
+        self._progress, self._total_bytes, self._done_bytes = progress, total_bytes, 0
+
+    def through(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            size_bytes = tensor.nbytes
+            yield name, tensor
+            del tensor
+            self._done_bytes += size_bytes
+            self._progress(self._done_bytes, self._total_bytes)
 
 
 @contextmanager

@@ -124,3 +124,19 @@ def test_a_file_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -
         protrain.load(model, optimizer, folder)
     assert state_of(model) == before
     protrain.unwrap(model)
+
+
+def test_progress_is_told_tensor_by_tensor(fresh_disk: Any) -> None:
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), fused=True), memory="8MiB", disk=fresh_disk)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    told: list[tuple[int, int]] = []
+    protrain.save(model, optimizer, fresh_disk / "saved", progress=lambda *sizes: told.append(sizes))
+    matrix, bias = 4 * 64 * 64, 4 * 64
+    assert told == [
+        (sum(sizes), 3 * (matrix + bias))
+        for sizes in ([matrix], [matrix, bias], [matrix, bias, matrix], [matrix, bias, matrix, matrix],
+                      [matrix, bias, matrix, matrix, bias], [matrix, bias, matrix, matrix, bias, bias])
+    ]  # fmt: skip
+    protrain.unwrap(model)

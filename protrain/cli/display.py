@@ -1,6 +1,7 @@
 """What a person, or a program, sees of a training: a live panel on a terminal, plain lines in a file, JSON lines with --json.
 
-All three are told the same things: `stage` (what is being prepared), `step` (a finished step) and `finish` (the summary).
+All three are told the same things: `stage` (what is being prepared), `step` (a finished step), `saving` (how much is written) and
+`finish` (the summary).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Display(Protocol):
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
     def stage(self, text: str) -> None: ...
+    def saving(self, done_bytes: int, total_bytes: int) -> None: ...
     def step(self, step: Step) -> None: ...
     def finish(self, summary: Summary) -> None: ...
 
@@ -70,6 +72,9 @@ class _Json:
         pass
 
     def stage(self, text: str) -> None:
+        pass
+
+    def saving(self, done_bytes: int, total_bytes: int) -> None:
         pass
 
     def step(self, step: Step) -> None:
@@ -93,6 +98,9 @@ class _Plain:
 
     def stage(self, text: str) -> None:
         print(text, flush=True)
+
+    def saving(self, done_bytes: int, total_bytes: int) -> None:
+        pass  # lines of a file: one for all of it is enough
 
     def step(self, step: Step) -> None:
         print(
@@ -134,10 +142,14 @@ class _Live:
     def stage(self, text: str) -> None:
         self._stage = text
 
+    def saving(self, done_bytes: int, total_bytes: int) -> None:
+        whole = done_bytes >= total_bytes
+        self._stage = "" if whole else f"saving, {done_bytes / total_bytes:.0%} of {size_text(total_bytes)}"
+
     def step(self, step: Step) -> None:
         if self._last is None:
             self._first_loss = step.loss
-        self._last = step
+        self._last, self._stage = step, ""
         self._recent = [*self._recent[-9:], step.seconds]
         self._live.refresh()
 
@@ -169,7 +181,7 @@ class _Live:
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
-        until = f"{duration_text(left * _median(self._recent))} to go" if left else self._stage or "done"
+        until = self._stage or (f"{duration_text(left * _median(self._recent))} to go" if left else "done")
         head.add_row(f"step {last.step}/{self._steps}", ProgressBar(total=self._steps, completed=last.step), until)
         body = Table.grid(padding=(0, 2))
         body.add_row("loss", Text(f"{last.loss:.4f}", style="bold"), f"from {self._first_loss:.4f}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from protrain.cli.words import CommandError
 from protrain.precision import saved_config
-from protrain.tensorfiles import entries, replaced, write_tensors
+from protrain.tensorfiles import Progress, Told, entries, replaced, write_tensors
 
 
 def check_target(folder: str) -> None:
@@ -35,16 +35,23 @@ def check_target(folder: str) -> None:
 
 
 def save(
-    folder: str, model: nn.Module, config: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]], tokenizer: object
+    folder: str,
+    model: nn.Module,
+    config: Any,
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    tokenizer: object,
+    progress: Progress,
 ) -> int:
     """Save a transformers model and its tokenizer as a folder for from_pretrained.
 
     Args: config, the model's as it was read; tensors, gives the model's tensors one by one, in the order of its state dict,
-    tied ones once; tokenizer, a transformers tokenizer. Returns the bytes of the weights.
+    tied ones once; tokenizer, a transformers tokenizer; progress, told after each tensor. Returns the bytes of the weights.
     """
     with replaced(folder) as fresh:
         add_files(fresh, model, config, tokenizer)
-        written_bytes = write_tensors(fresh, entries(model), tensors())
+        weights = entries(model)
+        told = Told(progress, sum(entry.size_bytes for entry in weights))
+        written_bytes = write_tensors(fresh, weights, told.through(tensors()))
     return written_bytes
 
 

@@ -23,6 +23,7 @@ from protrain.cli.words import CommandError, check_file, size_text
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
 
 if TYPE_CHECKING:
+    from protrain.tensorfiles import Progress
     from protrain.timeline import Timeline
 
 TRACED_STEPS = 3
@@ -186,7 +187,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         done = protrain.status(model).steps
         if done >= words.steps:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
-    saver = _Saver(words.out, words.save_every, setup.config, tokenizer)
+    saver = _Saver(words.out, words.save_every, setup.config, tokenizer, display.saving)
     tracer = _Tracer(words.trace)
     try:
         losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver, tracer)
@@ -295,8 +296,8 @@ class _Tracer:
 class _Saver:
     """Writes --out: the model at the end, or checkpoints on the way where --save-every asks for them."""
 
-    def __init__(self, folder: str | None, every: int | None, config: Any, tokenizer: Any) -> None:
-        self.folder, self.every, self.config, self.tokenizer = folder, every, config, tokenizer
+    def __init__(self, folder: str | None, every: int | None, config: Any, tokenizer: Any, progress: Progress) -> None:
+        self.folder, self.every, self.config, self.tokenizer, self.progress = folder, every, config, tokenizer, progress
         self.saved_step = 0
 
     def _checkpoint(self, model: Any, optimizer: Any) -> None:
@@ -304,7 +305,13 @@ class _Saver:
         from protrain.cli.export import add_files
 
         assert self.folder is not None
-        protrain.save(model, optimizer, self.folder, extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer))
+        protrain.save(
+            model,
+            optimizer,
+            self.folder,
+            extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer),
+            progress=self.progress,
+        )
 
     def after(self, number: int, model: Any, optimizer: Any) -> None:
         """After step `number`: a checkpoint where it is due."""
@@ -320,7 +327,7 @@ class _Saver:
 
         assert self.folder is not None
         if self.every is None:
-            return save(self.folder, model, self.config, protrain.session_of(model).tensors, self.tokenizer)
+            return save(self.folder, model, self.config, protrain.session_of(model).tensors, self.tokenizer, self.progress)
         if self.saved_step != protrain.status(model).steps:
             self._checkpoint(model, optimizer)
         return sum(entry.size_bytes for entry in entries(model))
