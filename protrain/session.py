@@ -465,8 +465,8 @@ class Session:
 
     def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
-        if mode == "keep" or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+        if mode == "keep" or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return forward(*args, **kwargs)  # inside of torch.func's transforms, which take no saved-tensor hooks, too
         check_outer_hooks(*self.blocks[number], mode)
         if mode == "swap":
             return run_swapped(self, number, forward, args, kwargs)

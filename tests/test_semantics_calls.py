@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain.blocks import find_blocks
 from protrain.counting import uncounted
 
 
@@ -385,7 +386,8 @@ def test_a_compiled_wrapper_is_refused() -> None:
         protrain.wrap(torch.compile(model), adamw(model), memory=TIGHT)
 
 
-def test_functional_calls() -> None:
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])
+def test_functional_calls(mode: str) -> None:
     """torch.func: parameters given by the caller are those that are used; transforms over those on disk are refused."""
     model: Any = Chain()
     given = {name: p.detach().clone() * 0.5 for name, p in model.named_parameters()}
@@ -395,7 +397,8 @@ def test_functional_calls() -> None:
         return torch.func.functional_call(model, p, (x,))
 
     want = called(given).item(), {name: bits(value) for name, value in torch.func.grad(called)(given).items()}
-    foreseen = protrain.plan(model, x, memory=TIGHT)
+    modes = [mode] * len(find_blocks(model))
+    foreseen = protrain.plan(model, x, memory=TIGHT, block_modes=modes)
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT + 32 * MIB, plan=foreseen)
     got = called(given).item(), {name: bits(value) for name, value in torch.func.grad(called)(given).items()}
     assert got == want
