@@ -567,20 +567,20 @@ class Session:
             if owner is not None:
                 check_version(owner._version, saved.version, saved.size)
             if not self.engine.in_memory(chunk) and torch.is_grad_enabled():
-                copy = torch.empty(
-                    entry.count, dtype=self.layout.dtype
-                )  # this backward has a graph of its own, which holds on to what it is given
-                self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
-                return copy.as_strided(saved.size, saved.stride, saved.offset)
+                return self._copy_of(saved)  # this backward has a graph of its own, which holds on to what it is given
             if chunk not in self._node_chunks and not self.engine.in_memory(chunk):
                 if not self.engine.demand(chunk):
-                    copy = torch.empty(entry.count, dtype=self.layout.dtype)  # the slot is taken by what this same node reads
-                    self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
-                    return copy.as_strided(saved.size, saved.stride, saved.offset)
+                    return self._copy_of(saved)  # the slot is taken by what this same node reads
                 self._node_chunks.add(chunk)
             base = self._bases[chunk]
             self._address_chunk[base.data_ptr()] = chunk
             return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // self.element_bytes)
+
+    def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, in memory of its own, from the parameter's home."""
+        copy = torch.empty(self.layout.entries[saved.number].count, dtype=self.layout.dtype)
+        self.engine.transfer(saved.number, 0, copy.data_ptr(), False)
+        return copy.as_strided(saved.size, saved.stride, saved.offset)
 
     def release_node(self) -> None:
         """The node of the graph whose parameters are held in place is done."""

@@ -54,13 +54,13 @@ def inputs(count: int, rows: int = 8, seed: int = 1) -> list[torch.Tensor]:
     return list(torch.randn(count, rows, 256, generator=generator))
 
 
-def steps(batches: list[torch.Tensor]) -> Loop:
-    """The ordinary loop of a model that gives its loss."""
+def steps(batches: list[torch.Tensor], loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = lambda model, x: model(x)) -> Loop:
+    """The ordinary loop; loss_of(model, batch) is the loss, which most models give themselves."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
         figures = []
         for x in batches:
-            loss = model(x)
+            loss = loss_of(model, x)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

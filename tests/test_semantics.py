@@ -626,18 +626,7 @@ class Methods(Chain):
 
 def test_a_model_whose_forward_is_never_called() -> None:
     """DeepSpeed tests/unit/runtime/zero/test_zero_nesting_init.py and its external parameters: modules called on their own."""
-
-    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
-        figures = []
-        for x in inputs(5):
-            loss = model.decode(model.encode(x))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            figures.append(loss.item())
-        return figures
-
-    both(Methods, loop)
+    both(Methods, steps(inputs(5), lambda model, x: model.decode(model.encode(x))))
 
 
 def test_training_in_eval_mode() -> None:
