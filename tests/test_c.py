@@ -2,7 +2,8 @@
 
 A program names the files it needs beside csrc/base in a line `/* sources: csrc/disk/*.c csrc/plan/rule.c */`, and says with a
 line `/* threads */` that it should also run under ThreadSanitizer. Objects are kept in build/ctests under a key of everything
-that went into them, so that a second run compiles what has changed; every program runs every time.
+that went into them, so that a second run compiles what has changed; every program runs every time. All cores compile and run what
+the chosen tests need, and each test waits for its own.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "ctests"
 KEPT_SECONDS = 7 * 24 * 3600
-RUN_SECONDS = 120  # a program that takes this long hangs
+RUN_SECONDS = 600  # a program that takes this long hangs: on a busy machine too the longest take a minute or two
 COMPILER = shlex.split(os.environ.get("CC", "gcc"))
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 SANITIZERS = {
@@ -88,11 +93,8 @@ def run_compiler(arguments: list[str], out: Path) -> None:
     fresh.replace(out)
 
 
-def built(program: Path, sanitizer: str) -> Path:
+def built(program: Path, sanitizer: str, objects: list[Path]) -> Path:
     """The executable of a test program under a sanitizer."""
-    flags = [*STRICT, *SANITIZERS[sanitizer], "-Icsrc", "-Itests/c"]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(lambda source: compiled(source, flags), linked(program)))
     out = KEPT / f"{program.stem}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}-{sanitizer}"
     if not out.is_file():
         run_compiler([*SANITIZERS[sanitizer], "-pthread", *map(str, objects), "-lm", "-ldl"], out)
@@ -120,41 +122,103 @@ def pruned() -> None:
 CASES = [(program, "address") for program in PROGRAMS] + [(program, "thread") for program in PROGRAMS if threaded(program)]
 
 
-@pytest.mark.parametrize(("program", "sanitizer"), CASES, ids=[f"{program.stem[5:]}-{kind}" for program, kind in CASES])
-def test_program(program: Path, sanitizer: str, fresh_disk: Path) -> None:
-    """It runs to its end and returns 0, in an empty folder on a disk."""
-    command = [*(fixed_addresses() if sanitizer == "thread" else ()), str(built(program, sanitizer))]
-    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(fresh_disk), "PROTRAIN_DISK": str(fresh_disk)}
+def flags_of(kind: str) -> list[str]:
+    """What the compiler is told, for a sanitizer or for "release"."""
+    if kind in SANITIZERS:
+        return [*STRICT, *SANITIZERS[kind], "-Icsrc", "-Itests/c"]
+    python = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_paths()["include"]]
+    return [*STRICT, "-O2", "-fPIC", "-Icsrc", *python, '-DPTN_TORCH_VERSION="0"']
+
+
+class Work:
+    """What the tests that were chosen wait for, under way on all cores: every object once, then what is made of objects.
+
+    Nothing that is compiled or run here looks at a clock, but to end what hangs.
+    """
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._objects: dict[tuple[Path, str], Future[Path]] = {}
+        self._results: dict[tuple[Path, str, bool], Future[Any]] = {}
+
+    def compile(self, source: Path, kind: str) -> Future[Path]:
+        """The object of a source, for a sanitizer or for "release"."""
+        if (source, kind) not in self._objects:
+            self._objects[source, kind] = self.pool.submit(compiled, source, flags_of(kind))
+        return self._objects[source, kind]
+
+    def build(self, program: Path, sanitizer: str, run: bool) -> Future[Any]:
+        """The executable of a program, and its end where it is run. Its objects come before it in the pool: it can wait there."""
+        if (program, sanitizer, run) not in self._results:
+            objects = [self.compile(source, sanitizer) for source in linked(program)]
+            self._results[program, sanitizer, run] = self.pool.submit(self._made, program, sanitizer, objects, run)
+        return self._results[program, sanitizer, run]
+
+    def _made(self, program: Path, sanitizer: str, objects: list[Future[Path]], run: bool) -> None:
+        executable = built(program, sanitizer, [found.result() for found in objects])
+        if run:
+            run_program(program, sanitizer, executable, self.disk)
+
+
+@pytest.fixture(scope="module")
+def work(request: pytest.FixtureRequest, disk: Path) -> Iterator[Work]:
+    """All of it has begun."""
+    made = Work(disk)
+    chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    for params in [item.callspec.params for item in chosen if hasattr(item, "callspec")]:
+        with suppress(AssertionError):  # which is that of the program's own test
+            if "source" in params:
+                made.compile(params["source"], "release")
+            elif "tool" in params:
+                made.build(params["tool"], "address", run=False)
+            else:
+                made.build(params["program"], params["sanitizer"], run=True)
+    yield made
+    made.pool.shutdown(cancel_futures=True)
+
+
+def run_program(program: Path, sanitizer: str, executable: Path, disk: Path) -> None:
+    """It runs to its end and returns 0, in an empty folder on a disk, and leaves that empty."""
+    folder = Path(tempfile.mkdtemp(dir=disk))
+    command = [*(fixed_addresses() if sanitizer == "thread" else ()), str(executable)]
+    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(folder), "PROTRAIN_DISK": str(folder)}
     try:
         result = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
-            cwd=fresh_disk,
+            cwd=folder,
             env=environment,
             timeout=RUN_SECONDS,
             check=False,
         )
+        left = [path.name for path in folder.iterdir()]
     except subprocess.TimeoutExpired as error:
         said = (error.stderr or b"").decode(errors="replace")[-2000:]
         pytest.fail(f"{program.name} did not end in {RUN_SECONDS} s\n{said}", pytrace=False)
+    finally:
+        shutil.rmtree(folder)
     if result.returncode != 0:
         pytest.fail(
             f"{program.name} ended with {result.returncode}\n{result.stdout[-1000:]}{result.stderr[-6000:]}", pytrace=False
         )
-    left = [path.name for path in fresh_disk.iterdir()]
     assert not left, f"{program.name} left files behind"
 
 
+@pytest.mark.parametrize(("program", "sanitizer"), CASES, ids=[f"{program.stem[5:]}-{kind}" for program, kind in CASES])
+def test_program(program: Path, sanitizer: str, work: Work) -> None:
+    work.build(program, sanitizer, run=True).result()
+
+
 @pytest.mark.parametrize("tool", TOOLS, ids=[tool.stem for tool in TOOLS])
-def test_tool_builds(tool: Path) -> None:
+def test_tool_builds(tool: Path, work: Work) -> None:
     """A program that measures rather than checks still builds."""
-    built(tool, "address")
+    work.build(tool, "address", run=False).result()
 
 
 @pytest.mark.parametrize("source", C_FILES, ids=[path.relative_to(ROOT / "csrc").as_posix() for path in C_FILES])
-def test_no_warnings(source: Path) -> None:
+def test_no_warnings(source: Path, work: Work) -> None:
     """It compiles as the release build does, every warning an error."""
-    python = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_paths()["include"]]
-    compiled(source, [*STRICT, "-O2", "-fPIC", "-Icsrc", *python, '-DPTN_TORCH_VERSION="0"'])
+    work.compile(source, "release").result()
