@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixed import with_fixed_times
 
 import protrain
 from protrain import _core
@@ -46,9 +47,10 @@ def saved_bytes(model: Any, ids: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_swapped_step_peaks_where_a_recomputed_one_does(family: str, causal_lm: Any, token_batches: Any) -> None:
     model, (ids,) = causal_lm(family, layers=LAYERS, vocabulary=2048), token_batches(1, batch=4, length=128)
+    found = with_fixed_times(protrain.profile(model, {"input_ids": ids, "labels": ids}, memory="64MiB"))
 
     def plan(*modes: str) -> protrain.Plan:
-        return protrain.plan(model, {"input_ids": ids, "labels": ids}, memory="64MiB", block_modes=list(modes))
+        return plan_from_profile(found, 64 << 20, modes=list(modes))
 
     checkpoint = plan(*["checkpoint"] * LAYERS)
     swap = plan(*["swap"] * LAYERS)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import twins
+from fixed import with_fixed_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_equal, run
@@ -21,6 +22,7 @@ from twins import adamw, assert_equal, run
 import protrain
 from protrain import _core
 from protrain.api import session_of
+from protrain.planning import plan_from_profile
 
 N_BLOCKS = 4
 AMPLE = 1 << 30
@@ -132,16 +134,14 @@ def test_modes_are_exact_with_parameters_on_disk(modes: list[str]) -> None:
 
 def test_swap_trains_where_keeping_does_not_fit() -> None:
     """Forward is slowed rather than the budget passed."""
-    modes = ["swap"] * N_BLOCKS
     model = Net()
-    plans = [
-        protrain.plan(model, inputs(1)[0], memory=AMPLE, optimizer=adamw(model), block_modes=given)
-        for given in (modes, ["keep"] * N_BLOCKS)
-    ]
-    budget = plans[0].peak_bytes * 9 // 8
-    assert budget < plans[1].peak_bytes
+    found = with_fixed_times(protrain.profile(model, inputs(1)[0], memory=AMPLE, optimizer=adamw(model)))
+    swap, keep = (plan_from_profile(found, AMPLE, modes=[mode] * N_BLOCKS) for mode in ("swap", "keep"))
+    budget = swap.peak_bytes * 9 // 8
+    assert budget < keep.peak_bytes
     loop = fit(4)
-    assert_equal(run(Net, loop, memory=budget, block_modes=modes), run(Net, loop), budget)
+    status = assert_equal(run(Net, loop, memory=budget, plan=swap), run(Net, loop), budget)
+    assert status.plan.n_swap == N_BLOCKS
 
 
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
