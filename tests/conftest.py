@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ahead import Ahead
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,14 @@ def fresh_disk(disk: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=disk))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def ahead() -> Iterator[Ahead]:
+    """Runs on all cores what the tests of a function wait for."""
+    made = Ahead()
+    yield made
+    made.pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

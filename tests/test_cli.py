@@ -15,6 +15,7 @@ import click
 import pytest
 import torch
 import transformers
+from ahead import Ahead
 from safetensors.torch import load_file
 
 from protrain import tensorfiles
@@ -263,8 +264,10 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
         (["--precision", "fp8"], ["--precision", "fp8"]),
     ],
 )
-def test_wrong_words_are_2_with_the_usage(work: Path, arguments: list[str], named: list[str]) -> None:
-    result = run(work, *SMALL, *arguments)
+def test_wrong_words_are_2_with_the_usage(
+    work: Path, arguments: list[str], named: list[str], ahead: Ahead, request: pytest.FixtureRequest
+) -> None:
+    result = ahead.result(request, lambda given: run(work, *SMALL, *given["arguments"]))
     assert result.returncode == 2
     assert result.stderr.startswith("Usage:")
     assert all(word in result.stderr.splitlines()[-1] for word in named)
@@ -286,8 +289,10 @@ def test_wrong_words_are_2_with_the_usage(work: Path, arguments: list[str], name
         (["--trace", "nowhere/trace.json"], "nowhere/trace.json"),
     ],
 )
-def test_an_error_is_1_with_one_line(work: Path, arguments: list[str], named: str) -> None:
-    result = run(work, *SMALL, *arguments)
+def test_an_error_is_1_with_one_line(
+    work: Path, arguments: list[str], named: str, ahead: Ahead, request: pytest.FixtureRequest
+) -> None:
+    result = ahead.result(request, lambda given: run(work, *SMALL, *given["arguments"]))
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
     assert named in result.stderr
     assert (work / "full" / "notes.txt").read_text() == "mine"
@@ -413,8 +418,11 @@ def test_activations_are_measured_and_drawn(work: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"), [(["--out", "curve.svg"], "PNG"), (["--out", "nowhere/a.png"], "nowhere"), (["--seq", "129"], "129")]
 )
-def test_a_curve_that_cannot_be_made_is_one_line(work: Path, arguments: list[str], named: str) -> None:
-    result = run(work, "bench", "activations", "--model", "tiny", "--seq", "64", *arguments)
+def test_a_curve_that_cannot_be_made_is_one_line(
+    work: Path, arguments: list[str], named: str, ahead: Ahead, request: pytest.FixtureRequest
+) -> None:
+    bench = ("bench", "activations", "--model", "tiny", "--seq", "64")
+    result = ahead.result(request, lambda given: run(work, *bench, *given["arguments"]))
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
     assert named in result.stderr
 
