@@ -87,6 +87,14 @@ def torch_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def short_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal in the tests' own process makes as many passes as it must and no more: no test judges how long they take."""
+    rehearsal = sys.modules.get("protrain.rehearsal")
+    for name in ("LEAST_SECONDS", "MORE_SECONDS") if rehearsal else ():
+        monkeypatch.setattr(rehearsal, name, 0.0)
+
+
 # The names under which model families keep one size: what a config does not know is left alone.
 SIZES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "word_embed_proj_dim"),

@@ -27,11 +27,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def no_longer_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many passes as there must be, however long they take; what is computed is too small to share."""
+def one_thread() -> None:
+    """What is computed is too small to share."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(rehearsal, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(rehearsal, "MORE_SECONDS", 0.0)
 
 
 @pytest.fixture
