@@ -23,43 +23,34 @@ ptn_simd ptn_simd_best(void) {
   return cpu_runs(PTN_SIMD_AVX2) ? PTN_SIMD_AVX2 : PTN_SIMD_PLAIN;
 }
 
-const char *ptn_simd_name(ptn_simd simd) {
-  switch (simd) {
-    case PTN_SIMD_PLAIN: return "plain";
-    case PTN_SIMD_AVX2: return "avx2";
-    case PTN_SIMD_AVX512: return "avx512";
-  }
-  return "unknown";
-}
+/* What there is for one instruction set; none where this build lacks it. Adam's kernels are AdamW's too. */
+typedef struct kernels {
+  const char *name;
+  ptn_update_kernel adam, sgd;
+  ptn_bf16_kernel adam_bf16, sgd_bf16;
+} kernels;
+
+static const kernels table[] = {
+    [PTN_SIMD_PLAIN] = {"plain", ptn_adam_plain, ptn_sgd_plain, ptn_adam_bf16_plain, ptn_sgd_bf16_plain},
+#if PTN_HAVE_AVX
+    [PTN_SIMD_AVX2] = {"avx2", ptn_adam_avx2, ptn_sgd_avx2, ptn_adam_bf16_avx2, ptn_sgd_bf16_avx2},
+    [PTN_SIMD_AVX512] = {"avx512", ptn_adam_avx512, ptn_sgd_avx512, ptn_adam_bf16_avx512, ptn_sgd_bf16_avx512},
+#else
+    [PTN_SIMD_AVX2] = {.name = "avx2"},
+    [PTN_SIMD_AVX512] = {.name = "avx512"},
+#endif
+};
+
+const char *ptn_simd_name(ptn_simd simd) { return (size_t)simd < sizeof table / sizeof table[0] ? table[simd].name : "unknown"; }
 
 ptn_update_kernel ptn_update_kernel_for(ptn_optimizer_kind kind, ptn_simd simd) {
   if (!cpu_runs(simd)) return NULL;
-  bool sgd = kind == PTN_SGD;
-  switch (simd) {
-    case PTN_SIMD_PLAIN: return sgd ? ptn_sgd_plain : ptn_adam_plain;
-#if PTN_HAVE_AVX
-    case PTN_SIMD_AVX2: return sgd ? ptn_sgd_avx2 : ptn_adam_avx2;
-    case PTN_SIMD_AVX512: return sgd ? ptn_sgd_avx512 : ptn_adam_avx512;
-#else
-    default: break;
-#endif
-  }
-  return NULL;
+  return kind == PTN_SGD ? table[simd].sgd : table[simd].adam;
 }
 
 ptn_bf16_kernel ptn_bf16_kernel_for(ptn_optimizer_kind kind, ptn_simd simd) {
   if (!cpu_runs(simd)) return NULL;
-  bool sgd = kind == PTN_SGD;
-  switch (simd) {
-    case PTN_SIMD_PLAIN: return sgd ? ptn_sgd_bf16_plain : ptn_adam_bf16_plain;
-#if PTN_HAVE_AVX
-    case PTN_SIMD_AVX2: return sgd ? ptn_sgd_bf16_avx2 : ptn_adam_bf16_avx2;
-    case PTN_SIMD_AVX512: return sgd ? ptn_sgd_bf16_avx512 : ptn_adam_bf16_avx512;
-#else
-    default: break;
-#endif
-  }
-  return NULL;
+  return kind == PTN_SGD ? table[simd].sgd_bf16 : table[simd].adam_bf16;
 }
 
 /* bf16: the parameter that param is the master of, and the gradient; NULL where all is fp32. */
