@@ -32,28 +32,28 @@ struct ptn_piece {
   } own;
 };
 
-typedef struct ptn_engine ptn_engine;
-typedef struct ptn_engine_kind {
+typedef struct ptn_io_engine ptn_io_engine;
+typedef struct ptn_io_engine_kind {
   const char *name;
-  void (*start)(ptn_engine *engine, ptn_piece *piece); /* from any thread, does not wait for the disk */
-  void (*destroy)(ptn_engine *engine);                 /* nothing is in flight any more */
-} ptn_engine_kind;
-struct ptn_engine {
-  const ptn_engine_kind *kind; /* first member of every engine */
+  void (*start)(ptn_io_engine *engine, ptn_piece *piece); /* from any thread, does not wait for the disk */
+  void (*destroy)(ptn_io_engine *engine);                 /* nothing is in flight any more */
+} ptn_io_engine_kind;
+struct ptn_io_engine {
+  const ptn_io_engine_kind *kind; /* first member of every engine */
 };
 
 /* Blocking calls on this many threads; that many pieces are in flight at most, the others wait in order. */
-ptn_status ptn_engine_create_threads(ptn_engine **out, int fd, uint32_t threads_count);
+ptn_status ptn_io_engine_create_threads(ptn_io_engine **out, int fd, uint32_t threads_count);
 /* A ring with room for depth pieces, and threads_count threads for the pieces that would make the kernel wait. PTN_DISK with
  * the reason where the kernel, the container or the filesystem does not offer what it takes. */
-ptn_status ptn_engine_create_uring(ptn_engine **out, int fd, uint32_t depth, uint32_t threads_count);
+ptn_status ptn_io_engine_create_uring(ptn_io_engine **out, int fd, uint32_t depth, uint32_t threads_count);
 
 /* How tests and measurements make a store: 0 and NULL mean what ptn_store_create takes. */
 typedef struct ptn_store_options {
   ptn_disk_engine engine;
   uint64_t piece_bytes; /* a multiple of PTN_PAGE_BYTES */
   uint32_t depth;       /* pieces in flight */
-  ptn_engine *(*wrap)(ptn_engine *inner, void *context); /* an engine around the one that was made, which it then owns */
+  ptn_io_engine *(*wrap)(ptn_io_engine *inner, void *context); /* an engine around the one that was made, which it then owns */
   void *context;
 } ptn_store_options;
 ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_store_options *options);

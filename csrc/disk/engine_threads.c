@@ -14,7 +14,7 @@
 #include "disk/engine.h"
 
 typedef struct threads_engine {
-  ptn_engine base;
+  ptn_io_engine base;
   ptn_mutex mutex;
   ptn_condition work;
   ptn_piece *first, *last;
@@ -46,7 +46,7 @@ static void *serve(void *argument) {
   return NULL;
 }
 
-static void start(ptn_engine *base, ptn_piece *piece) {
+static void start(ptn_io_engine *base, ptn_piece *piece) {
   threads_engine *engine = (threads_engine *)base;
   piece->next = NULL;
   ptn_lock(&engine->mutex);
@@ -57,7 +57,7 @@ static void start(ptn_engine *base, ptn_piece *piece) {
   ptn_unlock(&engine->mutex);
 }
 
-static void destroy(ptn_engine *base) {
+static void destroy(ptn_io_engine *base) {
   threads_engine *engine = (threads_engine *)base;
   ptn_lock(&engine->mutex);
   engine->stop = true;
@@ -69,9 +69,9 @@ static void destroy(ptn_engine *base) {
   free(engine);
 }
 
-static const ptn_engine_kind kind = {.name = "threads", .start = start, .destroy = destroy};
+static const ptn_io_engine_kind kind = {.name = "threads", .start = start, .destroy = destroy};
 
-ptn_status ptn_engine_create_threads(ptn_engine **out, int fd, uint32_t threads_count) {
+ptn_status ptn_io_engine_create_threads(ptn_io_engine **out, int fd, uint32_t threads_count) {
   *out = NULL;
   threads_engine *engine = calloc(1, sizeof *engine + threads_count * sizeof engine->threads[0]);
   if (!engine) return ptn_fail(PTN_MEMORY, "no memory for the threads of the disk store");

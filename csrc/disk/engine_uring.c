@@ -39,8 +39,8 @@ typedef struct uring {
 } uring;
 
 typedef struct uring_engine {
-  ptn_engine base;
-  ptn_engine *waiting; /* the threads for what would wait */
+  ptn_io_engine base;
+  ptn_io_engine *waiting; /* the threads for what would wait */
   uring ring;
   int fd, wake_fd;
   pthread_t thread;
@@ -262,7 +262,7 @@ static void wake(const uring_engine *engine) {
   while (written < 0 && errno == EINTR);
 }
 
-static void start(ptn_engine *base, ptn_piece *piece) {
+static void start(ptn_io_engine *base, ptn_piece *piece) {
   uring_engine *engine = (uring_engine *)base;
   piece->next = NULL;
   ptn_lock(&engine->mutex);
@@ -275,7 +275,7 @@ static void start(ptn_engine *base, ptn_piece *piece) {
   if (was_asleep) wake(engine);
 }
 
-static void destroy(ptn_engine *base) {
+static void destroy(ptn_io_engine *base) {
   uring_engine *engine = (uring_engine *)base;
   if (engine->thread_started) {
     ptn_lock(&engine->mutex);
@@ -291,20 +291,20 @@ static void destroy(ptn_engine *base) {
   free(engine);
 }
 
-static const ptn_engine_kind kind = {.name = "io_uring", .start = start, .destroy = destroy};
+static const ptn_io_engine_kind kind = {.name = "io_uring", .start = start, .destroy = destroy};
 
 static ptn_status set_up(uring_engine *engine, uint32_t depth, uint32_t threads_count) {
   PTN_TRY(open_ring(&engine->ring, depth + 2));
   PTN_TRY(try_ring(&engine->ring, engine->fd));
   engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (engine->wake_fd < 0) return fail_ring(errno, "no eventfd");
-  PTN_TRY(ptn_engine_create_threads(&engine->waiting, engine->fd, threads_count));
+  PTN_TRY(ptn_io_engine_create_threads(&engine->waiting, engine->fd, threads_count));
   PTN_TRY(ptn_thread_start(&engine->thread, "ptn-disk-ring", serve, engine));
   engine->thread_started = true;
   return PTN_OK;
 }
 
-ptn_status ptn_engine_create_uring(ptn_engine **out, int fd, uint32_t depth, uint32_t threads_count) {
+ptn_status ptn_io_engine_create_uring(ptn_io_engine **out, int fd, uint32_t depth, uint32_t threads_count) {
   *out = NULL;
   uring_engine *engine = calloc(1, sizeof *engine);
   if (!engine) return ptn_fail(PTN_MEMORY, "no memory for the ring of the disk store");

@@ -52,7 +52,7 @@ typedef struct flow {
 
 struct ptn_store {
   ptn_file file;
-  ptn_engine *engine;
+  ptn_io_engine *engine;
   pid_t process;
   uint64_t piece_bytes;
 
@@ -342,8 +342,8 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes) {
  * container (docs/decisions/0001-disk-engine.md). So there is nothing to fall back to, and who asks for the ring and cannot
  * have it gets the reason as an error. */
 static ptn_status create_engine(ptn_store *store, ptn_disk_engine which, uint32_t depth) {
-  if (which == PTN_DISK_URING) return ptn_engine_create_uring(&store->engine, store->file.fd, depth, WAITING_THREADS);
-  return ptn_engine_create_threads(&store->engine, store->file.fd, depth);
+  if (which == PTN_DISK_URING) return ptn_io_engine_create_uring(&store->engine, store->file.fd, depth, WAITING_THREADS);
+  return ptn_io_engine_create_threads(&store->engine, store->file.fd, depth);
 }
 
 static ptn_status fill(ptn_store *store, const char *folder, const ptn_store_options *options, uint32_t depth) {

@@ -41,8 +41,8 @@ typedef struct faulty_entry {
 } faulty_entry;
 
 typedef struct faulty_engine {
-  ptn_engine base;
-  ptn_engine *inner;
+  ptn_io_engine base;
+  ptn_io_engine *inner;
   ptn_mutex mutex;
   fault fault;
   int sys_errno;
@@ -116,7 +116,7 @@ static inline void faulty_finish(ptn_piece *inner, int64_t result) {
   outer->finish(outer, result);
 }
 
-static inline void faulty_start(ptn_engine *base, ptn_piece *piece) {
+static inline void faulty_start(ptn_io_engine *base, ptn_piece *piece) {
   faulty_engine *engine = (faulty_engine *)base;
   faulty_attempt *attempt = calloc(1, sizeof *attempt);
   CHECK(attempt);
@@ -225,17 +225,17 @@ static inline uint64_t faulty_count(faulty_engine *engine) {
   return count;
 }
 
-static inline void faulty_destroy(ptn_engine *base) {
+static inline void faulty_destroy(ptn_io_engine *base) {
   faulty_engine *engine = (faulty_engine *)base;
   CHECK(engine->in_flight_count == 0);
   engine->inner->kind->destroy(engine->inner);
   ptn_mutex_destroy(&engine->mutex);
 }
 
-static const ptn_engine_kind faulty_kind = {.name = "faulty", .start = faulty_start, .destroy = faulty_destroy};
+static const ptn_io_engine_kind faulty_kind = {.name = "faulty", .start = faulty_start, .destroy = faulty_destroy};
 
 /* A ptn_store_options.wrap; context is a faulty_engine of the caller, which outlives the store. */
-static inline ptn_engine *faulty_wrap(ptn_engine *inner, void *context) {
+static inline ptn_io_engine *faulty_wrap(ptn_io_engine *inner, void *context) {
   faulty_engine *engine = context;
   memset(engine, 0, sizeof *engine);
   engine->base.kind = &faulty_kind;
