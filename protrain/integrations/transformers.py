@@ -233,7 +233,6 @@ class ProTrainMixin:
         try:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            _core.swap_account(None)  # a training step's forward pass counts again
             if self._protrain_before is not None:
                 before, self._protrain_before = self._protrain_before, None
                 api.session_of(self.model).rearrange(before)
@@ -263,10 +262,7 @@ class ProTrainMixin:
             torch.set_rng_state(random_state)
             return self.prediction_step(model, inputs, *args, **kwargs)
         with uncounted():
-            found = tree_map_only(torch.Tensor, torch.Tensor.clone, found)
-        if session is not None:
-            _core.swap_account(None)
-        return found
+            return tree_map_only(torch.Tensor, torch.Tensor.clone, found)
 
     # ---- saving and loading ----
 
