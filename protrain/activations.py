@@ -34,7 +34,7 @@ from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .running import Runner
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -170,25 +170,25 @@ class Frame:
 
     def __init__(
         self,
-        session: Session,
+        runner: Runner,
         number: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         stash: _core.SavedTensors | None,
     ) -> None:
-        self.session, self.forward, self.name = session, forward, session.blocks[number][0]
-        self.habits = session.habits[number]
+        self.runner, self.forward, self.name = runner, forward, runner.blocks[number][0]
+        self.habits = runner.habits[number]
         self.given: Any = (args, kwargs)  # None: forward is over
         self.given_versions = [(leaf, leaf._version) for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor]
         copied = self.habits.in_place
         if copied is None:
-            copied = session.has_room(sum(leaf.nbytes for leaf, _ in self.given_versions))
+            copied = runner.has_room(sum(leaf.nbytes for leaf, _ in self.given_versions))
         inputs = _copied_inputs(self.given) if copied else self.given
         self.copied = copied
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
         self.versions = self._versions()
-        self.state = ModuleState(session.blocks[number][1], self.habits.large)
+        self.state = ModuleState(runner.blocks[number][1], self.habits.large)
         self.random_state = torch.get_rng_state()
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
@@ -213,7 +213,7 @@ class Frame:
         self.given, self.given_versions = None, []
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        found = self.session.saved_parameter(tensor)
+        found = self.runner.residency.saved_parameter(tensor)
         if found:
             return found
         record = Recomputed(self, tensor)
@@ -222,7 +222,7 @@ class Frame:
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedParameter:
-            return self.session.unpack_parameter(saved)
+            return self.runner.residency.unpack_parameter(saved)
         if saved.tensor is None and self.inputs is not None:
             self.recompute()
         if saved.tensor is None:
@@ -250,7 +250,7 @@ class Frame:
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal place
-            if self.session.saved_parameter(tensor):
+            if self.runner.residency.saved_parameter(tensor):
                 return
             if place >= len(self.saved):
                 raise RuntimeError("a recomputed block saved more tensors than its forward: it must do the same each time")
@@ -276,7 +276,7 @@ class Frame:
                 torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
                 args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
-                _run_inside(self.session, self, (pack, unpack), self.forward, args, kwargs)
+                _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
         except Stop:
             pass
         finally:
@@ -288,27 +288,27 @@ class Frame:
 
 
 def _run_inside(
-    session: Session, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    runner: Runner, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a block's forward with its hooks; `frame` says that they, not those of operations, see what is saved."""
-    before = session.frame, session.innermost
+    before = runner.frame, runner.innermost
     _push(*hooks)
-    session.frame, session.innermost = frame, hooks[0]
+    runner.frame, runner.innermost = frame, hooks[0]
     try:
         return forward(*args, **kwargs)
     finally:
-        session.frame, session.innermost = before
+        runner.frame, runner.innermost = before
         _pop()
 
 
-def run_swapped(session: Session, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of block `number` so that what it saves goes to the stash."""
-    session.stash.block = number
-    return _run_inside(session, session.stash, session.stash_hooks, forward, args, kwargs)
+    runner.stash.block = number
+    return _run_inside(runner, runner.stash, runner.stash_hooks, forward, args, kwargs)
 
 
 def run_checkpointed(
-    session: Session,
+    runner: Runner,
     number: int,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -320,9 +320,9 @@ def run_checkpointed(
     Args:
         stash_inputs: its inputs go to the stash until then.
     """
-    session.stash.block = number
-    frame = Frame(session, number, forward, args, kwargs, session.stash if stash_inputs else None)
-    result = _run_inside(session, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    runner.stash.block = number
+    frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
+    result = _run_inside(runner, frame, (frame.pack, frame.unpack), forward, args, kwargs)
     frame.settle()
     return result
 
@@ -396,25 +396,25 @@ class _SavedByOuter:
         self.packed, self.unpack = packed, unpack
 
 
-def _hooks_within(session: Session, outer: Hooks) -> Hooks:
+def _hooks_within(runner: Runner, outer: Hooks) -> Hooks:
     """Parameters on disk are ours, everything else goes to the hooks of others that are around the operation."""
     outer_pack, outer_unpack = outer
 
     def pack(tensor: torch.Tensor) -> Any:
-        return session.saved_parameter(tensor) or _SavedByOuter(outer_pack(tensor), outer_unpack)
+        return runner.residency.saved_parameter(tensor) or _SavedByOuter(outer_pack(tensor), outer_unpack)
 
     def unpack(saved: Any) -> torch.Tensor:
-        return saved.unpack(saved.packed) if type(saved) is _SavedByOuter else session.unpack_parameter(saved)
+        return saved.unpack(saved.packed) if type(saved) is _SavedByOuter else runner.residency.unpack_parameter(saved)
 
     return pack, unpack
 
 
-def run_operation(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_operation(runner: Runner, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on parameters on disk with hooks that recognise their memory."""
     outer = _top(True)
-    if outer is not None and outer[0] is session.innermost:
+    if outer is not None and outer[0] is runner.innermost:
         return func(*args, **kwargs)  # the block's own hooks do
-    _push(*(session.hooks if outer is None else _hooks_within(session, outer)))
+    _push(*(runner.operation_hooks if outer is None else _hooks_within(runner, outer)))
     try:
         return func(*args, **kwargs)
     finally:

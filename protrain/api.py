@@ -21,19 +21,20 @@ from .dryrun import DryRun, DryRunError, dry_run
 from .errors import Error, PlanError, StepError
 from .footprint import Footprint
 from .foreign import Foreign
+from .hooks import KEY
 from .layout import describe, make_layout
 from .optimizers import Optimizer, footprint_of, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
-from .session import Session, Settings, takes_use_cache
+from .session import Session, takes_use_cache
 from .sizes import check_count, default_disk_folder, default_memory_bytes, parse_bytes
 from .timeline import StepTrace, Timeline
+from .wrapped import Settings, Wrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_KEY = "_protrain_session"
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -89,17 +90,21 @@ def session_of(model: Any) -> Session:
     Raises:
         PlanError: the model is not wrapped.
     """
-    session = model.__dict__.get(_KEY) if isinstance(model, nn.Module) else None
+    session = find_session(model)
     if session is None:
         raise PlanError(f"this {type(model).__name__} is not wrapped; call protrain.wrap(model, optimizer) first")
-    found: Session = session
-    return found
+    return session
+
+
+def find_session(model: Any) -> Session | None:
+    """The session of a wrapped model; None for anything else."""
+    return model.__dict__.get(KEY) if isinstance(model, nn.Module) else None
 
 
 def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}; give a torch.nn.Module")
-    if _KEY in model.__dict__ or any(_KEY in module.__dict__ for module in model.modules()):
+    if KEY in model.__dict__ or any(KEY in module.__dict__ for module in model.modules()):
         raise PlanError("model is wrapped already; unwrap it first")
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
@@ -233,20 +238,21 @@ def wrap(
     folder = _check_disk(disk)
     footprint = _footprint(optimizer, named, folder, budget, dtype)
 
-    session = Session(
+    wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
         Settings(budget, folder, accumulate, norm, plan, modes), Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
+    session = Session(wrapped)
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
         with counted(session.engine):
             _fill(session, optimizer, param_init_fn, weights)
-        session.hook()
+        session.hooks.install(session)
         ours = Optimizer(session, optimizer)
     except BaseException:
         session.close()
         raise
-    model.__dict__[_KEY] = session
+    model.__dict__[KEY] = session
     _open.add(session)
     session.engine.seek(0)
     return model, ours
@@ -258,7 +264,6 @@ def _fill(
     param_init_fn: Callable[[nn.Module], Any] | None,
     weights: str | os.PathLike[str] | None,
 ) -> None:
-    session.filling = True
     session.begin_fill()
     if weights is not None:
         materialise.from_weights(session, os.fspath(weights))
@@ -266,9 +271,9 @@ def _fill(
         materialise.from_function(session, param_init_fn)
     else:
         materialise.from_memory(session)
-    session.filling = False
+    session.end_fill()
     if optimizer.state:
-        session.import_state({id(p): state for p, state in optimizer.state.items()})
+        session.states.import_optimizer({id(p): state for p, state in optimizer.state.items()})
         optimizer.state.clear()
 
 
@@ -418,13 +423,13 @@ def status(model: nn.Module) -> Status:
     """
     session = session_of(model)
     stats = session.engine.stats()
-    now = session.arrangement.plan
+    now = session.homes.arrangement.plan
     found = Status(
         plan=now,
         steps=session.steps,
         step_seconds=session.step_seconds,
         wait_seconds=session.wait_seconds,
-        budget_bytes=session.settings.memory_bytes,
+        budget_bytes=session.wrapped.settings.memory_bytes,
         memory_bytes=stats["live_bytes"],
         peak_memory_bytes=stats["peak_bytes"],
         host_bytes=0,
@@ -447,7 +452,7 @@ def unwrap(model: Model) -> Model:
     """
     session = session_of(model)
     session.close()
-    del model.__dict__[_KEY]
+    del model.__dict__[KEY]
     _open.discard(session)
     return model
 

@@ -18,7 +18,8 @@ from .errors import PlanError
 from .parameters import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .values import Values
+    from .wrapped import Wrapped
 
 _AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
 _KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
@@ -32,48 +33,49 @@ def _check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.
         )
 
 
-def set_data(session: Session, number: int, value: torch.Tensor) -> None:
+def set_data(values: Values, number: int, value: torch.Tensor) -> None:
     """`p.data = value` of a parameter on disk: its values are taken over.
 
     Raises:
         PlanError: the value is of another shape, type or device.
     """
-    if value is session.params[number]:
+    p, layout = values.wrapped.params[number], values.wrapped.layout
+    if value is p:
         return
-    _check_value(session.layout.entries[number].name, session.params[number].shape, session.layout.dtype, value)
+    _check_value(layout.entries[number].name, p.shape, layout.dtype, value)
     with torch.no_grad(), uncounted():
-        session.set_value(number, value.clone())
+        values.put(number, value.clone())
 
 
-def adopt(session: Session, only: int | None = None) -> None:
+def adopt(values: Values, only: int | None = None) -> None:
     """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now: their values are taken over, and
     their place is again that in their chunk.
 
     Raises:
         PlanError: they are of another shape, type or device.
     """
-    for number in range(len(session.params)) if only is None else (only,):
-        p, entry = session.params[number], session.layout.entries[number]
-        base = session._bases.get(entry.chunk)
-        if base is None or not entry.count or not session.engine.in_memory(entry.chunk):
+    params, layout = values.wrapped.params, values.wrapped.layout
+    for number in range(len(params)) if only is None else (only,):
+        p, entry = params[number], layout.entries[number]
+        address = values.residency.address(number)
+        if address is None or not entry.count or not values.engine.in_memory(entry.chunk):
             continue
-        if p.data_ptr() == base.data_ptr() + entry.offset_bytes and p.dtype == session.layout.dtype:
+        if p.data_ptr() == address and p.dtype == layout.dtype:
             continue
-        _check_value(entry.name, entry.shape, session.layout.dtype, p.data)
-        session.set_value(number, p.data)
-        first = entry.offset_bytes // session.element_bytes
+        _check_value(entry.name, entry.shape, layout.dtype, p.data)
+        values.put(number, p.data)
         with DisableTorchFunction():
-            p.data = base[first : first + entry.count].view(entry.shape)
+            p.data = values.residency.place(number)
 
 
-def check_parameters(session: Session) -> None:
+def check_parameters(wrapped: Wrapped) -> None:
     """Whether the model still has the parameters that were wrapped.
 
     Raises:
         PlanError: one was added or replaced; it is named.
     """
-    known = session.known
-    for prefix, module in session.model.named_modules():
+    known = wrapped.number_of
+    for prefix, module in wrapped.model.named_modules():
         for leaf, p in module._parameters.items():
             if isinstance(p, nn.Parameter) and id(p) not in known:
                 name = f"{prefix}.{leaf}" if prefix else leaf
@@ -102,11 +104,15 @@ def check_not_compiled(module: nn.Module) -> None:
         )
 
 
-def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles."""
+def guard(module: nn.Module, own: torch.dtype, put_in: Callable[[nn.Module], set[str]]) -> dict[str, Callable[..., Any]]:
+    """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles.
+
+    Args:
+        own: the type of parameters.
+        put_in: gives the names of what wrapping put into a module's `__dict__`.
+    """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        own = session.layout.dtype
         for dtype in {own} | {buffer.dtype for buffer in module.buffers()}:
             probe = torch.empty(0, dtype=dtype)
             found = fn(probe)
@@ -118,7 +124,7 @@ def guard(session: Session, module: nn.Module) -> dict[str, Callable[..., Any]]:
         raise PlanError(f"a wrapped {type(module).__name__} cannot be pickled: take its state_dict(), or call protrain.save")
 
     def duplicate(memo: dict[int, Any]) -> nn.Module:
-        return copied(session, module, memo)
+        return copied(module, memo, put_in(module))
 
     def refuse_compile(*_: Any, **__: Any) -> NoReturn:
         raise PlanError(f"a wrapped {type(module).__name__} cannot be compiled: torch.compile is not supported")
@@ -142,9 +148,9 @@ def is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("protrain.")
 
 
-def copied(session: Session, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget."""
-    ours = session.put_in(module)
+def copied(module: nn.Module, memo: dict[int, Any], ours: set[str]) -> nn.Module:
+    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget. ours: the names in its
+    `__dict__` that wrapping put there."""
     made: nn.Module = type(module).__new__(type(module))
     memo[id(module)] = made
     for name, value in module.__dict__.items():

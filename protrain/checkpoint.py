@@ -40,10 +40,10 @@ def _states(session: Session) -> Iterator[tuple[int, int, str]]:
     """(parameter, array, name in the file) of each state array that an update has written."""
     for entry in session.layout.entries:
         if entry.group >= 0 and session.engine.steps(entry.index):
-            for array, name in enumerate(state_names(hyper_of(session.kind, session.groups[entry.group]))):
+            for array, name in enumerate(state_names(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group]))):
                 yield entry.index, 1 + array, f"{name}.{entry.name}"
-        if has_master(session, entry.index):
-            yield entry.index, session.master_array, f"master.{entry.name}"
+        if has_master(session.wrapped, entry.index):
+            yield entry.index, session.wrapped.master_array, f"master.{entry.name}"
 
 
 def _plain(value: Any) -> Any:
@@ -79,17 +79,18 @@ def save(
             weights = entries(model)
             states = list(_states(session)) if own is None else []
             expected = [Entry(name, tuple(session.layout.entries[number].shape), torch.float32) for number, _, name in states]
-            values: Iterator[tuple[str, torch.Tensor]] = ((name, session.value(number, array)) for number, array, name in states)
+            read = session.values.get
+            values: Iterator[tuple[str, torch.Tensor]] = ((name, read(number, array)) for number, array, name in states)
             expected, values = (own[1], own[2]) if own else (expected, values)
             told = Told(progress or (lambda _done, _all: None), sum(entry.size_bytes for entry in (*weights, *expected)))
-            write_tensors(fresh, weights, told.through(session.tensors()))
+            write_tensors(fresh, weights, told.through(session.states.tensors()))
             write_tensors(fresh, expected, told.through(values), stem="optimizer")
             about = {
                 "format": FORMAT,
-                "optimizer": session.kind.__name__,
+                "optimizer": session.wrapped.kind.__name__,
                 "steps": session.steps,
                 "param_groups": [
-                    {k: _plain(v) for k, v in group.items() if k != "params" and own is None} for group in session.groups
+                    {k: _plain(v) for k, v in group.items() if k != "params" and own is None} for group in session.wrapped.groups
                 ],
                 "param_steps": {
                     e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0 and own is None
@@ -160,7 +161,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     about = _read_about(folder)
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
     groups = about["param_groups"]
-    if about["optimizer"] != session.kind.__name__ or len(groups) != len(session.groups):
+    if about["optimizer"] != session.wrapped.kind.__name__ or len(groups) != len(session.wrapped.groups):
         raise PlanError(f"{folder} is of {about['optimizer']} with {len(groups)} groups, the optimizer is another")
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
@@ -172,10 +173,10 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     for entry in session.layout.entries:
         wanted.append((entry.index, 0, weights, entry.name))
         if entry.group >= 0 and about["param_steps"].get(entry.name):
-            names = state_names(hyper_of(session.kind, session.groups[entry.group] | groups[entry.group]))
+            names = state_names(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group] | groups[entry.group]))
             wanted += [(entry.index, 1 + array, states, f"{name}.{entry.name}") for array, name in enumerate(names)]
         if entry.group >= 0 and states.shape(f"master.{entry.name}") is not None:  # saved in bf16; in fp32 it is the parameter
-            wanted.append((entry.index, session.master_array, states, f"master.{entry.name}"))
+            wanted.append((entry.index, session.wrapped.master_array, states, f"master.{entry.name}"))
     for number, _, files, name in wanted:
         shape, ours = files.shape(name), tuple(session.layout.entries[number].shape)
         if shape != ours:
@@ -186,23 +187,23 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     given = {(number, array) for number, array, _, _ in wanted}
     for number, array, files, name in wanted:
         with uncounted():
-            session.set_value(number, files.tensor(name), array)
+            session.values.put(number, files.tensor(name), array)
     for entry in session.layout.entries:
         if entry.group < 0:
             continue
         steps = int(about["param_steps"].get(entry.name, 0))
         if steps == 0 and session.engine.steps(entry.index):
-            for array in range(1, session.n_states + 1):
+            for array in range(1, session.wrapped.n_states + 1):
                 if (entry.index, array) not in given:
                     with uncounted():
-                        session.set_value(entry.index, torch.zeros(entry.shape), array)
+                        session.values.put(entry.index, torch.zeros(entry.shape), array)
         session.engine.set_steps(entry.index, steps)
     if bring is not None:
         bring()
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(weights.tensor(name))
-    for group, saved in zip(session.groups, groups, strict=True):
+    for group, saved in zip(session.wrapped.groups, groups, strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     session.steps = int(about["steps"])
     state = bytearray.fromhex(about["torch_random_state"])

@@ -230,7 +230,7 @@ class _Step:
         try:
             with without_hooks(foreign.inner), DisableTorchFunction():
                 for group, number in foreign._numbers():
-                    if number in session._taken:
+                    if number in session.gradients.taken:
                         self._from_disk(group, number)
                     elif session.params[number].grad is not None and foreign._in_memory(number):
                         self._in_memory(group, number)

@@ -102,7 +102,7 @@ class Filler:
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
             session.engine.begin_fill(chunk)
             make_real(session, chunk)
-            session.bind(chunk)
+            session.residency.bind(chunk)
             with torch.no_grad(), DisableTorchFunction():
                 for i, original in originals.items():
                     if original.device.type != "meta":
@@ -114,7 +114,7 @@ class Filler:
         """What a parameter was given, from element `first` on, is in its master as it was. Where nothing was rounded the first
         update makes the master from the parameter."""
         if values.dtype != self.session.layout.dtype:
-            write_master(self.session, number, values, first)
+            write_master(self.session.values, number, values, first)
 
     def lend(self, number: int) -> None:
         """Parameter `number`, entered before, is memory of its own in the type in which it was given, where that is wider than
@@ -125,8 +125,8 @@ class Filler:
         with DisableTorchFunction():
             wide = torch.zeros(session.layout.entries[number].shape, dtype=dtype)
             wide.copy_(session.params[number].data)
-            if has_master(session, number) and wide.numel():
-                session.engine.transfer(number, session.master_array, wide.data_ptr(), False)
+            if has_master(session.wrapped, number) and wide.numel():
+                session.engine.transfer(number, session.wrapped.master_array, wide.data_ptr(), False)
             session.params[number].data = wide
 
     def take_back(self, number: int) -> None:
@@ -136,9 +136,9 @@ class Filler:
             return
         with torch.no_grad(), DisableTorchFunction():
             wide = session.params[number].data
-            session.params[number].data = session.place(number)
+            session.params[number].data = session.residency.place(number)
             session.params[number].data.copy_(wide)
-        write_master(session, number, wide)
+        write_master(session.values, number, wide)
 
     def leave(self, number: int) -> None:
         """Parameter `number` has its values."""

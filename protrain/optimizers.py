@@ -141,8 +141,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: full, separately owned tensors, which plain torch loads. They are not counted in the budget."""
-        return self._open().optimizer_state()
+        return self._open().states.optimizer()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes plain torch's, or one of another wrapped optimizer."""
-        self._open().load_optimizer_state(state_dict)
+        self._open().states.load_optimizer(state_dict)

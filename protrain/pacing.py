@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .calibration import measure_machine
 from .dryrun import DryRun
 from .errors import BudgetError, DiskError
+from .fitting import Fitter, Shapes
+from .homes import Homes
 from .observed import drag_seconds, least, observe, without_drag
 from .profiles import Machine, Times
-
-if TYPE_CHECKING:
-    from .session import Session
+from .timeline import BlockClock
+from .wrapped import Wrapped
 
 #: In the first of them memory is touched for the first time and threads start; of each phase the shorter time counts.
 PROFILED_STEPS = 2
@@ -31,14 +31,12 @@ DEPARTURE, DEPARTED_STEPS = 0.2, 5
 TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
 
-Shapes = tuple[tuple[int, ...], ...]
-
 
 class Pacer:
     """Of one session; called on the thread that drives the step."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, wrapped: Wrapped, homes: Homes, fitter: Fitter, clock: BlockClock) -> None:
+        self._wrapped, self._homes, self._fitter, self._clock = wrapped, homes, fitter, clock
         self._run: DryRun | None = None
         self._shapes: Shapes | None = None  # of the batch that was planned for
         self._times: Times | None = None
@@ -53,11 +51,10 @@ class Pacer:
         self._run, self._shapes = run, shapes
         self._times, self._profiled, self._departed = None, 0, 0
 
-    def after_step(self, shapes: Shapes | None, update_seconds: float, update_bytes: int) -> None:
+    def after_step(self, shapes: Shapes | None, step_seconds: float, update_seconds: float, update_bytes: int) -> None:
         """A step is complete. shapes: of its batches; () where they differ, None where it had none. update_*: of what step()
         updated in memory."""
-        session = self._session
-        if self._run is None or shapes != self._shapes or session.settings.plan is not None:
+        if self._run is None or shapes != self._shapes or self._wrapped.settings.plan is not None:
             return
         if self._profiled < PROFILED_STEPS:
             if self._observe(self._run, update_seconds):
@@ -65,18 +62,17 @@ class Pacer:
                 if self._profiled == PROFILED_STEPS:
                     self._plan(self._run, update_seconds, update_bytes)
             return
-        planned = session.arrangement.plan.step_seconds
+        planned = self._homes.arrangement.plan.step_seconds
         if planned <= 0:
             return
-        departs = not 1 / (1 + DEPARTURE) <= session.step_seconds / planned <= 1 + DEPARTURE
+        departs = not 1 / (1 + DEPARTURE) <= step_seconds / planned <= 1 + DEPARTURE
         self._departed = self._departed + 1 if departs else 0
         if self._departed >= self._patience:
-            self._again(planned, update_seconds, update_bytes)
+            self._again(planned, step_seconds, update_seconds, update_bytes)
 
-    def _again(self, planned: float, update_seconds: float, update_bytes: int) -> None:
+    def _again(self, planned: float, taken: float, update_seconds: float, update_bytes: int) -> None:
         """Profile the step that was just made, and plan anew; said once."""
         assert self._run is not None
-        taken = self._session.step_seconds
         self._departed, self._patience, self._times = 0, 2 * self._patience, None
         if not self._observe(self._run, update_seconds):
             return
@@ -90,7 +86,7 @@ class Pacer:
             )
 
     def _observe(self, run: DryRun, update_seconds: float) -> bool:
-        step = self._session.clock.step
+        step = self._clock.step
         events = step.raw() if step is not None else []
         if step is None or not events:
             return False
@@ -110,18 +106,17 @@ class Pacer:
     def _machine(self) -> Machine | None:
         """What lanes carry here; measured where something of the model leaves memory, or could do so to win time. None where that
         is not possible: the plan stays as memory alone made it."""
-        session = self._session
-        plan = session.arrangement.plan
-        decided = session.settings.block_modes is not None or all(mode == "keep" for mode in plan.block_modes)
+        plan, settings = self._homes.arrangement.plan, self._wrapped.settings
+        decided = settings.block_modes is not None or all(mode == "keep" for mode in plan.block_modes)
         if decided and plan.n_persist == plan.n_chunks and not plan.n_swap and "checkpoint_swap" not in plan.block_modes:
             return Machine()
         try:
-            return measure_machine(session.settings.disk)
+            return measure_machine(settings.disk)
         except (DiskError, BudgetError, MemoryError):
             return None
 
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
-        session, machine = self._session, self._machine()
+        fitter, machine = self._fitter, self._machine()
         if machine is None:
             return
         machine = replace(machine, step_fixed_seconds=self._rest_seconds)
@@ -129,13 +124,13 @@ class Pacer:
         if update_seconds > 0 and update_bytes >= (TELLING_BYTES if known else 1):
             known = update_bytes / update_seconds
         machine = replace(machine, step_update_bytes_per_second=known or UPDATE_BYTES_PER_SECOND)
-        now = session.decide(run, times=self._times, machine=machine, as_now=True)
+        now = fitter.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
-            best = session.decide(run, times=self._times, machine=machine)
+            best = fitter.decide(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds
             if gain > LEAST_GAIN:
-                if session.fits_now(best):
+                if fitter.fits_now(best):
                     now = best
                 else:  # something else is in memory: again after the next step
                     self._profiled = PROFILED_STEPS - 1
-        session.rearrange(now)
+        self._homes.rearrange(now)

@@ -9,15 +9,12 @@ plain tensors. Parameters of persistent chunks stay plain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .counting import uncounted
-
-if TYPE_CHECKING:
-    from .session import Session
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -54,10 +51,31 @@ _GRAD: Any = torch.Tensor.grad
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 
 
-class ChunkTensor:
-    """Mixed into the two classes below: which parameter of which session this is, or is a view of."""
+class Owner(Protocol):
+    """Whom parameters on disk turn to when they are used: their session. They are known to it by their numbers."""
 
-    _protrain: tuple[Session, int]
+    def call(
+        self, func: Callable[..., Any], found: list[Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a torch call that reads `found`, which are these parameters or views of them, with their chunks in place."""
+
+    def check_grad_access(self, number: int, drops: bool) -> None:
+        """`.grad` is looked at, or set; drops: to None."""
+
+    def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
+        """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
+
+    def set_data(self, number: int, value: torch.Tensor) -> None:
+        """As `p.data = value`."""
+
+    def value(self, number: int) -> torch.Tensor:
+        """An owned copy of the parameter's values, in no budget."""
+
+
+class ChunkTensor:
+    """Mixed into the two classes below: whose parameter this is, or is a view of, and which."""
+
+    _protrain: tuple[Owner, int]
 
     @classmethod
     def __torch_function__(
@@ -68,21 +86,22 @@ class ChunkTensor:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         found = list(_chunk_tensors(args)) + list(_chunk_tensors(kwargs.values()))
-        session, number = found[0]._protrain
+        owner, number = found[0]._protrain
         if func in (_GRAD_GET, _GRAD_SET):
-            session.check_grad_access(number, func == _GRAD_SET and args[1] is None)
+            owner.check_grad_access(number, func == _GRAD_SET and args[1] is None)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func == _DATA_SET and isinstance(args[0], ChunkParameter):
-            return session.set_data(number, args[1])
+            return owner.set_data(number, args[1])
         if func in _EXPORTS:
             return _export(func, args, kwargs)
         if func is torch.autograd.grad and not any(True for _ in _chunk_tensors(args[:1])):
             return _grad(*args, **kwargs)
         if func in _LAZY_VIEWS:
             with DisableTorchFunction():
-                return mark_views(func(*args, **kwargs), session, [number])
-        return session.call(func, found, args, kwargs)
+                return mark_views(func(*args, **kwargs), owner, [number])
+        numbers = [tensor._protrain[1] for tensor in found]
+        return mark_views(owner.call(func, found, numbers, args, kwargs), owner, numbers)
 
 
 class ChunkParameter(ChunkTensor, nn.Parameter):
@@ -91,8 +110,8 @@ class ChunkParameter(ChunkTensor, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain parameter with these values, of memory of its own."""
         if id(self) not in memo:
-            session, number = self._protrain
-            memo[id(self)] = nn.Parameter(session.value(number), requires_grad=self.requires_grad)
+            owner, number = self._protrain
+            memo[id(self)] = nn.Parameter(owner.value(number), requires_grad=self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -143,26 +162,26 @@ def _chunk_tensors(values: Any, depth: int = 3) -> Iterator[Any]:
             yield from _chunk_tensors(value.values(), depth - 1)
 
 
-def mark_views(result: Any, session: Session, numbers: list[int]) -> Any:
+def mark_views(result: Any, owner: Owner, numbers: list[int]) -> Any:
     """`result` with every tensor in it that lies in a slot made a ChunkView of the parameter whose bytes it shows."""
     if isinstance(result, torch.Tensor):
         if isinstance(result, ChunkTensor) or result.layout != torch.strided:
             return result
-        number = session.owner_of_memory(result, numbers)
+        number = owner.owner_of_memory(result, numbers)
         if number is None:
             return result
         view = result.as_subclass(ChunkView)
-        view._protrain = (session, number)
+        view._protrain = (owner, number)
         return view
     if type(result) in (list, tuple):
-        return type(result)(mark_views(item, session, numbers) for item in result)
+        return type(result)(mark_views(item, owner, numbers) for item in result)
     return result
 
 
-def enchain(p: nn.Parameter, session: Session, number: int) -> None:
+def enchain(p: nn.Parameter, owner: Owner, number: int) -> None:
     """Make `p` a parameter of a chunk on disk; the object stays the same."""
     p.__class__ = ChunkParameter
-    p._protrain = (session, number)  # type: ignore[attr-defined]
+    p._protrain = (owner, number)  # type: ignore[attr-defined]
 
 
 def release(p: nn.Parameter) -> None:

@@ -23,7 +23,8 @@ from .parameters import DisableTorchFunction
 from .sizes import MIB
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .values import Values
+    from .wrapped import Wrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SLICE_COUNT = 4 * MIB  # elements that are widened at once
@@ -102,43 +103,44 @@ def saved_config(model: nn.Module, config: Any) -> Any:
 # ---- masters ----
 
 
-def has_master(session: Session, number: int) -> bool:
+def has_master(wrapped: Wrapped, number: int) -> bool:
     """Whether the parameter is one of bf16 that is trained."""
-    return session.master_array > 0 and session.layout.entries[number].group >= 0
+    return wrapped.master_array > 0 and wrapped.layout.entries[number].group >= 0
 
 
-def master(session: Session, number: int) -> torch.Tensor:
+def master(values: Values, number: int) -> torch.Tensor:
     """An owned copy of a parameter's master in fp32, in no budget: what the next update begins from."""
-    entry = session.layout.entries[number]
+    wrapped = values.wrapped
+    entry = wrapped.layout.entries[number]
     with uncounted(), DisableTorchFunction():
         found = torch.empty(entry.shape)
         if entry.count:
-            session.engine.transfer(number, session.master_array, found.data_ptr(), False)
-        rounded, wide = found.bfloat16(), session.value(number)
+            values.engine.transfer(number, wrapped.master_array, found.data_ptr(), False)
+        rounded, wide = found.bfloat16(), values.get(number)
         written = (rounded.view(torch.int16) != wide.view(torch.int16)) & ~(rounded.isnan() & wide.isnan())
         return torch.where(written, wide.float(), found)
 
 
-def write_master(session: Session, number: int, values: torch.Tensor, first: int = 0) -> None:
-    """Set a part of a master, from element `first` on, from values of any float type; nothing where there is no master."""
-    if not has_master(session, number) or not values.numel():
+def write_master(values: Values, number: int, given: torch.Tensor, first: int = 0) -> None:
+    """Set a part of a master, from element `first` on, from numbers of any float type; nothing where there is no master."""
+    if not has_master(values.wrapped, number) or not given.numel():
         return
-    rows = values if values.dim() else values.unsqueeze(0)
+    rows = given if given.dim() else given.unsqueeze(0)
     step = max(_SLICE_COUNT * rows.shape[0] // rows.numel(), 1)
     with torch.no_grad(), DisableTorchFunction():
         for row in range(0, rows.shape[0], step):
             part = rows[row : row + step].detach().to(dtype=torch.float32, device="cpu").contiguous()
-            session.engine.transfer_part(number, session.master_array, first, part.numel(), part.data_ptr(), True)
+            values.engine.transfer_part(number, values.wrapped.master_array, first, part.numel(), part.data_ptr(), True)
             first += part.numel()
 
 
-def before_load(session: Session, own: dict[str, int], state_dict: Any, prefix: str) -> None:
+def before_load(values: Values, own: dict[str, int], state_dict: Any, prefix: str) -> None:
     """A module's parameters are about to be loaded from a state dict: their masters take what it holds before it is rounded.
     Where it is bf16 too, a master that came from the optimizer's state dict stays."""
     for leaf, number in own.items():
         value = state_dict.get(prefix + leaf)
-        if not isinstance(value, torch.Tensor) or value.shape != session.layout.entries[number].shape:
+        if not isinstance(value, torch.Tensor) or value.shape != values.wrapped.layout.entries[number].shape:
             continue  # torch says what is wrong with it
-        if value.dtype == torch.bfloat16 and number in session.masters_given:
+        if value.dtype == torch.bfloat16 and number in values.masters_given:
             continue
-        write_master(session, number, value)
+        write_master(values, number, value)

@@ -106,7 +106,7 @@ def seen(model: nn.Module, trainer: Any, figures: list[Any]) -> dict[str, Any]:
     if isinstance(trainer, Wrapped):
         session = protrain.session_of(model)
         numbers = [n for n, e in enumerate(session.layout.entries) if e.group >= 0]
-        found |= {f"{n}.master": bits(master_of(session, n)) for n in numbers}
+        found |= {f"{n}.master": bits(master_of(session.values, n)) for n in numbers}
         state = trainer.inner.state_dict()["state"]
         assert all(bits(entry.pop("master")) == found[f"{n}.master"] for n, entry in state.items())
     else:
@@ -361,7 +361,7 @@ def test_checkpoints_change_precision(gpt2: Any, token_batches: Any, tmp_path: P
     trainer = Wrapped(model, adamw, memory=TIGHT)
     fit(token_batches(2))(model, trainer)
     session = protrain.session_of(model)
-    masters = [master_of(session, n) for n in range(len(session.params))]
+    masters = [master_of(session.values, n) for n in range(len(session.params))]
     protrain.save(model, trainer.inner, tmp_path / "bf16")
     protrain.unwrap(model)
     wide: Any = gpt2(seed=5)
@@ -374,7 +374,7 @@ def test_checkpoints_change_precision(gpt2: Any, token_batches: Any, tmp_path: P
     again = Wrapped(narrow, adamw, memory=TIGHT)
     protrain.load(narrow, again.inner, tmp_path / "fp32")
     session = protrain.session_of(narrow)
-    assert all(torch.equal(master_of(session, n), m) for n, m in enumerate(masters))
+    assert all(torch.equal(master_of(session.values, n), m) for n, m in enumerate(masters))
     assert all(torch.equal(p, m.bfloat16()) for p, m in zip(narrow.parameters(), masters, strict=True))
     protrain.unwrap(narrow)
 

@@ -14,8 +14,8 @@ from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
 from protrain import checkpoint, materialise
-from protrain.session import Session
 from protrain.tensorfiles import TensorFile, write_tensors
+from protrain.values import Values
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +92,13 @@ def test_loading_maps_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model, optimizer = trained(TIGHT)
     protrain.save(model, optimizer, tmp_path / "checkpoint")
     mapped: list[str] = []
-    set_value = Session.set_value
+    put = Values.put
 
-    def looking(session: Session, *args: Any) -> None:
+    def looking(values: Values, *args: Any) -> None:
         mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
-        set_value(session, *args)
+        put(values, *args)
 
-    monkeypatch.setattr(Session, "set_value", looking)
+    monkeypatch.setattr(Values, "put", looking)
     before = state_of(model)
     steps(inputs(1, seed=8))(model, optimizer, False)
     protrain.load(model, optimizer, tmp_path / "checkpoint")

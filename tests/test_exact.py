@@ -395,9 +395,9 @@ def test_homes_that_move_in_step(gpt2: Any, token_batches: Any) -> None:
             optimizer.step()
             if number == 1 and not plain:
                 session = protrain.session_of(model)
-                assert session.arrangement.plan.n_persist == session.arrangement.plan.n_chunks
-                session.rearrange(session.decide(None))
-                assert session.arrangement.plan.n_persist == 0
+                assert session.homes.arrangement.plan.n_persist == session.homes.arrangement.plan.n_chunks
+                session.homes.rearrange(session.fitter.decide(None))
+                assert session.homes.arrangement.plan.n_persist == 0
                 with pytest.raises(protrain.StepError, match="zero_grad"):
                     loss_of(model, ids).backward()
             optimizer.zero_grad()

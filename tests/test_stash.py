@@ -466,7 +466,7 @@ def hooks() -> Any:
     model, _ = wrap(["swap"] * N_BLOCKS)
     session = session_of(model)
     session.engine.stash_begin()
-    yield session.stash, session
+    yield session.runner.stash, session
     session.engine.stash_end()
     protrain.unwrap(model)
 
@@ -559,8 +559,8 @@ def test_tensors_outlive_the_engine() -> None:
     session.engine.stash_begin()
     tensor = torch.randn(LARGE)
     want = tensor.clone()
-    saved, asked = session.stash.pack(tensor), session.stash.pack(tensor)
-    stash, got = session.stash, session.stash.unpack(asked)
+    saved, asked = session.runner.stash.pack(tensor), session.runner.stash.pack(tensor)
+    stash, got = session.runner.stash, session.runner.stash.unpack(asked)
     del tensor
     session.engine.stash_end()
     protrain.unwrap(model)

@@ -402,7 +402,7 @@ def test_a_checkpoint_that_fails_leaves_the_optimizers_file(
     def fail(_number: int, _array: int = 0) -> torch.Tensor:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(protrain.session_of(trainer.model), "value", fail)
+    monkeypatch.setattr(protrain.session_of(trainer.model).values, "get", fail)
     with pytest.raises(protrain.DiskError, match=r"optimizer\.pt failed.*No space left") as caught:
         trainer._save_optimizer_and_scheduler(str(fresh_disk))
     assert caught.value.errno == 28

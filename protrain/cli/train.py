@@ -327,7 +327,8 @@ class _Saver:
 
         assert self.folder is not None
         if self.every is None:
-            return save(self.folder, model, self.config, protrain.session_of(model).tensors, self.tokenizer, self.progress)
+            tensors = protrain.session_of(model).states.tensors
+            return save(self.folder, model, self.config, tensors, self.tokenizer, self.progress)
         if self.saved_step != protrain.status(model).steps:
             self._checkpoint(model, optimizer)
         return sum(entry.size_bytes for entry in entries(model))

@@ -83,7 +83,7 @@ class ProTrainMixin:
 
     def _protrain_session(self) -> Session | None:
         """The model's session, where this Trainer's optimizer is the one that goes with it."""
-        session = self.model.__dict__.get(api._KEY)
+        session = api.find_session(self.model)
         inner = _innermost(self.optimizer)
         return session if isinstance(inner, Optimizer) and inner._session is session and session is not None else None
 
@@ -95,7 +95,7 @@ class ProTrainMixin:
                 raise PlanError(
                     "the model was unwrapped and its optimizer state is gone; set trainer.optimizer = None for a fresh optimizer"
                 )
-            if api._KEY in self.model.__dict__:  # another Trainer trained it
+            if api.find_session(self.model) is not None:  # another Trainer trained it
                 api.unwrap(self.model)
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self._protrain_wrap()
@@ -107,7 +107,7 @@ class ProTrainMixin:
         norm = norm if norm > 0 else float("inf")  # the norm is logged all the same
         session = self._protrain_session()
         if session is not None:
-            if (session.settings.accumulate, session.settings.max_grad_norm) != (accumulate, norm):
+            if (session.wrapped.settings.accumulate, session.wrapped.settings.max_grad_norm) != (accumulate, norm):
                 session.change_step(accumulate, norm)
             return
         options = dict(self._protrain)
@@ -133,8 +133,8 @@ class ProTrainMixin:
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the model that was trained before becomes an ordinary one."""
-        model = getattr(self, "model", None)
-        if isinstance(model, nn.Module) and api._KEY in model.__dict__:
+        model: Any = getattr(self, "model", None)
+        if api.find_session(model) is not None:
             api.unwrap(model)
         return super().call_model_init(*args, **kwargs)  # type: ignore[misc]
 
@@ -145,7 +145,7 @@ class ProTrainMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         on_meta = any(p.device.type == "meta" for p in model.parameters())
-        if api._KEY not in model.__dict__ and not on_meta:
+        if api.find_session(model) is None and not on_meta:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- training ----
@@ -235,7 +235,7 @@ class ProTrainMixin:
         finally:
             if self._protrain_before is not None:
                 before, self._protrain_before = self._protrain_before, None
-                api.session_of(self.model).rearrange(before)
+                api.session_of(self.model).homes.rearrange(before)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. What is collected from it is the user's: it does not count in the budget.
@@ -243,7 +243,7 @@ class ProTrainMixin:
         Raises:
             BudgetError: the batch does not fit, not even with all states away.
         """
-        session = self.model.__dict__.get(api._KEY)
+        session = api.find_session(self.model)
         with uncounted():
             random_state = torch.get_rng_state()
         try:
@@ -267,7 +267,7 @@ class ProTrainMixin:
     # ---- saving and loading ----
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        session = self.model.__dict__.get(api._KEY)
+        session = api.find_session(self.model)
         if session is None or state_dict is not None or not self.args.should_save:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
         elif has_adapters(self.model):
@@ -283,8 +283,8 @@ class ProTrainMixin:
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        shapes, value = [tuple(entry.shape) for entry in session.layout.entries], session.value
-        state = session.optimizer_state(lambda number, array: torchfiles.described(shapes[number], lambda: value(number, array)))
+        shapes, value = [tuple(entry.shape) for entry in session.layout.entries], session.values.get
+        state = session.states.optimizer(lambda number, array: torchfiles.described(shapes[number], lambda: value(number, array)))
         torchfiles.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

@@ -42,7 +42,7 @@ def write_weights(session: Session, folder: Path) -> None:
     write_tensors(
         folder,
         [entry for entry in entries(session.model) if entry.name not in ignored],
-        ((name, tensor) for name, tensor in session.tensors() if name not in ignored),
+        ((name, tensor) for name, tensor in session.states.tensors() if name not in ignored),
     )
 
 
@@ -56,13 +56,13 @@ def adapter_state(session: Session) -> dict[str, torch.Tensor]:
         for get in ("get_input_embeddings", "get_output_embeddings")
         for p in ((getattr(model, get)() if hasattr(model, get) else None) or nn.Module()).parameters()
     }
-    index = {id(p): number for number, p in enumerate(session.params)}
+    index = session.wrapped.number_of
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for leaf, p in module._parameters.items():
             name = f"{prefix}.{leaf}" if prefix else leaf
             if p is not None and (p.requires_grad or id(p) in embeddings or adapters & set(name.split("."))):
-                found[name] = session.value(index[id(p)])
+                found[name] = session.values.get(index[id(p)])
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = buffer.detach().clone()

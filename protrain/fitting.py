@@ -1,0 +1,216 @@
+"""Fitting: an arrangement for each batch, made before its first operation, that keeps to the budget.
+
+Before any batch is known there is one for the states alone. A batch larger than those before is foreseen by a dry run, and
+planned for from memory; a model that cannot run without data makes its first step under the safest plan, and what that took is
+planned with from then on. What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too
+little room blocks are recomputed, or the batch is refused. Plans by time come later (pacing.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from . import _core
+from .activations import no_outer_hooks, release_failed_backward
+from .dryrun import DryRun, DryRunError, dry_run
+from .errors import BudgetError
+from .homes import Homes
+from .planning import Arrangement, Plan, arrange, refuse
+from .profiles import Machine, Times
+from .sizes import format_bytes
+from .wrapped import Wrapped
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """The shapes of all tensors of a batch, in order."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def covers(known: Shapes, shapes: Shapes) -> bool:
+    """Whether a batch of these shapes needs no more than one of the known shapes."""
+    if len(known) != len(shapes):
+        return False
+    return all(len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True))
+
+
+def first_arrangement(wrapped: Wrapped) -> Arrangement:
+    """Before any batch is known: parameters in memory where they take a quarter of the budget at most, else away.
+
+    Raises:
+        BudgetError: even the safest plan for the states alone does not fit.
+    """
+    layout, budget = wrapped.layout, wrapped.settings.memory_bytes
+    try:
+        safest = _arranged_away(wrapped)
+    except BudgetError as error:
+        raise refuse(error, "the model with its largest chunks in turn") from None
+    own = wrapped.footprint
+    with_masters = 3 if wrapped.master_array else 1  # masters come with the values, other state with the first update
+    if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
+        return safest
+    everything = Plan(
+        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(wrapped.blocks), 0.0,
+        with_masters * sum(layout.sizes), 0, 0, budget,
+    )  # fmt: skip
+    return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], everything.peak_bytes, safest.smallest_bytes)
+
+
+def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0) -> Arrangement:
+    """Every chunk on disk, and unknown_bytes for what a pass needs."""
+    return arrange(
+        wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=0,
+        unknown_bytes=unknown_bytes, footprint=wrapped.footprint,
+    )  # fmt: skip
+
+
+class Fitter:
+    """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes) -> None:
+        self._wrapped, self._engine, self._homes = wrapped, engine, homes
+        self.planned = False
+        self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
+        self._measured_bytes = 0
+
+    # ---- deciding ----
+
+    def decide(
+        self,
+        run: DryRun | None,
+        unknown_bytes: int = 0,
+        *,
+        times: Times | None = None,
+        machine: Machine | None = None,
+        as_now: bool = False,
+    ) -> Arrangement:
+        """The arrangement for what a dry run foresaw; as_now: with the decisions of the one in use.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        wrapped, settings = self._wrapped, self._wrapped.settings
+        modes: Sequence[str] | None = settings.block_modes
+        given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
+        n_persist, n_buffer = None, 0
+        if given is not None:
+            modes, n_persist, n_buffer = modes or given.block_modes, given.n_persist, given.n_buffer
+        elif run is None:
+            n_persist = None if unknown_bytes else 0
+        try:
+            found = arrange(
+                wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
+                n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
+                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + wrapped.widened_bytes, times=times, machine=machine,
+                footprint=wrapped.footprint,
+            )  # fmt: skip
+        except BudgetError as error:
+            raise refuse(error, "a step of this batch") from None
+        if settings.plan is not None:  # what was foretold stands
+            plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
+            found = replace(found, plan=plan)
+        return found
+
+    def knows(self, shapes: Shapes) -> bool:
+        """Whether a batch of these shapes needs no more than one that was planned for."""
+        return any(covers(known, shapes) for known, _ in self.dry_runs)
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[DryRun | None, Shapes]:
+        """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided.
+
+        Raises:
+            BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
+        """
+        wrapped = self._wrapped
+        try:
+            with no_outer_hooks():
+                run: DryRun | None = dry_run(
+                    wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
+                    {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
+                    round_bytes=_core.rounded_bytes,
+                )  # fmt: skip
+        except DryRunError as error:
+            run = None
+            warnings.warn(
+                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
+                stacklevel=5,
+            )
+        best = self.decide(run)
+        largest = run, shapes
+        for known, other in self.dry_runs:
+            again = self.decide(other)
+            if again.smallest_bytes > best.smallest_bytes:
+                best, largest = again, (other, known)
+        if not self.fits_now(best):
+            self._refuse_held(best)
+        self._homes.rearrange(best)
+        self.dry_runs.append((shapes, run))
+        self.planned = True
+        return largest
+
+    def replan_measured(self) -> None:
+        """After a step that no dry run foresaw: what it took beside states and slots is known now."""
+        peak = self._engine.stats()["peak_bytes"]
+        unknown = max(peak - self._homes.arrangement.static_bytes, 0)
+        if not self.planned or any(run is not None for _, run in self.dry_runs) or unknown <= self._measured_bytes:
+            return
+        self._measured_bytes = unknown
+        try:
+            self._homes.rearrange(self.decide(None, unknown_bytes=unknown * 9 // 8))
+        except BudgetError:
+            return  # the safest plan stays
+
+    def forget_batches(self) -> None:
+        """The next batch is planned for anew."""
+        self.dry_runs.clear()
+
+    def leave_room(self) -> Arrangement:
+        """Nothing stays in memory but what is in use, for a forward pass that no step was planned for. Returns the arrangement to
+        go back to."""
+        before, budget = self._homes.arrangement, self._wrapped.settings.memory_bytes
+        room = budget
+        try:
+            _arranged_away(self._wrapped, room)
+        except BudgetError as error:
+            room -= error.smallest_bytes - budget  # what the states take at least
+        self._homes.rearrange(_arranged_away(self._wrapped, room))
+        return before
+
+    # ---- what else is in memory ----
+
+    def held_bytes(self, room: int) -> int:
+        """What is in memory beside states and slots. Where it is more than `room`, a backward that failed may have left it."""
+        held = int(self._engine.stats()["live_bytes"]) - self._homes.arrangement.static_bytes
+        if held <= room:
+            return held
+        release_failed_backward()
+        return int(self._engine.stats()["live_bytes"]) - self._homes.arrangement.static_bytes
+
+    def must_recompute(self) -> bool:
+        """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:
+        then the blocks of this forward are recomputed."""
+        settings = self._wrapped.settings
+        foreseen = max((run.fixed_bytes for _, run in self.dry_runs if run is not None), default=0)
+        room = settings.memory_bytes - self._homes.arrangement.plan.peak_bytes + foreseen
+        return self.held_bytes(room) > room and settings.block_modes is None
+
+    def fits_now(self, arrangement: Arrangement) -> bool:
+        """Whether homes and slots can be this now, with what else is in memory."""
+        room = self._wrapped.settings.memory_bytes - arrangement.static_bytes
+        return self.held_bytes(room) <= room
+
+    def _refuse_held(self, arrangement: Arrangement) -> NoReturn:
+        held, budget = self.held_bytes(0), self._wrapped.settings.memory_bytes
+        needed = held + arrangement.static_bytes
+        raise BudgetError(
+            f"{format_bytes(held)} of earlier steps are still in memory, beside which this batch's plan has no room: it needs "
+            f"{format_bytes(needed)}, the budget is {format_bytes(budget)}; drop what holds them (losses, outputs, graphs)",
+            needed_bytes=needed, budget_bytes=budget, smallest_bytes=needed,
+        )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Homes: carrying an arrangement out. Chunks get their homes, those on disk their slots, blocks their modes, and the engine what
+it needs to know of the plan: the ring, what may wait for the update lane, the recorded order, the goal and the headroom.
+
+Homes move between two steps alone, one chunk at a time, those that leave memory first, so that the others find room. Nothing is
+decided here: see fitting.py and pacing.py.
+"""
+
+from __future__ import annotations
+
+from . import _core
+from .planning import Arrangement
+from .residency import Residency
+from .running import Runner
+from .wrapped import Wrapped
+
+
+class Homes:
+    """Of one session. arrangement: the one in use."""
+
+    def __init__(
+        self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, runner: Runner, arrangement: Arrangement
+    ) -> None:
+        self.arrangement = arrangement
+        self._wrapped, self._engine, self._residency, self._runner = wrapped, engine, residency, runner
+        self._goal = self._headroom = 0  # bytes: see _set_goal
+
+    def begin_fill(self) -> None:
+        """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
+        for number, slot in enumerate(self.arrangement.slot_of_chunk):
+            if slot < 0:
+                self._engine.to_memory(number, False)
+            else:
+                self._engine.to_disk(number)
+        self._set_slots()
+
+    def rearrange(self, arrangement: Arrangement) -> None:
+        """Carry out another arrangement, between steps."""
+        old, engine, foreign = self.arrangement, self._engine, self._wrapped.foreign
+        trained = self._wrapped.layout.trained
+        same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
+        if same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
+            self._use(arrangement)
+            self._set_order()
+            for number, slot in enumerate(arrangement.slot_of_chunk):
+                if slot < 0:  # state now, not at the first update: what is free in the first step tells of the others
+                    engine.to_memory(number, trained[number])
+            self._set_goal()
+            return
+        self._residency.release_node()
+        engine.drop()
+        self._residency.unbind_all()
+        engine.drop_slots()
+        engine.drop_ring()
+        _core.trim(0)
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot >= 0:
+                engine.to_disk(number)
+        if foreign is not None:
+            foreign.leave()
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot < 0:
+                engine.to_memory(number, trained[number])
+        if foreign is not None:
+            foreign.arrive()
+        self._use(arrangement)
+        self._set_slots()
+        self._residency.bind_all()
+
+    def _use(self, arrangement: Arrangement) -> None:
+        self.arrangement, self._runner.modes = arrangement, arrangement.plan.block_modes
+
+    def _set_slots(self) -> None:
+        found, engine, wrapped = self.arrangement, self._engine, self._wrapped
+        engine.set_slots(found.slot_of_chunk, found.slot_bytes)
+        if found.piece_bytes:
+            engine.set_ring(found.piece_bytes, found.n_pieces, True)
+        budget, plan = wrapped.settings.memory_bytes, found.plan
+        engine.set_pending(max(budget - plan.peak_bytes, max(wrapped.layout.grad_bytes, default=0)))
+        self._set_order()
+        self._set_goal()
+        self._runner.make_hooks(on_disk=any(slot >= 0 for slot in found.slot_of_chunk))
+
+    def _set_order(self) -> None:
+        self._engine.set_order([c for c in self.arrangement.accesses if not self._engine.in_memory(c)])
+
+    def _set_goal(self) -> None:
+        """What the plan means to have in memory at most is what the stash works for. Where nothing goes to the stash, or nothing
+        is known of activations, there is no goal."""
+        found = self.arrangement
+        swaps = any(mode.endswith("swap") for mode in found.plan.block_modes)
+        self._goal = found.plan.peak_bytes if swaps and found.plan.peak_bytes > found.static_bytes else 0
+        self._headroom = found.headroom_bytes
+        self._engine.set_goal(self._goal)
+        self._engine.set_headroom(self._headroom)
+
+    def adjust_headroom(self) -> None:
+        """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds."""
+        peak = self._engine.mark()
+        if self._goal:
+            unused = self._goal - peak
+            found = self.arrangement
+            wanted = self._headroom - (unused * 3 // 4 if unused > 0 else unused)
+            self._headroom = min(max(wanted, found.rise_bytes), found.headroom_bytes)
+            self._engine.set_headroom(self._headroom)

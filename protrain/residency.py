@@ -1,0 +1,165 @@
+"""Residency: where each parameter lies, and that it lies there when it is looked at.
+
+A parameter is a permanent view of its chunk's home in memory or of its slot. One of a chunk on disk is in its slot during the
+operation that reads it (`bring`), and in backward until the node of the graph that asked for it is done (`unpack_parameter`).
+What autograd saves of a slot is recognised by its address and replaced by a record, since other bytes lie there a moment later.
+The waiting and reading itself is the engine's (csrc/runtime/residency.c).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import _core
+from .activations import SavedParameter, check_version
+from .parameters import DisableTorchFunction, Owner, enchain, release
+from .wrapped import Wrapped
+
+
+class Residency:
+    """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner) -> None:
+        self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
+        self._engine, self._owner = engine, owner
+        self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
+        self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
+        self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self._node: Any = None
+        self._node_chunks: set[int] = set()
+
+    # ---- where parameters lie ----
+
+    def bind(self, chunk: int) -> None:
+        """Make the chunk's parameters views of where the chunk lies now."""
+        region = self._engine.region(chunk)
+        self._bases[chunk] = torch.frombuffer(region, dtype=self._layout.dtype)
+        in_memory = self._engine.in_memory(chunk)
+        for index in self._layout.members[chunk]:
+            p = self._params[index]
+            with DisableTorchFunction():
+                p.data = self.place(index)
+            if in_memory:
+                release(p)
+            else:
+                enchain(p, self._owner, index)
+
+    def bind_all(self) -> None:
+        for chunk in range(self._layout.n_chunks):
+            self.bind(chunk)
+
+    def unbind_all(self) -> None:
+        """Parameters keep their shapes over one shared element, so that slots can go."""
+        nothing = torch.zeros((), dtype=self._layout.dtype)
+        with DisableTorchFunction():
+            for p in self._params:
+                p.data = nothing.expand(p.shape)
+        self.forget()
+
+    def forget(self) -> None:
+        """Slots and homes go, wherever parameters lie now."""
+        self._bases.clear()
+        self._address_chunk.clear()
+
+    def bound(self) -> Iterator[int]:
+        """The parameters of the chunks that have a place."""
+        for chunk in list(self._bases):
+            yield from self._layout.members[chunk]
+
+    def place(self, number: int) -> torch.Tensor:
+        """A view of where the values of parameter `number` lie, of its shape."""
+        entry = self._layout.entries[number]
+        first = entry.offset_bytes // self._element_bytes
+        return self._bases[entry.chunk][first : first + entry.count].view(entry.shape)
+
+    def address(self, number: int) -> int | None:
+        """Where the values of parameter `number` begin; None where its chunk has no place yet."""
+        entry = self._layout.entries[number]
+        base = self._bases.get(entry.chunk)
+        return None if base is None else base.data_ptr() + entry.offset_bytes
+
+    def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
+        """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
+        address = tensor.untyped_storage().data_ptr()
+        if address == 0:
+            return None
+        for number in numbers:
+            if self._bases[self._layout.entries[number].chunk].data_ptr() == address:
+                return number
+        return None
+
+    # ---- operations ----
+
+    def bring(self, chunk: int) -> None:
+        """The chunk is in its slot when this returns, and stays there until the engine's `unuse`."""
+        if not self._engine.demand(chunk):
+            self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+            self.bind(chunk)
+            self._engine.demand(chunk)
+        self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+
+    def write_back(self, number: int) -> None:
+        """A parameter was changed in place outside of an update: its home follows at once."""
+        p, entry = self._params[number], self._layout.entries[number]
+        with DisableTorchFunction():
+            self._engine.transfer(number, 0, p.data_ptr(), True)
+        assert entry.count == p.numel()
+
+    # ---- saved tensors ----
+
+    def saved_parameter(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """The record of a tensor that lies in the memory of a parameter on disk; None for any other tensor."""
+        with DisableTorchFunction():
+            if tensor.layout != torch.strided or not self._address_chunk:
+                return None
+            chunk = self._address_chunk.get(tensor.untyped_storage().data_ptr())
+            if chunk is None:
+                return None
+            offset = int(tensor.storage_offset())
+            place = bisect.bisect_right(self._offsets[chunk], offset * self._element_bytes) - 1
+            number = self._layout.members[chunk][place]
+            first = self._layout.entries[number].offset_bytes // self._element_bytes
+            return SavedParameter(number, tensor, offset - first, self._params[number])
+
+    def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done.
+
+        Raises:
+            RuntimeError: the parameter was changed in place after it was saved.
+        """
+        entry = self._layout.entries[saved.number]
+        chunk = entry.chunk
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self.release_node()
+            self._node = node
+        with DisableTorchFunction():
+            owner = saved.owner()
+            if owner is not None:
+                check_version(owner._version, saved.version, saved.size)
+            if not self._engine.in_memory(chunk) and torch.is_grad_enabled():
+                return self._copy_of(saved)  # this backward has a graph of its own, which holds on to what it is given
+            if chunk not in self._node_chunks and not self._engine.in_memory(chunk):
+                if not self._engine.demand(chunk):
+                    return self._copy_of(saved)  # the slot is taken by what this same node reads
+                self._node_chunks.add(chunk)
+            base = self._bases[chunk]
+            self._address_chunk[base.data_ptr()] = chunk
+            return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // self._element_bytes)
+
+    def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, in memory of its own, from the parameter's home."""
+        copy = torch.empty(self._layout.entries[saved.number].count, dtype=self._layout.dtype)
+        self._engine.transfer(saved.number, 0, copy.data_ptr(), False)
+        return copy.as_strided(saved.size, saved.stride, saved.offset)
+
+    def release_node(self) -> None:
+        """The node of the graph whose parameters are held in place is done."""
+        for chunk in self._node_chunks:
+            self._engine.unuse(chunk)
+        self._node_chunks.clear()
+        self._node = None

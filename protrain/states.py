@@ -1,0 +1,121 @@
+"""States: the model's and its optimizer's as torch writes them, tensor by tensor, and taken over from what torch wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import _core
+from .optimizers import hyper_of, state_names
+from .values import Values
+
+
+class States:
+    """Of one session. What is handed out is full, separately owned, and in no budget."""
+
+    def __init__(self, values: Values) -> None:
+        self._values, self._wrapped = values, values.wrapped
+        self._engine: _core.Engine = values.engine
+
+    # ---- the model's ----
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, owned copy) for each entry of the model's state dict, one at a time; tied names after the first are left out."""
+        index = self._wrapped.number_of
+        seen: set[int] = set()
+        for prefix, module in self._wrapped.model.named_modules():
+            for leaf, p in module._parameters.items():
+                if p is not None and id(p) not in seen:
+                    seen.add(id(p))
+                    yield f"{prefix}.{leaf}" if prefix else leaf, self._values.get(index[id(p)])
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and leaf not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
+
+    def fill_state_dict(self, own: dict[str, int], state_dict: Any, prefix: str) -> None:
+        """Each entry of a module's own parameters, by their names in it, becomes a full tensor; tied parameters share one."""
+        copies = state_dict.__dict__.setdefault("_protrain_copies", {}) if hasattr(state_dict, "__dict__") else {}
+        for leaf, number in own.items():
+            if prefix + leaf in state_dict:
+                if number not in copies:
+                    copies[number] = self._values.get(number)
+                state_dict[prefix + leaf] = copies[number]
+
+    # ---- the optimizer's ----
+
+    def optimizer(self, value: Callable[[int, int], torch.Tensor] | None = None) -> dict[str, Any]:
+        """Of torch's form; value(parameter, array) gives each state array of a kernel, an owned copy unless given."""
+        wrapped = self._wrapped
+        if wrapped.foreign is not None:
+            return wrapped.foreign.state_dict()
+        value = value or self._values.get
+        packed: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        place = 0
+        for group in wrapped.groups:
+            names = state_names(hyper_of(wrapped.kind, group))
+            for offset, p in enumerate(group["params"]):
+                number = wrapped.number_of[id(p)]
+                steps = self._engine.steps(number)
+                untouched = steps == 0 or (wrapped.kind is torch.optim.SGD and not names)
+                if wrapped.layout.entries[number].group < 0 or (untouched and not wrapped.master_array):
+                    continue
+                known = names if steps or wrapped.kind is not torch.optim.SGD else ()  # a buffer that no step has made is none
+                entry = {name: value(number, 1 + array) for array, name in enumerate(known)}
+                if wrapped.master_array:
+                    entry["master"] = value(number, wrapped.master_array)
+                if wrapped.kind is not torch.optim.SGD:
+                    entry = {"step": torch.tensor(float(steps))} | entry
+                state[place + offset] = entry
+            packed.append(
+                {k: v for k, v in group.items() if k != "params"} | {"params": list(range(place, place + len(group["params"])))}
+            )
+            place += len(group["params"])
+        return {"state": state, "param_groups": packed}
+
+    def load_optimizer(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `optimizer` gives, and plain torch's.
+
+        Raises:
+            ValueError: it is of other groups.
+            StepError: a step is under way, of an optimizer without a kernel.
+        """
+        wrapped = self._wrapped
+        if wrapped.foreign is not None:
+            wrapped.foreign.load_state_dict(state_dict)
+            return
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in wrapped.groups]:
+            raise ValueError("optimizer.load_state_dict: the parameter groups are of other sizes than this optimizer's")
+        for group, given in zip(wrapped.groups, saved, strict=True):
+            group.update({k: v for k, v in given.items() if k != "params"})
+        order = [number for g in saved for number in g["params"]]
+        owners = [p for g in wrapped.groups for p in g["params"]]
+        states = state_dict["state"]
+        self.import_optimizer({id(p): states[n] for n, p in zip(order, owners, strict=True) if n in states})
+
+    def import_optimizer(self, states: dict[int, dict[str, Any]]) -> None:
+        """Optimizer state of torch's form, by id of the parameter."""
+        wrapped, values = self._wrapped, self._values
+        if wrapped.foreign is not None:
+            wrapped.foreign.import_state(states)
+            return
+        for number, (p, entry) in enumerate(zip(wrapped.params, wrapped.layout.entries, strict=True)):
+            if entry.group < 0:
+                continue
+            names = state_names(hyper_of(wrapped.kind, wrapped.groups[entry.group]))
+            state = states.get(id(p), {})
+            for array, name in enumerate(names):
+                value = state.get(name)
+                if value is not None:
+                    values.put(number, value, 1 + array)
+                elif self._engine.steps(number):
+                    values.put(number, torch.zeros(entry.shape), 1 + array)
+            if wrapped.master_array and state.get("master") is not None:
+                values.put(number, state["master"], wrapped.master_array)
+                values.masters_given.add(number)
+            step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
+            self._engine.set_steps(number, int(step))

@@ -1,0 +1,82 @@
+"""Updates: when parameters are updated, and with which values of the optimizer's groups.
+
+Behind backward, as gradients come, where that is allowed: where no norm of all gradients is to be known first, and where the loop
+does not set learning rates between backward and step(). Else in step(). Chunks in memory are updated in step() in any case.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from . import _core
+from .errors import StepError
+from .optimizers import Hyper
+from .wrapped import Wrapped
+
+#: The first steps update in step(), to see whether this loop sets learning rates between backward and step. A loop that does
+#: shows it in its first two steps, since a schedule changes rates from one step to the next.
+PROBED_STEPS = 2
+
+
+class Updates:
+    """Of one session, by the engine's kernels. seconds, bytes: of what the last step updated in memory."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine) -> None:
+        self._wrapped, self._engine = wrapped, engine
+        self._hypers = wrapped.hypers()
+        self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
+        self.seconds, self.bytes = 0.0, 0
+
+    @property
+    def behind_backward(self) -> bool:
+        """Whether the step's last gradients are used as they come."""
+        return self._late is False and self._wrapped.settings.max_grad_norm is None
+
+    def begin(self) -> None:
+        """The step's last backward pass begins: updates behind it are made with the groups' values of now."""
+        self._take(self._wrapped.hypers())
+
+    def _take(self, hypers: list[Hyper]) -> None:
+        self._hypers = hypers
+        for number, hyper in enumerate(hypers):
+            self._engine.set_hyper(number, hyper)
+
+    def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool, steps: int) -> None:
+        """Make and commit the step.
+
+        Args:
+            in_memory: parameters of chunks in memory, and their gradients.
+            scale: multiplies all gradients.
+            all_passes: the step had as many backward passes as it may have.
+            taken: there are gradients of parameters on disk.
+            steps: made before this one.
+
+        Raises:
+            StepError: a group was changed after updates behind backward had begun; this step is not made.
+        """
+        engine, entries = self._engine, self._wrapped.layout.entries
+        hypers = self._wrapped.hypers()
+        same = not all_passes or hypers == self._hypers  # fewer passes: no update began with the old ones
+        if self.behind_backward and not same and taken:
+            self._late = True
+            raise StepError(
+                "a parameter group was changed between backward() and step(), after updates had begun with the old values; this "
+                "step was not made, the model is as it was before it; from now on updates wait for step()"
+            )
+        self._take(hypers)
+        engine.update_spilled(scale)
+        engine.wait()
+        began = time.perf_counter()
+        for number, grad in in_memory:
+            engine.update_in_memory(number, grad.data_ptr(), scale)
+        self.seconds = time.perf_counter() - began
+        updated = sum(entries[number].count for number, _ in in_memory)
+        self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated
+        engine.commit()
+        for entry in entries:
+            if entry.group >= 0 and not entry.count and self._wrapped.params[entry.index].grad is not None:
+                engine.set_steps(entry.index, engine.steps(entry.index) + 1)  # of no elements: there is only a count
+        if self._late is None and (not same or steps + 1 >= PROBED_STEPS):
+            self._late = not same

@@ -1,0 +1,46 @@
+"""Values: each parameter's, its optimizer state's and its master's, read and written wherever they lie.
+
+Arrays of a parameter are numbered: 0 is the parameter, from 1 on its state, and the last its master in bf16 (precision.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _core, changes
+from .counting import uncounted
+from .parameters import DisableTorchFunction
+from .precision import master, write_master
+from .residency import Residency
+from .wrapped import Wrapped
+
+
+class Values:
+    """Of one session. masters_given: masters that came with the optimizer's state, since the last step."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
+        self.wrapped, self.engine, self.residency = wrapped, engine, residency
+        self.masters_given: set[int] = set()
+
+    def get(self, number: int, array: int = 0) -> torch.Tensor:
+        """An owned copy of a parameter, or of another of its arrays, in no budget."""
+        entry = self.wrapped.layout.entries[number]
+        if array == 0:
+            changes.adopt(self, number)
+        elif array == self.wrapped.master_array:
+            return master(self, number)
+        with uncounted(), DisableTorchFunction():
+            tensor = torch.empty(entry.shape, dtype=torch.float32 if array else self.wrapped.layout.dtype)
+            if entry.count:
+                self.engine.transfer(number, array, tensor.data_ptr(), False)
+        return tensor
+
+    def put(self, number: int, value: torch.Tensor, array: int = 0) -> None:
+        """Set a parameter, its master with it where it has one, or one of its arrays alone."""
+        with uncounted(), DisableTorchFunction():
+            dtype = torch.float32 if array else self.wrapped.layout.dtype
+            tensor = value.detach().to(dtype=dtype, device="cpu").contiguous()
+            if tensor.numel():
+                self.engine.transfer(number, array, tensor.data_ptr(), True)
+            if array == 0:
+                write_master(self, number, value)

@@ -1,0 +1,92 @@
+"""What was wrapped: a model's parameters and blocks, its optimizer's groups, and what `wrap` was asked for.
+
+The parts of a session share it and change nothing in it but `settings`, between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _core
+from .foreign import Foreign
+from .layout import Layout
+from .optimizers import Hyper, hyper_of, n_states_of
+from .planning import Plan
+from .precision import state_arrays
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `wrap` was asked for, checked."""
+
+    memory_bytes: int
+    disk: str
+    accumulate: int
+    max_grad_norm: float | None
+    plan: Plan | None
+    block_modes: list[str] | None
+
+
+class Wrapped:
+    """See the module's head. Parameters are numbered as in the layout; kind is the optimizer's class, groups are its own.
+
+    n_states: arrays of optimizer state that the kernels keep beside each parameter; state_arrays: these and the master, counted
+    in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        params: list[nn.Parameter],
+        blocks: list[tuple[str, nn.Module]],
+        kind: type[torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        settings: Settings,
+        foreign: Foreign | None = None,
+    ) -> None:
+        self.model, self.layout, self.params, self.blocks = model, layout, params, blocks
+        self.kind, self.groups, self.settings, self.foreign = kind, groups, settings, foreign
+        self.footprint = foreign.footprint if foreign else None
+        self.number_of = {id(p): number for number, p in enumerate(params)}
+        self.element_bytes = layout.dtype.itemsize
+        self.n_states = max((n_states_of(hyper) for hyper in self.hypers()), default=0)
+        self.state_arrays = state_arrays(self.n_states, layout.dtype)
+        self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0
+
+    def hypers(self) -> list[Hyper]:
+        """The groups' values of this moment as the kernels take them; none where no kernel does."""
+        return [] if self.foreign else [hyper_of(self.kind, group) for group in self.groups]
+
+    @property
+    def grads_outlive_backward(self) -> bool:
+        """Whether gradients wait for `step()` whatever the loop does."""
+        return self.settings.accumulate > 1 or self.settings.max_grad_norm is not None or self.foreign is not None
+
+    @property
+    def widened_bytes(self) -> int:
+        """What the norm of a bf16 gradient takes while it is computed: the largest of them in fp32."""
+        if not self.master_array or self.settings.max_grad_norm is None:
+            return 0
+        return _core.rounded_bytes(max((4 * entry.count for entry in self.layout.entries if entry.group >= 0), default=0))
+
+    def make_engine(self) -> _core.Engine:
+        """An engine of these parameters; nothing of it has a home yet.
+
+        Raises:
+            DiskError: its file cannot be made.
+        """
+        layout, settings = self.layout, self.settings
+        return _core.Engine(
+            settings.disk,
+            settings.memory_bytes,
+            [(size, trained) for size, trained in zip(layout.sizes, layout.trained, strict=True)],
+            [(e.chunk, e.offset_bytes, e.count, e.group >= 0, max(e.group, 0)) for e in layout.entries],
+            len(self.groups),
+            self.n_states,
+            bf16=self.master_array > 0,
+        )
