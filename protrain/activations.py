@@ -183,7 +183,7 @@ class Frame:
         self.given_versions = [(leaf, leaf._version) for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor]
         copied = self.habits.in_place
         if copied is None:
-            copied = runner.has_room(sum(leaf.nbytes for leaf, _ in self.given_versions))
+            copied = runner.can_copy(sum(leaf.nbytes for leaf, _ in self.given_versions))
         inputs = _copied_inputs(self.given) if copied else self.given
         self.copied = copied
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed

@@ -148,7 +148,7 @@ class Fitter:
             again = self.decide(other)
             if again.smallest_bytes > best.smallest_bytes:
                 best, largest = again, (other, known)
-        if not self.fits_now(best):
+        if not self.can_carry_out(best):
             self._refuse_held(best)
         self._homes.rearrange(best)
         self.dry_runs.append((shapes, run))
@@ -201,7 +201,7 @@ class Fitter:
         room = settings.memory_bytes - self._homes.arrangement.plan.peak_bytes + foreseen
         return self.held_bytes(room) > room and settings.block_modes is None
 
-    def fits_now(self, arrangement: Arrangement) -> bool:
+    def can_carry_out(self, arrangement: Arrangement) -> bool:
         """Whether homes and slots can be this now, with what else is in memory."""
         room = self._wrapped.settings.memory_bytes - arrangement.static_bytes
         return self.held_bytes(room) <= room

@@ -129,7 +129,7 @@ class Pacer:
             best = fitter.decide(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds
             if gain > LEAST_GAIN:
-                if fitter.fits_now(best):
+                if fitter.can_carry_out(best):
                     now = best
                 else:  # something else is in memory: again after the next step
                     self._profiled = PROFILED_STEPS - 1

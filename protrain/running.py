@@ -63,7 +63,7 @@ class Runner:
         """The blocks of this forward take as little memory as they can."""
         self.modes = tuple("checkpoint" for _ in self.blocks)
 
-    def has_room(self, size_bytes: int) -> bool:
+    def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""
         return int(self._engine.stats()["live_bytes"]) + 2 * size_bytes <= self._wrapped.settings.memory_bytes
 

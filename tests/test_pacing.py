@@ -142,11 +142,11 @@ def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, 
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     session = session_of(model)
-    monkeypatch.setattr(session.fitter, "fits_now", lambda _arrangement: False)
+    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _arrangement: False)
     batches = token_batches(5, batch=4)
     with pytest.raises(protrain.BudgetError, match="no room"):
         step(model, optimizer, batches[0])
-    monkeypatch.setattr(session.fitter, "fits_now", lambda _arrangement: session.steps == 0)
+    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _arrangement: session.steps == 0)
     for ids in batches[:2]:
         step(model, optimizer, ids)
     first = protrain.status(model).plan
