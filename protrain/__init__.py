@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import Status, plan, profile, session_of, status, unwrap, wrap
     from .checkpoint import load, save
-    from .errors import BudgetError, DiskError, Error, OutOfMemoryError, PlanError, StepError
+    from .errors import BudgetError, DeviceError, DiskError, Error, OutOfMemoryError, PlanError, StepError
     from .optimizers import Optimizer
     from .planning import Forecast, Plan
     from .profiles import Profile
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BudgetError", "DiskError", "Error", "Forecast", "Optimizer", "OutOfMemoryError", "Plan", "PlanError", "Profile", "Status",
-    "StepError", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
+    "BudgetError", "DeviceError", "DiskError", "Error", "Forecast", "Optimizer", "OutOfMemoryError", "Plan", "PlanError",
+    "Profile", "Status", "StepError", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
 
 

@@ -62,7 +62,11 @@ class PlanError(Error, ValueError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The operating system gives no memory although the budget would allow it."""
+    """The operating system, or the device, gives no memory although the budget would allow it."""
+
+
+class DeviceError(Error, RuntimeError):
+    """The device that computes is missing, cannot be used or has failed. A device that failed is of no use to this process."""
 
 
 def from_record(code: int, message: str, errno: int, path: str, asked: int, needed: int, budget: int, smallest: int) -> Exception:
@@ -77,4 +81,6 @@ def from_record(code: int, message: str, errno: int, path: str, asked: int, need
         return StepError(message)
     if code == 5:
         return PlanError(message)
+    if code == 7:
+        return DeviceError(message)
     return ValueError(message)

@@ -1,9 +1,10 @@
 """The C core: each program of tests/c under the sanitizers, and every C file under the strictest warnings.
 
 A program names the files it needs beside csrc/base in a line `/* sources: csrc/disk/*.c csrc/plan/rule.c */`, and says with a
-line `/* threads */` that it should also run under ThreadSanitizer. Objects are kept in build/ctests under a key of everything
-that went into them, so that a second run compiles what has changed; every program runs every time. All cores compile and run what
-the chosen tests need, and each test waits for its own.
+line `/* threads */` that it should also run under ThreadSanitizer. One that opens a library at run time (a driver that is none)
+names what that is made of in a line `/* library: tests/c/fake_cuda.c */`, and is linked with it too. Objects are kept in
+build/ctests under a key of everything that went into them, so that a second run compiles what has changed; every program runs
+every time. All cores compile and run what the chosen tests need, and each test waits for its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
 PROGRAMS = sorted((ROOT / "tests" / "c").glob("test_*.c"))
-TOOLS = sorted(set((ROOT / "tests" / "c").glob("*.c")) - set(PROGRAMS))
+LIBRARIES = sorted((ROOT / "tests" / "c").glob("fake_*.c"))
+TOOLS = sorted(set((ROOT / "tests" / "c").glob("*.c")) - set(PROGRAMS) - set(LIBRARIES))
 C_FILES = sorted((ROOT / "csrc").rglob("*.c"))
 
 
@@ -51,16 +53,16 @@ def threaded(program: Path) -> bool:
     return re.search(r"^/\* threads \*/$", program.read_text(), re.MULTILINE) is not None
 
 
-def linked(program: Path) -> list[Path]:
-    """The program and the csrc files it is linked with."""
-    found = re.search(r"^/\* sources: (.*?) ?\*/$", program.read_text(), re.MULTILINE | re.DOTALL)
-    patterns = ["csrc/base/*.c", *(found.group(1).replace("\n", " ").split() if found else [])]
+def named(program: Path, line: str, always: tuple[str, ...] = ()) -> list[Path]:
+    """The files that a line of the program names, such as its `/* sources: ... */`, after those that every program has."""
+    found = re.search(rf"^/\* {line}: (.*?) ?\*/$", program.read_text(), re.MULTILINE | re.DOTALL)
+    patterns = [*always, *(found.group(1).replace("\n", " ").split() if found else [])]
     files: list[Path] = []
     for pattern in (word for word in patterns if word != "*"):  # a comment that goes on in the next line may start it with *
         matches = sorted(ROOT.glob(pattern))
-        assert matches, f"{program.name} names {pattern} in its sources line, and there is no such file"
+        assert matches, f"{program.name} names {pattern} in its {line} line, and there is no such file"
         files += [path for path in matches if path not in files]
-    return [program, *files]
+    return files
 
 
 @functools.cache
@@ -93,8 +95,18 @@ def run_compiler(arguments: list[str], out: Path) -> None:
     fresh.replace(out)
 
 
-def built(program: Path, sanitizer: str, objects: list[Path]) -> Path:
-    """The executable of a test program under a sanitizer."""
+def shared(parts: list[Path], sanitizer: str) -> Path:
+    """The library that is made of these objects."""
+    library = KEPT / f"lib{parts[0].stem}-{hashlib.sha256(' '.join(map(str, parts)).encode()).hexdigest()[:16]}-{sanitizer}.so"
+    if not library.is_file():
+        run_compiler([*SANITIZERS[sanitizer], "-shared", "-pthread", *map(str, parts)], library)
+    library.touch()
+    return library
+
+
+def built(program: Path, sanitizer: str, objects: list[Path], parts: list[Path]) -> Path:
+    """The executable of a test program under a sanitizer, with the library of its parts, if it has any."""
+    objects = [*objects, shared(parts, sanitizer)] if parts else objects
     out = KEPT / f"{program.stem}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}-{sanitizer}"
     if not out.is_file():
         run_compiler([*SANITIZERS[sanitizer], "-pthread", *map(str, objects), "-lm", "-ldl"], out)
@@ -123,9 +135,10 @@ CASES = [(program, "address") for program in PROGRAMS] + [(program, "thread") fo
 
 
 def flags_of(kind: str) -> list[str]:
-    """What the compiler is told, for a sanitizer or for "release"."""
-    if kind in SANITIZERS:
-        return [*STRICT, *SANITIZERS[kind], "-Icsrc", "-Itests/c"]
+    """What the compiler is told, for a sanitizer, for a library under it, or for "release"."""
+    sanitizer, _, library = kind.partition(" ")
+    if sanitizer in SANITIZERS:
+        return [*STRICT, *SANITIZERS[sanitizer], "-Icsrc", "-Itests/c", *(["-fPIC"] if library else [])]
     python = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_paths()["include"]]
     return [*STRICT, "-O2", "-fPIC", "-Icsrc", *python, '-DPTN_TORCH_VERSION="0"']
 
@@ -143,7 +156,7 @@ class Work:
         self._results: dict[tuple[Path, str, bool], Future[Any]] = {}
 
     def compile(self, source: Path, kind: str) -> Future[Path]:
-        """The object of a source, for a sanitizer or for "release"."""
+        """The object of a source; kind as for `flags_of`."""
         if (source, kind) not in self._objects:
             self._objects[source, kind] = self.pool.submit(compiled, source, flags_of(kind))
         return self._objects[source, kind]
@@ -151,12 +164,14 @@ class Work:
     def build(self, program: Path, sanitizer: str, run: bool) -> Future[Any]:
         """The executable of a program, and its end where it is run. Its objects come before it in the pool: it can wait there."""
         if (program, sanitizer, run) not in self._results:
-            objects = [self.compile(source, sanitizer) for source in linked(program)]
-            self._results[program, sanitizer, run] = self.pool.submit(self._made, program, sanitizer, objects, run)
+            sources = [program, *named(program, "sources", ("csrc/base/*.c",))]
+            objects = [self.compile(source, sanitizer) for source in sources]
+            parts = [self.compile(source, f"{sanitizer} library") for source in named(program, "library")]
+            self._results[program, sanitizer, run] = self.pool.submit(self._made, program, sanitizer, objects, parts, run)
         return self._results[program, sanitizer, run]
 
-    def _made(self, program: Path, sanitizer: str, objects: list[Future[Path]], run: bool) -> None:
-        executable = built(program, sanitizer, [found.result() for found in objects])
+    def _made(self, program: Path, sanitizer: str, objects: list[Future[Path]], parts: list[Future[Path]], run: bool) -> None:
+        executable = built(program, sanitizer, [found.result() for found in objects], [found.result() for found in parts])
         if run:
             run_program(program, sanitizer, executable, self.disk)
 

@@ -12,11 +12,12 @@
 typedef enum ptn_status {
   PTN_OK = 0,
   PTN_BUDGET,  /* more memory needed than the budget holds: needed_bytes, budget_bytes, smallest_bytes */
-  PTN_MEMORY,  /* the operating system gives no memory: asked_bytes */
+  PTN_MEMORY,  /* the operating system, or the device, gives no memory: asked_bytes */
   PTN_DISK,    /* an I/O call failed: sys_errno, path, asked_bytes */
   PTN_STEP,    /* calls came in an order that no training step has */
   PTN_PLAN,    /* a plan cannot be used as given */
   PTN_INVALID, /* a wrong argument */
+  PTN_DEVICE,  /* the device that computes is missing, cannot be used or has failed: asked_bytes where bytes were asked for */
 } ptn_status;
 
 typedef struct ptn_error {
