@@ -266,6 +266,28 @@ static void demand(const ptn_bounds *bounds, walk *at, uint32_t chunk) {
   bounds->holder[slot] = chunk;
 }
 
+/* A chunk whose gradients are made stays in its slot until it is updated there. */
+static void hold_slot(const ptn_bounds *bounds, const walk *at, uint32_t chunk, uint32_t p) {
+  uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
+  if (bounds->holder[slot] != chunk) return;
+  uint32_t last_phase = bounds->course.request->access_phases[bounds->last[slot]];
+  bool makes = last_phase == p || bounds->course.request->phases[last_phase].backward;
+  if (makes) bounds->free_ns[slot] = higher(bounds->free_ns[slot], at->update_ns);
+}
+
+/* The chunk, which is not persistent, is complete now. */
+static void walk_update(const ptn_bounds *bounds, walk *at, uint32_t chunk, uint32_t p) {
+  const ptn_course *course = &bounds->course;
+  bool behind = course->n_passes == 1 && !course->request->grads_outlive_backward;
+  const chunk_transfers *transfers = transfers_of(bounds, at, chunk);
+  if (course->n_passes == 1) enqueue(at, at->compute_ns, behind ? &transfers->update : &transfers->keep);
+  move(at, &transfers->update, 1);
+  if (bounds->keeps > 0) move(at, &transfers->keep, bounds->keeps);
+  if (bounds->keeps > 1) move(at, &transfers->add, bounds->keeps - 1);
+  at->update_ns = (behind ? higher(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
+  if (behind && !bounds->lanes.present[PTN_UPLOAD]) hold_slot(bounds, at, chunk, p);
+}
+
 static void walk_accesses(const ptn_bounds *bounds, walk *at, uint32_t p, bool recomputes) {
   const ptn_course *course = &bounds->course;
   for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
@@ -277,6 +299,7 @@ static void walk_accesses(const ptn_bounds *bounds, walk *at, uint32_t p, bool r
     if (!demands) continue;
     bounds->free_ns[at->candidate->slot_of_chunk[chunk]] = at->compute_ns;
     bounds->last[at->candidate->slot_of_chunk[chunk]] = i;
+    if (course->completes[i]) walk_update(bounds, at, chunk, p);
     if (bounds->releases[i] != NOTHING) enqueue(at, at->compute_ns, &transfers_of(bounds, at, bounds->releases[i])->fetch);
   }
 }
@@ -296,29 +319,12 @@ static void walk_phase(const ptn_bounds *bounds, walk *at, uint32_t p) {
   }
 }
 
-/* A chunk whose gradients are made stays in its slot until it is updated there. */
-static void hold_slot(const ptn_bounds *bounds, const walk *at, uint32_t chunk, uint32_t p) {
-  uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-  if (bounds->holder[slot] != chunk) return;
-  uint32_t last_phase = bounds->course.request->access_phases[bounds->last[slot]];
-  bool makes = last_phase == p || bounds->course.request->phases[last_phase].backward;
-  if (makes) bounds->free_ns[slot] = higher(bounds->free_ns[slot], at->update_ns);
-}
-
-/* Chunks that are complete now; in the last pass of a step whose gradients do not outlive it. */
+/* Chunks that the end of the phase completes. */
 static void walk_updates(const ptn_bounds *bounds, walk *at, uint32_t p) {
   const ptn_course *course = &bounds->course;
-  bool behind = course->n_passes == 1 && !course->request->grads_outlive_backward;
   for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
     uint32_t chunk = course->complete[i];
-    if (chunk < at->candidate->n_persist) continue;
-    const chunk_transfers *transfers = transfers_of(bounds, at, chunk);
-    if (course->n_passes == 1) enqueue(at, at->compute_ns, behind ? &transfers->update : &transfers->keep);
-    move(at, &transfers->update, 1);
-    if (bounds->keeps > 0) move(at, &transfers->keep, bounds->keeps);
-    if (bounds->keeps > 1) move(at, &transfers->add, bounds->keeps - 1);
-    at->update_ns = (behind ? higher(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
-    if (behind && !bounds->lanes.present[PTN_UPLOAD]) hold_slot(bounds, at, chunk, p);
+    if (chunk >= at->candidate->n_persist && !course->complete_inside[chunk]) walk_update(bounds, at, chunk, p);
   }
 }
 

@@ -73,6 +73,13 @@ void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, 
   out->ring_bytes = (uint64_t)ring_bytes(fit, level, n_pieces);
 }
 
+uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
+  ptn_plan ring;
+  ptn_fit_ring(fit, n_persist, needed_bytes, &ring);
+  int64_t spare_bytes = fit->budget_bytes - needed_bytes - (int64_t)ring.ring_bytes;
+  return ptn_max_u64(fit->pending_bytes, spare_bytes > 0 ? (uint64_t)spare_bytes : 0);
+}
+
 /* ---- needs ---- */
 
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes) {

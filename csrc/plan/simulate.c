@@ -14,8 +14,8 @@
  *           what is unwritten, and what stays, fits beside it. When backward has come to the first block nothing more is written
  *           but for that; what is unwritten then is handed back from memory. Reads go in the order of the consumers, ahead as far
  *           as there is room, and not more than a sixteenth of a second of the lane's work, but the next block in any case.
- *   update  A chunk joins the queue when the phase has ended in which it is complete. Its parameters are not read where its slot
- *           still has them. Compute waits, where the next gradients would be made, while those in the queue are more than may be.
+ *   update  A chunk joins the queue when it is complete: behind the last access to it in the phase in which it is, or at the end of
+ *           that phase if it has none. Its parameters are not read where its slot still has them. Compute waits, where the next gradients would be made, while those in the queue are more than may be.
  *           Gradients that outlive backward go to the disk (or to the host) in each pass, and their updates are made in the open,
  *           after backward; where only passes are several, those of the last are updated behind it.
  *
@@ -45,9 +45,10 @@ ptn_status ptn_simulation_create(ptn_simulation **out, const ptn_plan_request *r
   if (status == PTN_OK) {
     run->job_most = 4 * request->n_chunks + 1;
     run->slots = calloc((size_t)request->n_chunks + 1, sizeof *run->slots);
+    run->complete_count = calloc((size_t)request->n_chunks + 1, sizeof *run->complete_count);
     run->fetches = calloc((size_t)request->n_accesses + 1, sizeof *run->fetches);
     run->jobs = calloc(run->job_most, sizeof *run->jobs);
-    if (!run->slots || !run->fetches || !run->jobs)
+    if (!run->slots || !run->complete_count || !run->fetches || !run->jobs)
       status = ptn_fail(PTN_MEMORY, "no memory to simulate %u chunks and %u accesses", request->n_chunks, request->n_accesses);
   }
   if (status != PTN_OK) {
@@ -64,6 +65,7 @@ void ptn_simulation_destroy(ptn_simulation *run) {
   if (!run) return;
   ptn_course_destroy(&run->course);
   free(run->slots);
+  free(run->complete_count);
   free(run->fetches);
   free(run->jobs);
   free(run);
@@ -230,7 +232,8 @@ static void share(ptn_simulation *run) {
 static void end_stretch(ptn_simulation *run) {
   const ptn_stretch *stretch = &run->course.stretches[run->at];
   run->in_stretch = false;
-  if (stretch->ends) ptn_job_complete(run, stretch->phase);
+  if (stretch->completes > 0) ptn_job_complete(run, stretch->completes - 1);
+  if (stretch->ends) ptn_job_complete_phase(run, stretch->phase);
   run->at++;
 }
 
@@ -259,6 +262,7 @@ static void reset(ptn_simulation *run) {
   memset(run->flows, 0, sizeof run->flows);
   memset(&run->tally, 0, sizeof run->tally);
   for (uint32_t i = 0; i < run->course.request->n_chunks; i++) run->slots[i] = (slot){.chunk = -1, .blocked = -1};
+  memset(run->complete_count, 0, run->course.request->n_chunks * sizeof *run->complete_count);
   run->now_ns = run->since_ns = 0;
   run->dirty = true;
   run->in_stretch = run->begun = run->runs = run->draining = run->open = run->finished = run->never = false;

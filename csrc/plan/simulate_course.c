@@ -54,6 +54,8 @@ void ptn_course_destroy(ptn_course *course) {
   free(course->own_ns);
   free(course->again_ns);
   free(course->last_visit);
+  free(course->completes);
+  free(course->complete_inside);
   free(course->first_complete);
   free(course->complete);
   free(course->last_trained);
@@ -76,6 +78,8 @@ static ptn_status allocate(ptn_course *course) {
   course->own_ns = calloc(accesses, sizeof *course->own_ns);
   course->again_ns = calloc(accesses, sizeof *course->again_ns);
   course->last_visit = calloc(accesses, sizeof *course->last_visit);
+  course->completes = calloc(accesses, sizeof *course->completes);
+  course->complete_inside = calloc(chunks, sizeof *course->complete_inside);
   course->first_complete = calloc(phases, sizeof *course->first_complete);
   course->complete = calloc(chunks, sizeof *course->complete);
   course->last_trained = calloc(phases, sizeof *course->last_trained);
@@ -89,10 +93,10 @@ static ptn_status allocate(ptn_course *course) {
   course->saved_of_phase = calloc(phases, sizeof *course->saved_of_phase);
   course->saved_for_phase = calloc(phases, sizeof *course->saved_for_phase);
   course->room_bytes = calloc(phases, sizeof *course->room_bytes);
-  if (course->first_access && course->own_ns && course->again_ns && course->last_visit && course->first_complete &&
-      course->complete && course->last_trained && course->count && course->stretches && course->demands && course->first_ready &&
-      course->last_of_slot && course->saved && course->readers && course->saved_of_phase && course->saved_for_phase &&
-      course->room_bytes)
+  if (course->first_access && course->own_ns && course->again_ns && course->last_visit && course->completes &&
+      course->complete_inside && course->first_complete && course->complete && course->last_trained && course->count &&
+      course->stretches && course->demands && course->first_ready && course->last_of_slot && course->saved && course->readers &&
+      course->saved_of_phase && course->saved_for_phase && course->room_bytes)
     return PTN_OK;
   return ptn_fail(PTN_MEMORY, "no memory to simulate %zu phases, %zu accesses, %zu chunks", phases - 1, accesses - 1, chunks - 1);
 }
@@ -159,6 +163,20 @@ static void sort_complete(ptn_course *course) {
   }
 }
 
+/* Which accesses are the last of their chunks in the phases in which those are complete. Where a block is recomputed its backward
+ * follows, which is all that matters here: an access that is recomputation alone is no chunk's last. */
+static void find_completing(ptn_course *course) {
+  const ptn_plan_request *request = course->request;
+  for (uint32_t i = request->n_accesses; i-- > 0;) {
+    uint32_t chunk = request->accesses[i];
+    bool completes = request->chunks[chunk].grad_bytes > 0 &&
+                     request->chunks[chunk].complete_phase == request->access_phases[i] && course->last_visit[i] &&
+                     !course->complete_inside[chunk];
+    course->completes[i] = completes;
+    course->complete_inside[chunk] |= completes;
+  }
+}
+
 ptn_status ptn_course_create(ptn_course *course, const ptn_plan_request *request, const uint32_t *consumer_of_phase) {
   PTN_TRY(check_request(request));
   course->request = request;
@@ -168,6 +186,7 @@ ptn_status ptn_course_create(ptn_course *course, const ptn_plan_request *request
   PTN_TRY(allocate(course));
   divide_phases(course);
   sort_complete(course);
+  find_completing(course);
   return PTN_OK;
 }
 
@@ -201,33 +220,38 @@ static void split_half(ptn_course *course, uint32_t first) {
   course->n_stretches++;
   ptn_stretch *head = &course->stretches[at], *rest = head + 1;
   head->work_ns = ptn_least(half_ns - before_ns, rest->work_ns);
+  uint32_t completes = head->completes;
   head->ends = false;
-  *rest = (ptn_stretch){.demand = -1, .phase = head->phase, .work_ns = rest->work_ns - head->work_ns, .puts = true};
+  head->completes = 0;
+  *rest = (ptn_stretch){
+      .demand = -1, .phase = head->phase, .work_ns = rest->work_ns - head->work_ns, .completes = completes, .puts = true};
 }
 
-/* The accesses of a phase; gradients are made from the first that is not recomputation alone. */
+/* The accesses of a phase; gradients are made from the first on that is not recomputation alone. */
 static void add_accesses(ptn_course *course, uint32_t p, bool recomputes, bool checks) {
   const ptn_plan_request *request = course->request;
   double access_ns = (double)request->profile->access_ns;
   ptn_stretch *stretch = &course->stretches[course->n_stretches - 1];
+  bool makes = false;
   for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
     uint32_t chunk = request->accesses[i];
     bool own = course->last_visit[i], demands = chunk >= course->candidate->n_persist;
     if (!own && !recomputes) continue;
-    if (demands && (stretch->demand >= 0 || stretch->work_ns > 0)) stretch = add_stretch(course, p);
+    if (demands && (stretch->demand >= 0 || stretch->completes > 0 || stretch->work_ns > 0)) stretch = add_stretch(course, p);
     ptn_stretch *asks = stretch;
     if (demands) asks->demand = add_demand(course, chunk, p);
     if (recomputes) stretch->work_ns += course->again_ns[i];
-    if (own && checks) {
-      if (stretch->work_ns > 0) stretch = add_stretch(course, p);
-      stretch->checks = true;
-      checks = false;
+    if (own && checks && !stretch->checks) {
+      if (stretch->work_ns > 0 && !makes) stretch = add_stretch(course, p);
+      stretch->checks = stretch->work_ns == 0;
+      makes = true;
     }
     stretch->work_ns += course->own_ns[i];
+    if (demands && course->completes[i]) stretch->completes = chunk + 1;
     if (demands) asks->work_ns += access_ns;
     if (demands) course->fixed_ns += access_ns;
   }
-  if (checks) add_stretch(course, p)->checks = true;
+  if (checks && !makes) add_stretch(course, p)->checks = true;
 }
 
 static void add_phase(ptn_course *course, uint32_t p) {

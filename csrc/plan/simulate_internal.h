@@ -57,6 +57,7 @@ typedef struct ptn_stretch {
   bool begins; /* its phase */
   bool checks; /* gradients are about to be made: not too many may be under way */
   bool puts;   /* what the phase saves goes to the stash */
+  uint32_t completes; /* one more than the chunk that has all its gradients when its work is done; 0: none */
   bool ends;   /* its phase, when its work is done */
 } ptn_stretch;
 
@@ -91,6 +92,8 @@ typedef struct ptn_course {
   uint32_t *first_access;   /* of each phase, n_phases + 1 entries */
   double *own_ns, *again_ns; /* of each access: its part of its phase's compute, of its recomputation */
   bool *last_visit;         /* of its chunk in its phase: the only one where a block is not recomputed */
+  bool *completes;          /* it is the last of its chunk in the phase in which that is complete */
+  bool *complete_inside;    /* of each chunk: an access of it completes it, and not the end of a phase */
   uint32_t *first_complete; /* of each phase in `complete`, n_phases + 1 entries */
   uint32_t *complete;       /* trained chunks, by complete_phase; in one phase the last in execution order first */
   int64_t *last_trained;    /* of each phase: the highest chunk of which it makes gradients, -1: none */
@@ -168,6 +171,7 @@ struct ptn_simulation {
 
   int64_t cursor;          /* the last demand that was met, -1: none in this pass */
   slot *slots;
+  uint32_t *complete_count; /* of each chunk: passes in which it was complete */
   uint32_t *fetches;       /* the queue of demands that are fetched */
   uint32_t fetch_first, fetch_count;
 
@@ -205,8 +209,10 @@ void ptn_fetch_end(ptn_simulation *run);
 
 void ptn_job_add(ptn_simulation *run, uint32_t chunk, job_kind kind);
 void ptn_job_end(ptn_simulation *run);
-/* The phase has ended in which chunks have the last of their gradients. */
-void ptn_job_complete(ptn_simulation *run, uint32_t phase);
+/* The chunk, which is not persistent, has the last of its gradients. */
+void ptn_job_complete(ptn_simulation *run, uint32_t chunk);
+/* The phase has ended in which chunks have the last of their gradients: those that no access completes. */
+void ptn_job_complete_phase(ptn_simulation *run, uint32_t phase);
 bool ptn_job_too_many(const ptn_simulation *run);
 
 /* ---- the stash (simulate_stash.c) ---- */

@@ -58,7 +58,7 @@ void ptn_fetch_ahead(ptn_simulation *run, uint32_t cursor) {
     const ptn_demand *demand = &course->demands[d];
     if (!needs_fetch(run, demand) || demand->asked_count == run->pass + 1) continue;
     uint32_t held_by = demand->holds ? course->demands[demand->before].chunk : 0;
-    bool held = demand->holds && course->stretches[run->at].phase <= course->request->chunks[held_by].complete_phase;
+    bool held = demand->holds && run->complete_count[held_by] <= run->pass;
     if (held) run->slots[demand->slot].blocked = d;
     else ask(run, (uint32_t)d);
   }
@@ -149,18 +149,25 @@ void ptn_job_end(ptn_simulation *run) {
   start_job(run);
 }
 
-void ptn_job_complete(ptn_simulation *run, uint32_t phase) {
+void ptn_job_complete(ptn_simulation *run, uint32_t chunk) {
+  const ptn_course *course = &run->course;
+  bool last_pass = run->pass + 1 == course->n_passes;
+  run->complete_count[chunk] = run->pass + 1;
+  ptn_job_add(run, chunk, last_pass && !course->request->grads_outlive_backward ? JOB_UPDATE : JOB_KEEP_GRADIENTS);
+  slot *slot = &run->slots[course->candidate->slot_of_chunk[chunk]];
+  if (slot->chunk == (int64_t)chunk) ask_blocked(run, slot);
+}
+
+void ptn_job_complete_phase(ptn_simulation *run, uint32_t phase) {
   const ptn_course *course = &run->course;
   bool last_pass = run->pass + 1 == course->n_passes;
   for (uint32_t i = course->first_complete[phase]; i < course->first_complete[phase + 1]; i++) {
     uint32_t chunk = course->complete[i];
     if (chunk < course->candidate->n_persist) {
       if (last_pass && course->n_ranks > 1) ptn_job_add(run, chunk, JOB_REDUCE);
-      continue;
+    } else if (!course->complete_inside[chunk]) {
+      ptn_job_complete(run, chunk);
     }
-    ptn_job_add(run, chunk, last_pass && !course->request->grads_outlive_backward ? JOB_UPDATE : JOB_KEEP_GRADIENTS);
-    slot *slot = &run->slots[course->candidate->slot_of_chunk[chunk]];
-    if (slot->chunk == (int64_t)chunk) ask_blocked(run, slot);
   }
 }
 

@@ -88,13 +88,14 @@ static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, in
   ptn_tiers tiers;
   uint64_t stash_bytes = ptn_swap_stash_bytes(trials->request, trials->fit->consumer_of_phase, trials->modes);
   if (!ptn_tiers_split(trials->request, n_persist, stash_bytes, &tiers)) return false;
+  int64_t whole_bytes = needed_bytes + ptn_trials_slots_bytes(trials, window, n_persist);
   *out = (ptn_candidate){.modes = trials->modes,
                          .n_persist = n_persist,
                          .n_host = tiers.n_host,
                          .slot_of_chunk = assign(trials, window, n_persist),
                          .phase_bytes = trials->fit->phase_bytes,
                          .above_static_bytes = (uint64_t)needed_bytes - ptn_fit_persistent_bytes(trials->fit, n_persist),
-                         .pending_bytes = trials->fit->pending_bytes};
+                         .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes)};
   return true;
 }
 
