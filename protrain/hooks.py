@@ -6,6 +6,7 @@ of each module that owns parameters. Beside them stand the methods by which user
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,15 @@ class ModelHooks:
         self._replace(module, "forward", wrapped)
 
     def _watch_gradient(self, session: Session, number: int, p: nn.Parameter) -> None:
-        gradients = session.gradients
+        found = weakref.ref(session.gradients)  # torch keeps the second hook where a model that is dropped is not looked for
 
         def before(_grad: torch.Tensor) -> None:
-            gradients.before()
+            if (gradients := found()) is not None:
+                gradients.before()
 
         def accumulated(p: torch.Tensor) -> None:
-            gradients.accumulated(number, p)
+            if (gradients := found()) is not None:
+                gradients.accumulated(number, p)
 
         with DisableTorchFunction():
             self._handles.append(p.register_hook(before))

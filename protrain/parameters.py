@@ -8,6 +8,8 @@ plain tensors. Parameters of persistent chunks stay plain.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from .counting import uncounted
+from .errors import PlanError
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -100,8 +103,39 @@ class ChunkTensor:
         if func in _LAZY_VIEWS:
             with DisableTorchFunction():
                 return mark_views(func(*args, **kwargs), owner, [number])
+        if any(tensor._protrain[0] is not owner for tensor in found):
+            return _call_among(func, found, args, kwargs)
         numbers = [tensor._protrain[1] for tensor in found]
         return mark_views(owner.call(func, found, numbers, args, kwargs), owner, numbers)
+
+
+def _call_among(func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call that reads `found`, of several wrapped models: each session brings its own, one inside of the other.
+
+    Raises:
+        PlanError: the call is to be differentiated: what is saved for that is recognised by one session alone.
+    """
+    groups: dict[int, list[Any]] = {}
+    for tensor in found:
+        groups.setdefault(id(tensor._protrain[0]), []).append(tensor)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found):
+        raise PlanError(
+            "an operation that is to be differentiated reads parameters on disk of two wrapped models: give it a copy of one "
+            "model's (p.detach().clone()), or run it under torch.no_grad()"
+        )
+    marks: list[tuple[Owner, list[int]]] = []
+    for tensors in groups.values():
+        owner, numbers = tensors[0]._protrain[0], [tensor._protrain[1] for tensor in tensors]
+        marks.append((owner, numbers))
+        func = functools.partial(_within, owner, func, tensors, numbers)
+    result = func(*args, **kwargs)
+    for owner, numbers in marks:
+        result = mark_views(result, owner, numbers)
+    return result
+
+
+def _within(owner: Owner, func: Callable[..., Any], found: list[Any], numbers: list[int], /, *args: Any, **kwargs: Any) -> Any:
+    return owner.call(func, found, numbers, args, kwargs)
 
 
 class ChunkParameter(ChunkTensor, nn.Parameter):
@@ -178,8 +212,26 @@ def mark_views(result: Any, owner: Owner, numbers: list[int]) -> Any:
     return result
 
 
+@functools.cache
+def _guard_transforms() -> None:
+    """The transforms of torch.func wrap what they are given below `__torch_function__`: nobody would bring the chunk."""
+    for module, name in (("torch._functorch.eager_transforms", "_wrap_for_grad"), ("torch._functorch.vmap", "_add_batch_dim")):
+        wrap = getattr(sys.modules.get(module), name, None)
+        if wrap is not None:
+            setattr(sys.modules[module], name, functools.partial(_wrap_own, wrap))
+
+
+def _wrap_own(wrap: Callable[..., Any], tensor: Any, /, *args: Any) -> Any:
+    if isinstance(tensor, ChunkTensor):
+        raise PlanError(
+            "a transform of torch.func (grad, vmap, jvp) is given a parameter that is on disk: give it a copy, p.detach().clone()"
+        )
+    return wrap(tensor, *args)
+
+
 def enchain(p: nn.Parameter, owner: Owner, number: int) -> None:
     """Make `p` a parameter of a chunk on disk; the object stays the same."""
+    _guard_transforms()
     p.__class__ = ChunkParameter
     p._protrain = (owner, number)  # type: ignore[attr-defined]
 

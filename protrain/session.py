@@ -106,7 +106,12 @@ class Session:
             with counted(self.engine):
                 self.begin_forward(args, kwargs)
                 return forward(*args, **kwargs)
-        self.begin_forward(args, kwargs)
+        try:
+            self.begin_forward(args, kwargs)
+        except BaseException:
+            if not self.gradients.passes:  # no step is under way: what is allocated from here on is the user's
+                self.engine.use_account(False)
+            raise
         self.engine.stash_begin()
         self.runner.stashing = True
         try:
@@ -194,11 +199,13 @@ class Session:
         if self.foreign is not None:
             self.engine.wait()
             self.foreign.step(scale)
+            gradients.used(in_memory)
             self.engine.commit()
         else:
             all_passes = gradients.passes >= settings.accumulate
-            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken), steps=self.steps)
-        gradients.used(in_memory)
+            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken))
+            gradients.used(in_memory)  # chunks in memory have their step, whatever ends it from here on
+            self.updates.commit(self.steps)
         return norm
 
     def forget(self) -> None:
@@ -207,6 +214,7 @@ class Session:
         self.gradients.forget()
         self._began = None
         self.clock.forget()
+        self.engine.use_account(False)
 
     def zero_grad(self) -> None:
         """Drop all gradients, and the step under way."""

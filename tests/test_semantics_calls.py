@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain.api import session_of
 from protrain.blocks import find_blocks
 from protrain.counting import uncounted
 
@@ -400,6 +404,91 @@ def test_functional_calls(mode: str) -> None:
     steps(inputs(2))(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(2))
     protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.jacrev], ids=lambda found: found.__name__)
+def test_transforms_of_parameters_on_disk_are_refused(transform: Any, wrapped: Any) -> None:
+    """They wrap what they are given where no parameter is brought: other bytes may lie there."""
+    model, _ = wrapped
+    on_disk = [p for p in model.parameters() if type(p) is not nn.Parameter]
+    assert on_disk
+    for p in on_disk:
+        with pytest.raises(protrain.PlanError, match=r"p\.detach\(\)\.clone\(\)"):
+            transform(lambda value: (value * value).sum())(p)
+        with uncounted():
+            own = p.detach().clone()
+            torch.func.grad(lambda value: (value * value).sum())(own)
+
+
+def test_operations_on_two_wrapped_models() -> None:
+    """Averages, merged and copied models: each parameter is brought by its own model's session."""
+    with uncounted():
+        plain = [plain_after(1), plain_after(2)]
+    models = []
+    for count in (1, 2):
+        model: Any = Chain()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+        steps(inputs(count))(model, optimizer, False)
+        models.append(model)
+    with torch.no_grad(), uncounted():
+        for x, y, a, b in zip(*(found.parameters() for found in (*models, *plain)), strict=True):
+            assert bits(x - y) == bits(a - b)
+            assert bits(torch.cat([y.flatten(), x.flatten()])) == bits(torch.cat([b.flatten(), a.flatten()]))
+            x.lerp_(y, 0.25)
+            a.lerp_(b, 0.25)
+    assert state_of(models[0]) == state_of(plain[0])
+    assert state_of(models[1]) == state_of(plain[1])
+    pairs = zip(*(found.parameters() for found in models), strict=True)
+    x, y = next(pair for pair in pairs if all(type(p) is not nn.Parameter for p in pair))
+    with pytest.raises(protrain.PlanError, match="two wrapped models"):
+        x * y
+    for model in models:
+        protrain.unwrap(model)
+
+
+def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    with pytest.raises(protrain.BudgetError):
+        model(torch.randn(1 << 14, 256))
+    after = [torch.zeros(TIGHT // 4) for _ in range(4)]  # four budgets
+    model(inputs(3)[2]).backward()
+    optimizer.zero_grad()
+    after += [torch.zeros(TIGHT // 4) for _ in range(4)]
+    del after
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_a_commit_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that chunks in memory were updated with are never added to silently."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+    (x,) = inputs(1)
+    model(x).backward()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    updates = session_of(model).updates
+    monkeypatch.setattr(updates, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(protrain.StepError, match="zero_grad"):
+        model(x).backward()
+    protrain.unwrap(model)
+
+
+def test_a_wrapped_model_that_is_dropped_is_gone() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(2))(model, optimizer, False)
+    session = weakref.ref(session_of(model))
+    threads = len(os.listdir("/proc/self/task"))
+    del model, optimizer
+    gc.collect()
+    assert session() is None
+    assert len(os.listdir("/proc/self/task")) < threads
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
