@@ -106,13 +106,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
     "gpt2 512x8, 1x512": (lambda: _gpt2(512, 8), _tokens(1, 512)),
     "gpt2 512x8, 4x256": (lambda: _gpt2(512, 8), _tokens(4, 256)),
     "gpt2 768x6, 1x256": (lambda: _gpt2(768, 6), _tokens(1, 256)),
-    "gpt2 768x6, 2x512": (lambda: _gpt2(768, 6), _tokens(2, 512)),
-    "gpt2 768x4, 2x512, vocabulary 16384": (lambda: _gpt2(768, 4, 16384), _tokens(2, 512, 16384)),
     "gpt2 256x24, 2x128": (lambda: _gpt2(256, 24), _tokens(2, 128)),
     "llama 512x8, 2x256": (lambda: _llama(512, 8), _tokens(2, 256)),
     "llama 768x6, 1x512": (lambda: _llama(768, 6), _tokens(1, 512)),
     "vit 384x8, 4 images": (lambda: _vit(384, 8), _images(4)),
     "torch encoder 512x6, 4x128": (lambda: _encoder(512, 6), _floats(4, 128, 512)),
+    "gpt2 768x6, 2x512": (lambda: _gpt2(768, 6), _tokens(2, 512)),
+    "gpt2 768x4, 2x512, vocabulary 16384": (lambda: _gpt2(768, 4, 16384), _tokens(2, 512, 16384)),
 }
 
 
