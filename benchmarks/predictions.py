@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 SHARES = (0.3, 0.55, 0.9)  # of what training in memory takes: states, and activations of blocks that are kept
-ROUNDS, TURNS, TURN_STEPS = 3, 2, 3
+WARM_STEPS, TURNS, TURN_STEPS = 6, 2, 4
 CLOCK_SECONDS = 0.3
 
 
@@ -152,7 +152,7 @@ def _loss(output: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output.square().mean()
 
 
-def _measure(name: str) -> list[dict[str, Any]]:
+def _measure(name: str, n_rounds: int) -> list[dict[str, Any]]:
     """For each share of what training in memory takes: plans, made anew, and at once what carrying them out took."""
     import torch
 
@@ -162,14 +162,16 @@ def _measure(name: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     clock = _Clock()
     whole_bytes = protrain.plan(make().train(), batch(0), memory=1 << 40).peak_bytes
-    return [_case(make, batch, int(share * whole_bytes), clock) for share in SHARES]
+    return [_case(make, batch, int(share * whole_bytes), clock, n_rounds) for share in SHARES]
 
 
-def _case(make: Callable[[], Any], batch: Callable[[int], dict[str, Any]], budget: int, clock: _Clock) -> dict[str, Any]:
+def _case(
+    make: Callable[[], Any], batch: Callable[[int], dict[str, Any]], budget: int, clock: _Clock, n_rounds: int
+) -> dict[str, Any]:
     import protrain
 
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(n_rounds):
         model = make().train()  # a new one: what a model was planned with is remembered
         before = clock.unit_seconds()
         try:
@@ -198,7 +200,7 @@ def _run(model: Any, batch: Callable[[int], dict[str, Any]], budget: int, plan: 
     beside = clock.unit_seconds()
     for turn in range(1 + TURNS):
         steps = []
-        for number in range(TURN_STEPS):
+        for number in range(TURN_STEPS if turn else WARM_STEPS):
             output = model(**batch(number))
             loss = _loss(output)
             loss.backward()
@@ -207,7 +209,7 @@ def _run(model: Any, batch: Callable[[int], dict[str, Any]], budget: int, plan: 
             optimizer.zero_grad()
             steps.append(protrain.status(model).step_seconds)
         before, beside = beside, clock.unit_seconds()
-        if turn:  # the first is for what happens once
+        if turn:  # the first is for what happens once: memory is touched, and put on huge pages
             counted = steps[1:]  # lanes were idle before the first of a turn
             seconds += counted
             units.append(statistics.median(counted) / ((before + beside) / 2))
@@ -241,6 +243,7 @@ def main() -> None:
     """Measure every case; print a line for each and write all of it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--rounds", type=int, default=3, help="plans made and carried out for each budget")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
@@ -248,7 +251,7 @@ def main() -> None:
     for name in CASES:
         if arguments.only not in name:
             continue
-        for found in _in_child(_measure, name):
+        for found in _in_child(_measure, name, arguments.rounds):
             plan, budget = json.loads(found.pop("plan")), found["budget_bytes"]
             case = {
                 "case": name,
