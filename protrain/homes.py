@@ -36,14 +36,11 @@ class Homes:
     def rearrange(self, arrangement: Arrangement) -> None:
         """Carry out another arrangement, between steps."""
         old, engine, foreign = self.arrangement, self._engine, self._wrapped.foreign
-        trained = self._wrapped.layout.trained
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
         if same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
             self._use(arrangement)
             self._set_order()
-            for number, slot in enumerate(arrangement.slot_of_chunk):
-                if slot < 0:  # state now, not at the first update: what is free in the first step tells of the others
-                    engine.to_memory(number, trained[number])
+            self._to_memory(arrangement)
             self._set_goal()
             return
         self._residency.release_node()
@@ -57,14 +54,19 @@ class Homes:
                 engine.to_disk(number)
         if foreign is not None:
             foreign.leave()
-        for number, slot in enumerate(arrangement.slot_of_chunk):
-            if slot < 0:
-                engine.to_memory(number, trained[number])
+        self._to_memory(arrangement)
         if foreign is not None:
             foreign.arrive()
         self._use(arrangement)
         self._set_slots()
         self._residency.bind_all()
+
+    def _to_memory(self, arrangement: Arrangement) -> None:
+        """State comes now, not at the first update: what is free in the first step tells of the others."""
+        trained = self._wrapped.layout.trained
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot < 0:
+                self._engine.to_memory(number, trained[number])
 
     def _use(self, arrangement: Arrangement) -> None:
         self.arrangement, self._runner.modes = arrangement, arrangement.plan.block_modes

@@ -338,9 +338,19 @@ def _forecast(found: _core.ForecastResult) -> Forecast:
 
 
 def plan_from_profile(
-    profile: Profile, budget_bytes: int, *, host_budget_bytes: int = 0, n_ranks: int = 1, modes: Sequence[str] | None = None
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    host_budget_bytes: int = 0,
+    n_ranks: int = 1,
+    modes: Sequence[str] | None = None,
+    given: Plan | None = None,
 ) -> Plan:
     """The plan for a budget, in bytes, of what was profiled, here or elsewhere; deterministic.
+
+    Args:
+        modes: of the blocks; None: the planner's choice.
+        given: a plan whose decisions are taken, to foretell what it takes by this profile.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
@@ -349,10 +359,13 @@ def plan_from_profile(
     chunks = pack(profile.parameters, profile.chunk_bytes)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
+    if given is not None and given.chunk_bytes != profile.chunk_bytes:
+        raise PlanError(f"given: its chunks are of {given.chunk_bytes} bytes, those of the profile of {profile.chunk_bytes}")
     timed = profile.footprint is None  # what an update without a kernel takes, and when, is not simulated
     try:
         return arrange(
-            chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=modes,
+            chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=given.block_modes if given else modes,
+            n_persist=given.n_persist if given else None, n_buffer=given.n_buffer if given else 0,
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=profile.machine if timed else None,
             host_budget_bytes=host_budget_bytes, n_ranks=n_ranks, footprint=profile.footprint,

@@ -30,6 +30,11 @@ from .wrapped import Wrapped
 WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint", "checkpoint_swap": "checkpoint"}
 
 
+def _inside_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Runner:
     """Of one session's blocks and operations; called on the thread that drives the step.
 
@@ -82,8 +87,8 @@ class Runner:
 
     def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
-        if mode == "keep" or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return forward(*args, **kwargs)  # inside of torch.func's transforms, which take no saved-tensor hooks, too
+        if mode == "keep" or not torch.is_grad_enabled() or _inside_transform():  # which takes no saved-tensor hooks
+            return forward(*args, **kwargs)
         check_outer_hooks(*self.blocks[number], mode)
         if mode == "swap":
             return run_swapped(self, number, forward, args, kwargs)
@@ -98,7 +103,7 @@ class Runner:
         Raises:
             PlanError: it is inside a transform of torch.func, whose tensors do not say whose memory they show.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if _inside_transform():
             raise PlanError(
                 "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
                 "torch.func.functional_call"

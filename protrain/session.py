@@ -199,13 +199,11 @@ class Session:
         if self.foreign is not None:
             self.engine.wait()
             self.foreign.step(scale)
-            gradients.used(in_memory)
-            self.engine.commit()
         else:
             all_passes = gradients.passes >= settings.accumulate
-            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken))
-            gradients.used(in_memory)  # chunks in memory have their step, whatever ends it from here on
-            self.updates.commit(self.steps)
+            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken), steps=self.steps)
+        gradients.used(in_memory)  # chunks in memory have their step, whatever ends it from here on
+        self.engine.commit()
         return norm
 
     def forget(self) -> None:

@@ -27,7 +27,6 @@ class Updates:
         self._wrapped, self._engine = wrapped, engine
         self._hypers = wrapped.hypers()
         self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
-        self._same = True  # the step that is being made has the values with which updates behind it began
         self.seconds, self.bytes = 0.0, 0
 
     @property
@@ -44,14 +43,15 @@ class Updates:
         for number, hyper in enumerate(hypers):
             self._engine.set_hyper(number, hyper)
 
-    def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool) -> None:
-        """Make the step; commit comes next.
+    def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool, steps: int) -> None:
+        """Make the step; the engine's commit comes next.
 
         Args:
             in_memory: parameters of chunks in memory, and their gradients.
             scale: multiplies all gradients.
             all_passes: the step had as many backward passes as it may have.
             taken: there are gradients of parameters on disk.
+            steps: made before this one.
 
         Raises:
             StepError: a group was changed after updates behind backward had begun; this step is not made.
@@ -74,14 +74,8 @@ class Updates:
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated
-        self._same = same
-
-    def commit(self, steps: int) -> None:
-        """The step counts, after `steps` before it."""
-        engine, entries = self._engine, self._wrapped.layout.entries
-        engine.commit()
         for entry in entries:
             if entry.group >= 0 and not entry.count and self._wrapped.params[entry.index].grad is not None:
                 engine.set_steps(entry.index, engine.steps(entry.index) + 1)  # of no elements: there is only a count
-        if self._late is None and (not self._same or steps + 1 >= PROBED_STEPS):
-            self._late = not self._same
+        if self._late is None and (not same or steps + 1 >= PROBED_STEPS):
+            self._late = not same

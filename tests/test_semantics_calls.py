@@ -466,11 +466,18 @@ def test_a_commit_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     (x,) = inputs(1)
     model(x).backward()
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+    class Interrupted:
+        """The engine, but for its commit."""
 
-    updates = session_of(model).updates
-    monkeypatch.setattr(updates, "commit", interrupted)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def commit(self) -> None:
+            raise KeyboardInterrupt
+
+    session = session_of(model)
+    engine = session.engine
+    monkeypatch.setattr(session, "engine", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()

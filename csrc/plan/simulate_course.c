@@ -241,9 +241,9 @@ static void add_accesses(ptn_course *course, uint32_t p, bool recomputes, bool c
     ptn_stretch *asks = stretch;
     if (demands) asks->demand = add_demand(course, chunk, p);
     if (recomputes) stretch->work_ns += course->again_ns[i];
-    if (own && checks && !stretch->checks) {
+    if (own && checks) {
       if (stretch->work_ns > 0 && !makes) stretch = add_stretch(course, p);
-      stretch->checks = stretch->work_ns == 0;
+      stretch->checks |= stretch->work_ns == 0;
       makes = true;
     }
     stretch->work_ns += course->own_ns[i];
