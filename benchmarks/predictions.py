@@ -2,11 +2,10 @@
 
     python benchmarks/predictions.py --out benchmarks/results/predictions.json
 
-Every model and batch has a process of its own. For three budgets it plans, each time from a new rehearsal, and carries the plan
-out at once, in rounds; the middle round counts. How fast a machine is changes within seconds, so times are told in units of a
-fixed amount of computation that allocates nothing, measured right before and after the plan was made, and beside the steps of the
-run. Prints a line for each case and, at the end, how many lie within 3 % of the peak and 5 % of the step time; --table FILE
-writes the cases as a Markdown table.
+For each model and batch one process plans for three budgets, and three carry the plans out. How fast a machine is changes
+within seconds, so they take turns, in rounds: the planner rehearses the model anew and foretells with that what the plans take,
+then each of the others makes some steps. What counts is the middle of the ratios. Prints a line for each case and, at the end,
+how many lie within 3 % of the peak and 5 % of the step time; --table FILE writes the cases as a Markdown table.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SHARES = (0.3, 0.55, 0.9)  # of what training in memory takes: states, and activations of blocks that are kept
-WARM_STEPS, TURNS, TURN_STEPS = 6, 2, 4
-CLOCK_SECONDS = 0.3
+WARM_STEPS, TURN_STEPS = 6, 5
 
 
 def _gpt2(hidden: int, layers: int, vocabulary: int = 1024, dropout: float = 0.1) -> Any:
@@ -116,111 +114,131 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
 }
 
 
-class _Clock:
-    """How fast the machine is just now: seconds of a fixed amount of computation, the mix of a transformer's block without its
-    memory: nothing is allocated."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._x, self._y = (torch.full((512, 512), 0.5) for _ in range(2))
-        self._rise, self._fall = torch.full((512, 2048), 0.01), torch.full((2048, 512), 0.01)
-        self._inner = torch.zeros(512, 2048)
-        self.unit_seconds()
-
-    def unit_seconds(self) -> float:
-        """The middle of what CLOCK_SECONDS show."""
-        seconds: list[float] = []
-        while sum(seconds) < CLOCK_SECONDS:
-            begin = time.perf_counter()
-            self._pass()
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
-
-    def _pass(self) -> None:
-        import torch
-
-        with torch.no_grad():
-            for _ in range(4):
-                torch.mm(self._x, self._rise, out=self._inner)
-                torch.ops.aten.gelu_(self._inner)
-                torch.mm(self._inner, self._fall, out=self._y)
-                self._y.add_(self._x)
-
-
 def _loss(output: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output.square().mean()
 
 
-def _measure(name: str, n_rounds: int) -> list[dict[str, Any]]:
-    """For each share of what training in memory takes: plans, made anew, and at once what carrying them out took."""
+# ---- processes that take turns ----
+
+
+class _Peer:
+    """A process whose generator goes on to its next yield whenever it is asked to."""
+
+    def __init__(self, function: Callable[..., Any], *words: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, function, words), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self) -> Any:
+        """What the generator yields next."""
+        self._pipe.send("go on")
+        kind, value = self._pipe.recv()
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Any, function: Callable[..., Any], words: tuple[Any, ...]) -> None:
+    pipe.recv()
+    try:
+        for value in function(*words):
+            pipe.send(("value", value))
+            pipe.recv()
+    except Exception as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _planner(name: str) -> Any:
+    """Yields plans for the budgets, as JSON; from then on what they take by another rehearsal, of a new model, in seconds."""
+    import torch
+
+    import protrain
+    from protrain.api import profile
+    from protrain.planning import plan_from_profile
+
+    make, batch = CASES[name]
+    torch.manual_seed(0)
+    whole_bytes = protrain.plan(make().train(), batch(0), memory=1 << 40).peak_bytes
+    plans, model = [], make().train()
+    for share in SHARES:
+        try:
+            plans.append(protrain.plan(model, batch(0), memory=int(share * whole_bytes)))
+        except protrain.BudgetError as error:
+            plans.append(protrain.plan(model, batch(0), memory=error.smallest_bytes))
+    yield [plan.to_json() for plan in plans]
+    while True:
+        model = make().train()  # a new one: what a model was planned with is remembered
+        profiles = [profile(model, batch(0), memory=plan.budget_bytes) for plan in plans]
+        yield [
+            plan_from_profile(found, plan.budget_bytes, given=plan).step_seconds
+            for plan, found in zip(plans, profiles, strict=True)
+        ]
+
+
+def _runner(name: str, plan: str) -> Any:
+    """Carries a plan out: yields the median seconds of a few steps, and the peak so far."""
     import torch
 
     import protrain
 
     make, batch = CASES[name]
     torch.manual_seed(0)
-    clock = _Clock()
-    whole_bytes = protrain.plan(make().train(), batch(0), memory=1 << 40).peak_bytes
-    return [_case(make, batch, int(share * whole_bytes), clock, n_rounds) for share in SHARES]
-
-
-def _case(
-    make: Callable[[], Any], batch: Callable[[int], dict[str, Any]], budget: int, clock: _Clock, n_rounds: int
-) -> dict[str, Any]:
-    import protrain
-
-    rounds = []
-    for _ in range(n_rounds):
-        model = make().train()  # a new one: what a model was planned with is remembered
-        before = clock.unit_seconds()
-        try:
-            plan = protrain.plan(model, batch(0), memory=budget)
-        except protrain.BudgetError as error:
-            budget, model = error.smallest_bytes, make().train()
-            before = clock.unit_seconds()
-            plan = protrain.plan(model, batch(0), memory=budget)
-        planned_units = plan.step_seconds / ((before + clock.unit_seconds()) / 2)
-        run = _run(model, batch, budget, plan, clock)
-        rounds.append({"plan": plan.to_json(), "planned_units": planned_units, **run})
-    rounds.sort(key=lambda one: one["planned_units"] / one["step_units"])
-    ratios = [one["planned_units"] / one["step_units"] for one in rounds]
-    return {"budget_bytes": budget, "round_ratios": ratios, **rounds[len(rounds) // 2]}
-
-
-def _run(model: Any, batch: Callable[[int], dict[str, Any]], budget: int, plan: Any, clock: _Clock) -> dict[str, Any]:
-    """Carry the plan out: what a step took, in seconds and in units of the clock beside it."""
-    import torch
-
-    import protrain
-
+    model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    model, optimizer = protrain.wrap(model, optimizer, memory=budget, plan=plan)
-    seconds, units = [], []
-    beside = clock.unit_seconds()
-    for turn in range(1 + TURNS):
-        steps = []
-        for number in range(TURN_STEPS if turn else WARM_STEPS):
+    given = protrain.Plan.from_json(plan)
+    model, optimizer = protrain.wrap(model, optimizer, memory=given.budget_bytes, plan=given)
+    warm = True  # what happens once: memory is touched, and put on huge pages
+    while True:
+        seconds = []
+        for number in range(WARM_STEPS if warm else TURN_STEPS):
             output = model(**batch(number))
             loss = _loss(output)
             loss.backward()
             del output, loss
             optimizer.step()
             optimizer.zero_grad()
-            steps.append(protrain.status(model).step_seconds)
-        before, beside = beside, clock.unit_seconds()
-        if turn:  # the first is for what happens once: memory is touched, and put on huge pages
-            counted = steps[1:]  # lanes were idle before the first of a turn
-            seconds += counted
-            units.append(statistics.median(counted) / ((before + beside) / 2))
-    peak = protrain.status(model).peak_memory_bytes
-    protrain.unwrap(model)
-    return {"step_seconds": statistics.median(seconds), "step_units": statistics.median(units), "peak_bytes": peak}
+            seconds.append(protrain.status(model).step_seconds)
+        warm = False
+        # lanes were idle before the first of a turn
+        yield statistics.median(seconds[1:]), protrain.status(model).peak_memory_bytes
 
 
-def _in_child(function: Callable[..., Any], *words: Any) -> Any:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, words)
+def _measure(name: str, n_rounds: int) -> list[dict[str, Any]]:
+    """For each share of what training in memory takes: a plan, and in rounds what it takes by a new rehearsal and really."""
+    planner = _Peer(_planner, name)
+    peers = [planner]
+    try:
+        plans = planner.ask()
+        for plan in plans:
+            peers.append(_Peer(_runner, name, plan))
+            peers[-1].ask()
+        rounds = [(planner.ask(), [runner.ask() for runner in peers[1:]]) for _ in range(n_rounds)]
+    finally:
+        for peer in peers:
+            peer.end()
+    found = []
+    for number, plan in enumerate(plans):
+        planned = [one[number] for one, _ in rounds]
+        taken = [one[number][0] for _, one in rounds]
+        ratios = [p / t for p, t in zip(planned, taken, strict=True)]
+        found.append(
+            {
+                "plan": json.loads(plan),
+                "planned_seconds": statistics.median(planned),
+                "step_seconds": statistics.median(taken),
+                "step_ratio": statistics.median(ratios),
+                "round_ratios": ratios,
+                "peak_bytes": rounds[-1][1][number][1],
+            }
+        )
+    return found
 
 
 def _table(cases: list[dict[str, Any]]) -> str:
@@ -232,18 +250,17 @@ def _table(cases: list[dict[str, Any]]) -> str:
         modes = ", ".join(f"{case['modes'].count(mode)} {mode}" for mode in dict.fromkeys(case["modes"]))
         lines.append(
             f"| {case['case']} | {case['budget_bytes'] >> 20} MiB | {modes} | {case['n_persist']}/{case['n_chunks']} chunks "
-            f"| {case['planned_units']:.2f} | {case['step_units']:.2f} "
-            f"| {case['step_ratio']:.3f} "
+            f"| {case['planned_seconds']:.3f} s | {case['step_seconds']:.3f} s | {case['step_ratio']:.3f} "
             f"| {case['planned_bytes'] / 2**20:.0f} MiB | {case['peak_bytes'] / 2**20:.0f} MiB | {case['peak_ratio']:.3f} |"
         )
-    return "Steps are told in units of a fixed amount of computation, measured beside each.\n\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Measure every case; print a line for each and write all of it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--rounds", type=int, default=3, help="plans made and carried out for each budget")
+    parser.add_argument("--rounds", type=int, default=5, help="of plans made and steps taken in turns")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
@@ -251,25 +268,25 @@ def main() -> None:
     for name in CASES:
         if arguments.only not in name:
             continue
-        for found in _in_child(_measure, name, arguments.rounds):
-            plan, budget = json.loads(found.pop("plan")), found["budget_bytes"]
+        for found in _measure(name, arguments.rounds):
+            plan = found.pop("plan")
             case = {
                 "case": name,
+                "budget_bytes": plan["budget_bytes"],
                 "n_persist": plan["n_persist"],
                 "n_chunks": plan["n_chunks"],
                 "modes": plan["block_modes"],
-                "planned_seconds": plan["step_seconds"],
                 "planned_bytes": plan["peak_bytes"],
                 **found,
-                "step_ratio": found["planned_units"] / found["step_units"],
                 "peak_ratio": plan["peak_bytes"] / found["peak_bytes"],
                 "forecast": plan["forecast"],
             }
             cases.append(case)
             print(
-                f"{name}, {budget >> 20} MiB: step {case['step_ratio']:.3f} of {found['step_seconds']:.3f} s, peak "
-                f"{case['peak_ratio']:.3f} of {found['peak_bytes'] >> 20} MiB, {plan['n_persist']}/{plan['n_chunks']} chunks in "
-                f"memory, {','.join(plan['block_modes'])}",
+                f"{name}, {plan['budget_bytes'] >> 20} MiB: step {case['step_ratio']:.3f} of {found['step_seconds']:.3f} s "
+                f"({', '.join(f'{ratio:.2f}' for ratio in found['round_ratios'])}), peak {case['peak_ratio']:.3f} of "
+                f"{found['peak_bytes'] >> 20} MiB, {plan['n_persist']}/{plan['n_chunks']} chunks in memory, "
+                f"{','.join(plan['block_modes'])}",
                 flush=True,
             )
         _write(cases, arguments.out, arguments.table)  # what was measured is not lost where a later case fails
