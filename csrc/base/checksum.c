@@ -91,11 +91,28 @@ static void fold_pclmulqdq(lane *lanes, const unsigned char *next, size_t rounds
   }
 }
 
+/* ymm registers hold two words: half of the instructions for the same bytes, where 512 bits are not to be had. */
+__attribute__((target("avx2,pclmul,vpclmulqdq"))) static void fold_vpclmulqdq_256(lane *lanes, const unsigned char *next,
+                                                                                  size_t rounds) {
+  __m256i powers = _mm256_broadcastsi128_si256(_mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048)), sums[HALF];
+  memcpy(sums, lanes, sizeof sums);
+  for (; rounds > 0; rounds--, next += ROUND_BYTES) {
+#pragma GCC unroll 8
+    for (int i = 0; i < HALF; i++) {
+      __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)(next + (size_t)i * 2 * WORD_BYTES));
+      __m256i by_low = _mm256_clmulepi64_epi128(sums[i], powers, 0x00), by_high = _mm256_clmulepi64_epi128(sums[i], powers, 0x11);
+      sums[i] = _mm256_xor_si256(_mm256_xor_si256(by_low, by_high), words);
+    }
+  }
+  memcpy(lanes, sums, sizeof sums);
+}
+
 #define FOLD(sum, at)                                                                                                 \
   _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, powers, 0x00), _mm512_clmulepi64_epi128(sum, powers, 0x11), \
                             _mm512_loadu_si512(at), 0x96)
 
-__attribute__((target("avx512f,vpclmulqdq"))) static void fold_vpclmulqdq(lane *lanes, const unsigned char *next, size_t rounds) {
+__attribute__((target("avx512f,vpclmulqdq"))) static void fold_vpclmulqdq_512(lane *lanes, const unsigned char *next,
+                                                                              size_t rounds) {
   __m512i powers = _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048));
   __m512i a = _mm512_loadu_si512(lanes), b = _mm512_loadu_si512(lanes + 4), c = _mm512_loadu_si512(lanes + 8),
           d = _mm512_loadu_si512(lanes + 12);
@@ -133,15 +150,18 @@ ptn_checksum ptn_checksum_plain(const void *memory, size_t bytes) { return sum_w
 
 #if defined(__x86_64__)
 static ptn_checksum by_pclmulqdq(const void *memory, size_t bytes) { return sum_with(fold_pclmulqdq, memory, bytes); }
-static ptn_checksum by_vpclmulqdq(const void *memory, size_t bytes) { return sum_with(fold_vpclmulqdq, memory, bytes); }
+static ptn_checksum by_vpclmulqdq_256(const void *memory, size_t bytes) { return sum_with(fold_vpclmulqdq_256, memory, bytes); }
+static ptn_checksum by_vpclmulqdq_512(const void *memory, size_t bytes) { return sum_with(fold_vpclmulqdq_512, memory, bytes); }
 #endif
 
-static const char *const names[] = {"vpclmulqdq", "pclmulqdq", "plain"};
+static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "plain"};
 
 ptn_checksum_function ptn_checksum_by(const char *name) {
 #if defined(__x86_64__)
-  if (strcmp(name, "vpclmulqdq") == 0)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") ? by_vpclmulqdq : NULL;
+  if (strcmp(name, "vpclmulqdq-512") == 0)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") ? by_vpclmulqdq_512 : NULL;
+  if (strcmp(name, "vpclmulqdq-256") == 0)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq") ? by_vpclmulqdq_256 : NULL;
   if (strcmp(name, "pclmulqdq") == 0) return __builtin_cpu_supports("pclmul") ? by_pclmulqdq : NULL;
 #endif
   return strcmp(name, "plain") == 0 ? ptn_checksum_plain : NULL;

@@ -21,9 +21,9 @@ ptn_checksum ptn_checksum_of(const void *memory, size_t bytes);
 /* The same by shifts and additions: what the fast ones are held to, and what runs where there is no instruction. */
 ptn_checksum ptn_checksum_plain(const void *memory, size_t bytes);
 bool ptn_checksum_equal(ptn_checksum a, ptn_checksum b);
-const char *ptn_checksum_name(void); /* "vpclmulqdq", "pclmulqdq" or "plain": which one ptn_checksum_of is here */
+const char *ptn_checksum_name(void); /* which one ptn_checksum_of is here: see ptn_checksum_by */
 
-/* For tests: the one named, which must be there; NULL where this processor lacks it. */
+/* For tests: the one named, "vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq" or "plain"; NULL where this processor lacks it. */
 typedef ptn_checksum (*ptn_checksum_function)(const void *memory, size_t bytes);
 ptn_checksum_function ptn_checksum_by(const char *name);
 

@@ -6,7 +6,7 @@
 
 enum { LANES = 16, WORD = 16 };
 static uint64_t seed = 3;
-static const char *const names[] = {"vpclmulqdq", "pclmulqdq", "plain"};
+static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "plain"};
 
 /* ---- the definition, bit by bit ---- */
 
@@ -127,7 +127,8 @@ static void the_instruction_is_used_where_it_is(void) {
   const char *best = "plain";
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("pclmul")) best = "pclmulqdq";
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-256";
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-512";
 #endif
   CHECK(strcmp(ptn_checksum_name(), best) == 0 && ptn_checksum_by(best) && !ptn_checksum_by("crc32"));
 }
