@@ -259,15 +259,15 @@ def _table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure every case; print a line for each and write all of it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--only", default="", help="cases whose names contain this; others that --out holds stay there")
     parser.add_argument("--rounds", type=int, default=5, help="of plans made and steps taken in turns")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
-    cases = []
-    for name in CASES:
-        if arguments.only not in name:
-            continue
+    names = [name for name in CASES if arguments.only in name]
+    before = json.loads(arguments.out.read_text())["cases"] if arguments.out and arguments.out.exists() else []
+    cases = [case for case in before if case["case"] not in names]
+    for name in names:
         for found in _measure(name, arguments.rounds):
             plan = found.pop("plan")
             case = {
@@ -301,6 +301,7 @@ def _right(cases: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _write(cases: list[dict[str, Any]], out: Path | None, table: Path | None) -> None:
+    cases = sorted(cases, key=lambda case: (list(CASES).index(case["case"]), case["budget_bytes"]))
     steps, peaks = _right(cases)
     results = {
         "date": time.strftime("%Y-%m-%d"),

@@ -91,12 +91,17 @@ static void fold_pclmulqdq(lane *lanes, const unsigned char *next, size_t rounds
   }
 }
 
+#define AHEAD_BYTES \
+  1024 /* fetched before they are folded, past the nearer caches, which are compute's: a fifth faster from memory */
+
 /* ymm registers hold two words: half of the instructions for the same bytes, where 512 bits are not to be had. */
 __attribute__((target("avx2,pclmul,vpclmulqdq"))) static void fold_vpclmulqdq_256(lane *lanes, const unsigned char *next,
                                                                                   size_t rounds) {
   __m256i powers = _mm256_broadcastsi128_si256(_mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048)), sums[HALF];
   memcpy(sums, lanes, sizeof sums);
   for (; rounds > 0; rounds--, next += ROUND_BYTES) {
+    for (size_t line = 0; line < ROUND_BYTES; line += 64)
+      _mm_prefetch((const char *)(uintptr_t)((uintptr_t)next + AHEAD_BYTES + line), _MM_HINT_NTA);
 #pragma GCC unroll 8
     for (int i = 0; i < HALF; i++) {
       __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)(next + (size_t)i * 2 * WORD_BYTES));
