@@ -19,6 +19,8 @@ class Stats(TypedDict):
     disk_write_bytes: int
     disk_read_ns: int
     disk_write_ns: int
+    disk_unwritten_bytes: int
+    disk_checksum_ns: int
     live_bytes: int
     peak_bytes: int
     limit_bytes: int
@@ -34,7 +36,6 @@ class Stats(TypedDict):
     stash_disk_bytes: int
     stash_most_disk_bytes: int
     stash_wait_ns: int
-    stash_checksum_ns: int
 
 class MemoryStats(TypedDict):
     live_bytes: int
@@ -204,9 +205,8 @@ class MachineBench:
     # (now_ns, read bytes, write bytes, ns of the disk's threads, bytes they were for; of updates: bytes, ns, ns of the thread)
     def look(self) -> tuple[int, int, int, int, int, int, int, int]: ...
     def stop(self) -> None: ...
-    # (bytes, ns): of one update of all memory by every core; of checksums on one thread, its processor time
+    # (bytes, ns): of one update of all memory by every core
     def update_in_memory(self) -> tuple[int, int]: ...
-    def checksums(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
 
 def install_allocator() -> None: ...

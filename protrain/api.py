@@ -18,7 +18,7 @@ from .blocks import find_blocks
 from .calibration import measure_machine
 from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
-from .errors import Error, PlanError, StepError
+from .errors import DiskError, Error, PlanError, StepError
 from .footprint import Footprint
 from .foreign import Foreign
 from .hooks import KEY
@@ -163,7 +163,8 @@ def _check_disk(disk: Any) -> str:
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"disk is {folder!r}, which is no folder and cannot be made: {error.strerror}") from None
+            reason = f"disk is {folder!r}, which is no folder and cannot be made: {error.strerror}; name one on a disk"
+            raise DiskError(reason, errno=error.errno or 0, filename=folder) from None
     return folder
 
 

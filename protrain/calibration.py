@@ -11,7 +11,7 @@ most `MOST_DRAG` times that time.
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
-and is given back.
+and is given back; the checksums of its bytes are a part of what its lanes cost.
 
 access_seconds, checkpoint_seconds, swap_seconds and step_fixed_seconds stay 0.0: they are tens of microseconds of Python that
 only a wrapped model spends, and the times of a wrapped model's phases have them in.
@@ -50,7 +50,6 @@ MOST_SECONDS = 1.5
 #: The update lane sleeps so many times as long as a piece took it: most of the time it waits for the disk.
 LANE_REST = 3.0
 UPDATE_PASSES = 16
-CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
 EXPECTED_DRAG = 3.5
 DOUBT = 1.5
@@ -289,18 +288,12 @@ class _Calibration:
         overlap = (both.read_bytes / read.idle_bytes_per_second + both.write_bytes / write.idle_bytes_per_second) / (
             both.at_ns / 1e9
         )
-        # What a byte of a checksum costs, the disk's threads lose as they lose their own time.
-        share = (read.drag_seconds_per_byte + write.drag_seconds_per_byte) / (
-            self.read.processor_seconds_per_byte + self.write.processor_seconds_per_byte
-        )
         # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
         updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
-        checksums = median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES)))
         return Machine(
             disk_read=read,
             disk_write=write,
             update=update,
             disk_overlap=min(max(overlap, 1.0), 2.0),
-            stash_drag_seconds_per_byte=share * checksums / 1e9,
             step_update_bytes_per_second=1e9 / updates,
         )

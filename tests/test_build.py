@@ -128,7 +128,9 @@ def test_second_build_compiles_what_changed(checkout: Path) -> None:
     """Nothing where nothing changed; after a changed file, that file alone."""
     keep_two_files(checkout)
     first = build(checkout, "build_ext", "--inplace", CFLAGS="-O0")
-    assert first.stdout.splitlines() == ["compiled csrc/base/status.c", "compiled csrc/base/threads.c", "linked _core.abi3.so"]
+    lines = first.stdout.splitlines()
+    assert sorted(lines[:-1]) == ["compiled csrc/base/status.c", "compiled csrc/base/threads.c"]  # at a time, done in any order
+    assert lines[-1] == "linked _core.abi3.so"
     assert build(checkout, "build_ext", "--inplace", CFLAGS="-O0").stdout == ""
     changed_file = checkout / "csrc" / "base" / "threads.c"
     changed_file.write_text(changed_file.read_text() + "/* changed */\n")

@@ -51,7 +51,7 @@ def test_every_figure_is_one_and_nothing_is_left(fresh_disk: Path) -> None:
             assert 0 < getattr(lane, name) < math.inf, name
     assert machine.upload == machine.offload == machine.gather == Speed()  # a machine without these lanes
     assert 1.0 <= machine.disk_overlap <= 2.0
-    assert 0 < machine.stash_drag_seconds_per_byte < math.inf
+    assert machine.stash_drag_seconds_per_byte == 0.0  # checksums are in the drag of the disk's lanes
     assert 0 < machine.step_update_bytes_per_second < math.inf
     assert os.listdir(fresh_disk) == []
 
@@ -180,7 +180,6 @@ def test_the_bench_runs_one_thing_at_a_time(bench: _core.MachineBench) -> None:
         lambda: bench.start_disk(False, True),
         lambda: bench.start_update(1.0),
         bench.update_in_memory,
-        bench.checksums,
     ):
         with pytest.raises(RuntimeError, match="stop"):
             start()
@@ -200,9 +199,6 @@ def test_the_bench_runs_one_thing_at_a_time(bench: _core.MachineBench) -> None:
     assert after[7] > before[7]
     size, spent = bench.update_in_memory()
     assert size == 3 * MIB
-    assert spent > 0
-    size, spent = bench.checksums()
-    assert size == 8 * MIB
     assert spent > 0
     bench.close()
     bench.close()

@@ -1,183 +1,198 @@
-/* A CRC of 64 bits, folded over sixteen lanes: see checksum.h for what it is for.
+/* CRC-32C: see checksum.h for what it is for.
  *
  * Problem: bytes must be checked at the speed at which memory gives them, by threads that take their time from compute. The
- * processor's CRC-32C instruction takes 8 bytes in a cycle; carry-less multiplication takes 64 in two.
+ * processor's own CRC-32C instruction takes 8 bytes in a cycle; carry-less multiplication, where it is wide, as many or more, and
+ * with fewer loads.
  *
- * Design: words of 128 bits are dealt to sixteen lanes in turn. A lane is a polynomial of degree below 128, of which only the value
- * modulo P counts; before the next word is added it moves up by a round of 16 words, x^2048: its low and its high half are each
- * multiplied by what x^2048 and x^2112 are modulo P, which gives 127 bits again, with no reduction. At the end lanes are joined
- * in the same way, a word apart. What is left behind the last whole round is filled up with zeros, and the length is where
- * lane 0 begins, so that zeros count.
+ * Design: the bytes are a polynomial over GF(2), the lowest bit of the first byte its highest power. They are dealt in words of
+ * 128 bits to accumulators of one, two or four words, several of them side by side. An accumulator counts only by what it is modulo P; before
+ * the next word is added it moves up by a round, x^D: its two halves are each multiplied by what x^(D+64) and x^D are modulo P,
+ * which gives 128 bits again, with no reduction. At the end accumulators, then words, are joined in the same way, and the
+ * processor's instruction reduces the last word. A product in this order of bits is one power too high, so the factors are one
+ * lower.
  *
- * Invariant: all functions give the same 128 bits for all bytes, on a little-endian processor of any kind.
+ * Invariant: all functions give CRC-32C (tests/c/test_checksum.c) on a little-endian processor.
  */
 #include "base/checksum.h"
 
+#include <pthread.h>
+#include <stdbool.h>
 #include <string.h>
 
-#define LANES 16
-#define WORD_BYTES 16
-#define ROUND_BYTES ((size_t)LANES * WORD_BYTES)
-/* P = x^64 + POLYNOMIAL, of ECMA-182, highest power first as the number is written; and powers of x modulo P (tests/c/test_checksum.c). */
-#define POLYNOMIAL 0x42F0E1EBA9EA3693u
-#define X_128 0x05F5C3C7EB52FAB6u
-#define X_192 0x4EB938A7D257740Eu
-#define X_2048 0x7F52691A60DDC70Du
-#define X_2112 0x7036B0389F6A0C82u
+#define POLYNOMIAL 0x82F63B78u /* of Castagnoli, the highest power in the lowest bit */
 
-typedef ptn_checksum lane;
+/* ---- plain: eight tables, eight bytes at a time ---- */
 
-/* Whole rounds of the lanes. */
-typedef void (*fold_rounds)(lane *lanes, const unsigned char *next, size_t rounds);
+static uint32_t tables[8][256];
 
-/* ---- plain ---- */
-
-static lane multiply(uint64_t a, uint64_t b) {
-  lane product = {0, 0};
-  for (int bit = 0; bit < 64; bit++) {
-    uint64_t mask = 0 - (b >> bit & 1);
-    product.low ^= (a << bit) & mask;
-    if (bit > 0) product.high ^= (a >> (64 - bit)) & mask;
+static void make_tables(void) {
+  for (uint32_t i = 0; i < 256; i++) {
+    uint32_t sum = i;
+    for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? POLYNOMIAL : 0);
+    tables[0][i] = sum;
   }
-  return product;
+  for (int k = 1; k < 8; k++)
+    for (uint32_t i = 0; i < 256; i++) tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 255];
 }
 
-/* a moved up by as many powers of x as low and high (64 more) stand for, and b added. */
-static lane fold(lane a, uint64_t low, uint64_t high, lane b) {
-  lane by_low = multiply(a.low, low), by_high = multiply(a.high, high);
-  return (lane){by_low.low ^ by_high.low ^ b.low, by_low.high ^ by_high.high ^ b.high};
-}
-
-static void fold_plain(lane *lanes, const unsigned char *next, size_t rounds) {
-  for (; rounds > 0; rounds--) {
-    for (int i = 0; i < LANES; i++, next += WORD_BYTES) {
-      lane word;
-      memcpy(&word, next, WORD_BYTES);
-      lanes[i] = fold(lanes[i], X_2048, X_2112, word);
-    }
+uint32_t ptn_checksum_plain(const void *memory, size_t bytes) {
+  static pthread_once_t made = PTHREAD_ONCE_INIT;
+  pthread_once(&made, make_tables);
+  const unsigned char *next = memory;
+  uint32_t sum = ~0u;
+  for (; bytes >= 8; bytes -= 8, next += 8) {
+    uint64_t word;
+    memcpy(&word, next, 8);
+    word ^= sum;
+    sum = 0;
+    for (int k = 0; k < 8; k++) sum ^= tables[7 - k][word >> 8 * k & 255];
   }
+  for (; bytes > 0; bytes--) sum = sum >> 8 ^ tables[0][(sum ^ *next++) & 255];
+  return ~sum;
 }
 
-/* ---- with the processor's instruction ---- */
+/* ---- with the processor's instructions ---- */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define HALF (LANES / 2)
-#define BLOCK_ROUNDS 64 /* 16 KiB: the second half of the lanes finds them in the nearest cache */
+/* x^(D+63) and x^(D-1) modulo P: what the low and the high half of a word are multiplied by to move it up by D bits. */
+#define LOW_128 0x3743F7BD00000000u
+#define HIGH_128 0x3171D43000000000u
+#define LOW_256 0x33CCBBBC00000000u
+#define HIGH_256 0xA2158B3400000000u
+#define LOW_512 0x1C19243B00000000u
+#define HIGH_512 0x75BBA45B00000000u
+#define LOW_1024 0x6577B24500000000u
+#define HIGH_1024 0x7417153F00000000u
+#define LOW_2048 0xE9A5D8BE00000000u
+#define HIGH_2048 0x1426A81500000000u
 
-/* Half of the lanes, which fit the registers. */
-__attribute__((target("pclmul"))) static void fold_half(lane *lanes, const unsigned char *next, size_t rounds) {
-  __m128i powers = _mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048), sums[HALF];
-  memcpy(sums, lanes, sizeof sums);
-  for (; rounds > 0; rounds--, next += ROUND_BYTES) {
-#pragma GCC unroll 8
-    for (int i = 0; i < HALF; i++) {
-      __m128i word = _mm_loadu_si128((const __m128i *)(const void *)(next + i * WORD_BYTES));
-      __m128i by_low = _mm_clmulepi64_si128(sums[i], powers, 0x00), by_high = _mm_clmulepi64_si128(sums[i], powers, 0x11);
-      sums[i] = _mm_xor_si128(_mm_xor_si128(by_low, by_high), word);
-    }
+#define WORD(high, low) _mm_set_epi64x((int64_t)(high), (int64_t)(low))
+#define FOLD_1(sum, by, next) \
+  _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(sum, by, 0x00), _mm_clmulepi64_si128(sum, by, 0x11)), next)
+#define FOLD_2(sum, by, next) \
+  _mm256_xor_si256(_mm256_xor_si256(_mm256_clmulepi64_epi128(sum, by, 0x00), _mm256_clmulepi64_epi128(sum, by, 0x11)), next)
+#define FOLD_4(sum, by, next) \
+  _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, by, 0x00), _mm512_clmulepi64_epi128(sum, by, 0x11), next, 0x96)
+
+/* What is left of less than a round, and all of what is shorter than one. */
+__attribute__((target("sse4.2"))) static uint32_t finish(uint64_t sum, const unsigned char *next, size_t bytes) {
+  for (; bytes >= 8; bytes -= 8, next += 8) {
+    uint64_t word;
+    memcpy(&word, next, 8);
+    sum = _mm_crc32_u64(sum, word);
   }
-  memcpy(lanes, sums, sizeof sums);
+  for (; bytes > 0; bytes--) sum = _mm_crc32_u8((uint32_t)sum, *next++);
+  return ~(uint32_t)sum;
 }
 
-static void fold_pclmulqdq(lane *lanes, const unsigned char *next, size_t rounds) {
-  while (rounds > 0) {
-    size_t here = rounds < BLOCK_ROUNDS ? rounds : BLOCK_ROUNDS;
-    fold_half(lanes, next, here);
-    fold_half(lanes + HALF, next + HALF * WORD_BYTES, here);
-    next += here * ROUND_BYTES;
-    rounds -= here;
-  }
+__attribute__((target("sse4.2"))) static uint64_t reduce(__m128i sum) {
+  return _mm_crc32_u64(_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(sum)), (uint64_t)_mm_extract_epi64(sum, 1));
 }
 
-#define AHEAD_BYTES \
-  1024 /* fetched before they are folded, past the nearer caches, which are compute's: a fifth faster from memory */
-
-/* ymm registers hold two words: half of the instructions for the same bytes, where 512 bits are not to be had. */
-__attribute__((target("avx2,pclmul,vpclmulqdq"))) static void fold_vpclmulqdq_256(lane *lanes, const unsigned char *next,
-                                                                                  size_t rounds) {
-  __m256i powers = _mm256_broadcastsi128_si256(_mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048)), sums[HALF];
-  memcpy(sums, lanes, sizeof sums);
-  for (; rounds > 0; rounds--, next += ROUND_BYTES) {
-    for (size_t line = 0; line < ROUND_BYTES; line += 64)
-      _mm_prefetch((const char *)(uintptr_t)((uintptr_t)next + AHEAD_BYTES + line), _MM_HINT_NTA);
-#pragma GCC unroll 8
-    for (int i = 0; i < HALF; i++) {
-      __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)(next + (size_t)i * 2 * WORD_BYTES));
-      __m256i by_low = _mm256_clmulepi64_epi128(sums[i], powers, 0x00), by_high = _mm256_clmulepi64_epi128(sums[i], powers, 0x11);
-      sums[i] = _mm256_xor_si256(_mm256_xor_si256(by_low, by_high), words);
-    }
-  }
-  memcpy(lanes, sums, sizeof sums);
-}
-
-#define FOLD(sum, at)                                                                                                 \
-  _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, powers, 0x00), _mm512_clmulepi64_epi128(sum, powers, 0x11), \
-                            _mm512_loadu_si512(at), 0x96)
-
-__attribute__((target("avx512f,vpclmulqdq"))) static void fold_vpclmulqdq_512(lane *lanes, const unsigned char *next,
-                                                                              size_t rounds) {
-  __m512i powers = _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)X_2112, (int64_t)X_2048));
-  __m512i a = _mm512_loadu_si512(lanes), b = _mm512_loadu_si512(lanes + 4), c = _mm512_loadu_si512(lanes + 8),
-          d = _mm512_loadu_si512(lanes + 12);
-  for (; rounds > 0; rounds--, next += ROUND_BYTES) {
-    a = FOLD(a, next);
-    b = FOLD(b, next + 64);
-    c = FOLD(c, next + 128);
-    d = FOLD(d, next + 192);
-  }
-  _mm512_storeu_si512(lanes, a);
-  _mm512_storeu_si512(lanes + 4, b);
-  _mm512_storeu_si512(lanes + 8, c);
-  _mm512_storeu_si512(lanes + 12, d);
-}
-#endif
-
-/* ---- the whole ---- */
-
-static ptn_checksum sum_with(fold_rounds fold_all, const void *memory, size_t bytes) {
+__attribute__((target("sse4.2,pclmul"))) static uint32_t by_pclmulqdq(const void *memory, size_t bytes) {
+  enum { LANES = 8, ROUND = LANES * sizeof(__m128i) };
   const unsigned char *next = memory;
-  lane lanes[LANES] = {{bytes, 0}};
-  fold_all(lanes, next, bytes / ROUND_BYTES);
-  size_t left_bytes = bytes % ROUND_BYTES;
-  if (left_bytes > 0) {
-    unsigned char last[LANES * WORD_BYTES] = {0};
-    memcpy(last, next + (bytes - left_bytes), left_bytes);
-    fold_all(lanes, last, 1);
+  if (bytes < ROUND) return finish(~0u, next, bytes);
+  const __m128i by = WORD(HIGH_1024, LOW_1024), by_lane = WORD(HIGH_128, LOW_128);
+  __m128i sums[LANES];
+  memcpy(sums, next, ROUND);
+  sums[0] = _mm_xor_si128(sums[0], _mm_cvtsi32_si128(-1));
+  for (next += ROUND, bytes -= ROUND; bytes >= ROUND; next += ROUND, bytes -= ROUND) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < LANES; i++) {
+      __m128i word = _mm_loadu_si128((const __m128i *)(const void *)(next + i * sizeof word));
+      sums[i] = FOLD_1(sums[i], by, word);
+    }
   }
-  lane sum = lanes[0];
-  for (int i = 1; i < LANES; i++) sum = fold(sum, X_128, X_192, lanes[i]);
-  return sum;
+  __m128i sum = sums[0];
+  for (int i = 1; i < LANES; i++) sum = FOLD_1(sum, by_lane, sums[i]);
+  return finish(reduce(sum), next, bytes);
 }
 
-ptn_checksum ptn_checksum_plain(const void *memory, size_t bytes) { return sum_with(fold_plain, memory, bytes); }
+__attribute__((target("sse4.2,avx2,pclmul,vpclmulqdq"))) static uint32_t by_vpclmulqdq(const void *memory, size_t bytes) {
+  enum { LANES = 8, ROUND = LANES * sizeof(__m256i) };
+  const unsigned char *next = memory;
+  if (bytes < ROUND) return finish(~0u, next, bytes);
+  const __m256i by = _mm256_broadcastsi128_si256(WORD(HIGH_2048, LOW_2048));
+  const __m256i by_lane = _mm256_broadcastsi128_si256(WORD(HIGH_256, LOW_256));
+  __m256i sums[LANES];
+  memcpy(sums, next, ROUND);
+  sums[0] = _mm256_xor_si256(sums[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(-1)));
+  for (next += ROUND, bytes -= ROUND; bytes >= ROUND; next += ROUND, bytes -= ROUND) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < LANES; i++) {
+      __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)(next + i * sizeof words));
+      sums[i] = FOLD_2(sums[i], by, words);
+    }
+  }
+  __m256i sum = sums[0];
+  for (int i = 1; i < LANES; i++) sum = FOLD_2(sum, by_lane, sums[i]);
+  __m128i last = FOLD_1(_mm256_castsi256_si128(sum), WORD(HIGH_128, LOW_128), _mm256_extracti128_si256(sum, 1));
+  return finish(reduce(last), next, bytes);
+}
 
-#if defined(__x86_64__)
-static ptn_checksum by_pclmulqdq(const void *memory, size_t bytes) { return sum_with(fold_pclmulqdq, memory, bytes); }
-static ptn_checksum by_vpclmulqdq_256(const void *memory, size_t bytes) { return sum_with(fold_vpclmulqdq_256, memory, bytes); }
-static ptn_checksum by_vpclmulqdq_512(const void *memory, size_t bytes) { return sum_with(fold_vpclmulqdq_512, memory, bytes); }
+__attribute__((target("sse4.2,avx512f,pclmul,vpclmulqdq"))) static uint32_t by_avx512(const void *memory, size_t bytes) {
+  enum { LANES = 4, ROUND = LANES * sizeof(__m512i) };
+  const unsigned char *next = memory;
+  if (bytes < ROUND) return finish(~0u, next, bytes);
+  const __m512i by = _mm512_broadcast_i32x4(WORD(HIGH_2048, LOW_2048));
+  const __m512i by_lane = _mm512_broadcast_i32x4(WORD(HIGH_512, LOW_512));
+  const __m128i by_word = WORD(HIGH_128, LOW_128);
+  __m512i sums[LANES];
+  memcpy(sums, next, ROUND);
+  sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
+  for (next += ROUND, bytes -= ROUND; bytes >= ROUND; next += ROUND, bytes -= ROUND) {
+#pragma GCC unroll 4
+    for (size_t i = 0; i < LANES; i++) sums[i] = FOLD_4(sums[i], by, _mm512_loadu_si512(next + i * sizeof sums[i]));
+  }
+  __m512i sum = sums[0];
+  for (int i = 1; i < LANES; i++) sum = FOLD_4(sum, by_lane, sums[i]);
+  __m128i last = FOLD_1(_mm512_castsi512_si128(sum), by_word, _mm512_extracti32x4_epi32(sum, 1));
+  last = FOLD_1(last, by_word, _mm512_extracti32x4_epi32(sum, 2));
+  last = FOLD_1(last, by_word, _mm512_extracti32x4_epi32(sum, 3));
+  return finish(reduce(last), next, bytes);
+}
+
+static bool has_pclmulqdq(void) { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
+static bool has_vpclmulqdq(void) {
+  return has_pclmulqdq() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+}
+static bool has_avx512(void) { return has_vpclmulqdq() && __builtin_cpu_supports("avx512f"); }
 #endif
 
-static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "plain"};
+/* ---- which ---- */
+
+static bool always(void) { return true; }
+
+typedef struct implementation {
+  const char *name;
+  bool (*there)(void);
+  ptn_checksum_function function;
+} implementation;
+
+static const implementation implementations[] = {
+#if defined(__x86_64__)
+    {"avx512", has_avx512, by_avx512},
+    {"vpclmulqdq", has_vpclmulqdq, by_vpclmulqdq},
+    {"pclmulqdq", has_pclmulqdq, by_pclmulqdq},
+#endif
+    {"plain", always, ptn_checksum_plain},
+};
+
+static const implementation *best(void) {
+  const implementation *found = implementations;
+  while (!found->there()) found++;
+  return found;
+}
+
+ptn_checksum_function ptn_checksum_best(void) { return best()->function; }
+
+const char *ptn_checksum_name(void) { return best()->name; }
 
 ptn_checksum_function ptn_checksum_by(const char *name) {
-#if defined(__x86_64__)
-  if (strcmp(name, "vpclmulqdq-512") == 0)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") ? by_vpclmulqdq_512 : NULL;
-  if (strcmp(name, "vpclmulqdq-256") == 0)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq") ? by_vpclmulqdq_256 : NULL;
-  if (strcmp(name, "pclmulqdq") == 0) return __builtin_cpu_supports("pclmul") ? by_pclmulqdq : NULL;
-#endif
-  return strcmp(name, "plain") == 0 ? ptn_checksum_plain : NULL;
+  for (size_t i = 0; i < sizeof implementations / sizeof *implementations; i++)
+    if (strcmp(name, implementations[i].name) == 0 && implementations[i].there()) return implementations[i].function;
+  return NULL;
 }
-
-const char *ptn_checksum_name(void) {
-  size_t i = 0;
-  while (!ptn_checksum_by(names[i])) i++;
-  return names[i];
-}
-
-ptn_checksum ptn_checksum_of(const void *memory, size_t bytes) { return ptn_checksum_by(ptn_checksum_name())(memory, bytes); }
-
-bool ptn_checksum_equal(ptn_checksum a, ptn_checksum b) { return a.low == b.low && a.high == b.high; }

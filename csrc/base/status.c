@@ -50,3 +50,14 @@ ptn_status ptn_error_restore(const ptn_error *from) {
   record = *from;
   return from->code;
 }
+
+void ptn_error_of(ptn_error *error, const char *format, ...) {
+  char message[sizeof error->message], of[64];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(of, sizeof of, format, arguments);
+  va_end(arguments);
+  memcpy(message, error->message, sizeof message);
+  int most = (int)(sizeof message - sizeof of - 2);
+  snprintf(error->message, sizeof error->message, "%s: %.*s", of, most, message);
+}

@@ -47,6 +47,9 @@ ptn_status ptn_fail_budget(uint64_t needed_bytes, uint64_t budget_bytes, uint64_
 void ptn_error_save(ptn_error *to);
 ptn_status ptn_error_restore(const ptn_error *from); /* returns from->code */
 
+/* Says in a saved record, in a few words, what the bytes are that it speaks of: "words: message". */
+void ptn_error_of(ptn_error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
 #define PTN_TRY(call)                              \
   do {                                             \
     ptn_status ptn_status_ = (call);               \

@@ -68,6 +68,12 @@ int64_t ptn_now_ns(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+int64_t ptn_thread_processor_ns(void) {
+  struct timespec now;
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0) abort();
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 /* ---- the team ---- */
 
 struct ptn_team {

@@ -29,6 +29,7 @@ ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(v
 void ptn_thread_join(pthread_t thread);
 
 int64_t ptn_now_ns(void); /* monotonic */
+int64_t ptn_thread_processor_ns(void); /* that the calling thread has had, whoever else interrupts */
 
 /* A team of threads that split the range [0, count) among themselves; the caller takes part. Reentrant calls from a body
  * run alone in the caller. */

@@ -28,6 +28,7 @@ struct ptn_piece {
   struct {         /* the store's own */
     ptn_store *store;
     ptn_io *io;
+    uint64_t whole_bytes;         /* as it was cut: memory, offset and bytes are what is left of it */
     uint32_t idle_attempts_count; /* attempts in a row that moved nothing */
   } own;
 };

@@ -2,12 +2,13 @@
  *
  * Problem: hundreds of transfers are ordered ahead of the computation that needs them; the one that it needs next must not
  * wait behind gigabytes of others, the disk must always have enough to do, and a failure of any one of thousands of system
- * calls has to become one clear error of the one request it belongs to.
+ * calls, or a byte that is not what it was, has to become one clear error of the one request it belongs to.
  *
  * Design: two FIFO queues, urgent and rest. A request is cut into pieces only when there is room in flight, so an urgent one
  * waits for a few pieces at most, never for whole requests. The engine below makes single attempts; what a short transfer,
  * EINTR or EAGAIN means is decided here, in advance(). After the first failed piece of a request no more of it is started,
- * and done is called when the last of its pieces is back.
+ * and done is called when the last of its pieces is back. A piece that has moved as a whole is summed or checked on the thread that
+ * brought its end, with others still in flight.
  *
  * Invariants: a request is in a queue exactly while own.next_bytes < bytes; done is called by whoever brings
  * own.in_flight_count to 0 once it is in no queue; a piece is either in flight or in the list of free pieces. The queue lock
@@ -20,6 +21,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -29,6 +31,7 @@
 #include "base/threads.h"
 #include "disk/engine.h"
 #include "disk/file.h"
+#include "disk/page_sums.h"
 #include "disk/space.h"
 
 /* Measured: docs/decisions/0001-disk-engine.md. */
@@ -62,7 +65,10 @@ struct ptn_store {
   ptn_piece *free_pieces;
   uint64_t outstanding_count; /* requests submitted whose done has not returned */
   flow reads, writes;
+  uint64_t unwritten_bytes;
+  int64_t checksum_ns;
 
+  ptn_page_sums sums; /* a page's belongs to the piece in flight there; grows under the space mutex */
   ptn_mutex space_mutex; /* of the space and the file's size */
   ptn_space space;
   _Atomic uint64_t file_bytes; /* as submit sees it */
@@ -110,6 +116,7 @@ static void cut(ptn_store *store, ptn_io *io, ptn_piece *piece, int64_t now_ns) 
   piece->bytes = ptn_min_u64(store->piece_bytes, io->bytes - at);
   piece->write = io->write;
   piece->own.io = io;
+  piece->own.whole_bytes = piece->bytes;
   piece->own.idle_attempts_count = 0;
   if (at == 0) io->start_ns = now_ns;
   io->own.next_bytes += piece->bytes;
@@ -150,14 +157,33 @@ static void end_io(ptn_store *store, ptn_io *io) {
   ptn_unlock(&store->mutex);
 }
 
-static void piece_ended(ptn_piece *piece, int sys_errno) {
+/* How a piece went: an errno of the system, or a page that is not what was written. */
+typedef struct outcome {
+  int sys_errno;
+  uint64_t bad_offset; /* with EBADMSG; otherwise PTN_PAGE_SUMS_ALL_GOOD */
+} outcome;
+
+static void fail_io(const ptn_store *store, ptn_io *io, const ptn_piece *piece, outcome outcome) {
+  const char *folder = store->file.folder;
+  io->status = ptn_fail_disk(outcome.sys_errno, folder, piece->bytes, io->write ? "write" : "read");
+  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) {
+    ptn_error *error = ptn_last_error();
+    error->asked_bytes = PTN_PAGE_BYTES;
+    snprintf(error->message, sizeof error->message,
+             "what was read from the disk is not what was written: %zu bytes at %" PRIu64
+             " of the file in %s have another checksum; the disk or its memory is faulty",
+             PTN_PAGE_BYTES, outcome.bad_offset, folder);
+  }
+  ptn_error_save(&io->error);
+}
+
+static void piece_ended(ptn_piece *piece, outcome outcome) {
   ptn_store *store = piece->own.store;
   ptn_io *io = piece->own.io;
   ptn_lock(&store->mutex);
   int64_t now_ns = ptn_now_ns();
-  if (sys_errno != 0 && io->status == PTN_OK) {
-    io->status = ptn_fail_disk(sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
-    ptn_error_save(&io->error);
+  if (outcome.sys_errno != 0 && io->status == PTN_OK) {
+    fail_io(store, io, piece, outcome);
     if (io->own.next_bytes < io->bytes) remove_from(queue_of(store, io), io);
     io->own.next_bytes = io->bytes;
   }
@@ -180,6 +206,29 @@ static void count_bytes(ptn_store *store, const ptn_piece *piece, int64_t bytes)
 
 static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL); }
 
+/* All of a piece has been moved: its sums are kept, or compared. */
+static void piece_moved(ptn_piece *piece) {
+  ptn_store *store = piece->own.store;
+  uint64_t bytes = piece->own.whole_bytes, begin = bytes - piece->bytes, unwritten_bytes = 0;
+  char *memory = (char *)piece->memory - begin;
+  uint64_t offset = piece->offset - begin;
+  outcome outcome = {.bad_offset = PTN_PAGE_SUMS_ALL_GOOD};
+  int64_t begin_ns = ptn_thread_processor_ns();
+  if (piece->write) ptn_page_sums_note(&store->sums, memory, offset, bytes);
+  else outcome.bad_offset = ptn_page_sums_check(&store->sums, memory, offset, bytes, &unwritten_bytes);
+  int64_t end_ns = ptn_thread_processor_ns();
+  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) outcome.sys_errno = EBADMSG;
+  ptn_lock(&store->mutex);
+  store->checksum_ns += end_ns - begin_ns;
+  store->unwritten_bytes += unwritten_bytes;
+  ptn_unlock(&store->mutex);
+  piece_ended(piece, outcome);
+}
+
+static void piece_failed(ptn_piece *piece, int sys_errno) {
+  piece_ended(piece, (outcome){.sys_errno = sys_errno, .bad_offset = PTN_PAGE_SUMS_ALL_GOOD});
+}
+
 /* What an attempt has come to: the rest is attempted again, or the piece ends. Direct I/O goes on at a page boundary, so a
  * part of a page is moved again. */
 static void advance(ptn_piece *piece, int64_t result) {
@@ -195,8 +244,12 @@ static void advance(ptn_piece *piece, int64_t result) {
   } else if (result != -EINTR && result != -EAGAIN) {
     sys_errno = (int)-result;
   }
-  if (sys_errno != 0 || moved_bytes == piece->bytes) {
-    piece_ended(piece, sys_errno);
+  if (sys_errno != 0) {
+    piece_failed(piece, sys_errno);
+    return;
+  }
+  if (moved_bytes == piece->bytes) {
+    piece_moved(piece);
     return;
   }
   piece->memory = (char *)piece->memory + moved_bytes;
@@ -204,7 +257,7 @@ static void advance(ptn_piece *piece, int64_t result) {
   piece->bytes -= moved_bytes;
   piece->own.idle_attempts_count = moved_bytes > 0 ? 0 : piece->own.idle_attempts_count + 1;
   if (piece->own.idle_attempts_count > IDLE_ATTEMPTS_LIMIT) {
-    piece_ended(piece, result < 0 ? (int)-result : EIO);
+    piece_failed(piece, result < 0 ? (int)-result : EIO);
     return;
   }
   if (piece->own.idle_attempts_count > 2) nap();
@@ -284,10 +337,11 @@ ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, u
 
 /* ---- space ---- */
 
-/* Follows a change of the file's size in everyone who has to know. */
+/* Follows a change of the file's size in everyone who has to know. The sums reach as far already. */
 static void set_end(ptn_store *store) {
   ptn_space_set_end(&store->space, store->file.bytes);
   atomic_store_explicit(&store->file_bytes, store->file.bytes, memory_order_release);
+  ptn_page_sums_shrink(&store->sums, store->file.bytes);
 }
 
 /* Makes the file long enough for bytes at its end: in a large step, or with what there is. */
@@ -295,8 +349,16 @@ static ptn_status grow(ptn_store *store, uint64_t bytes) {
   uint64_t need_bytes = ptn_space_used_end(&store->space) + bytes;
   ptn_status status = ptn_file_resize(&store->file, ptn_round_up(need_bytes, GROWTH_BYTES));
   if (status != PTN_OK) status = ptn_file_resize(&store->file, need_bytes);
-  if (status == PTN_OK) set_end(store);
-  return status;
+  if (status != PTN_OK) return status;
+  status = ptn_page_sums_reach(&store->sums, store->file.bytes);
+  if (status == PTN_OK) {
+    set_end(store);
+    return PTN_OK;
+  }
+  ptn_error error;
+  ptn_error_save(&error);
+  ptn_file_resize(&store->file, store->space.end_bytes); /* or as long as the disk leaves it: the next growth begins there */
+  return ptn_error_restore(&error);
 }
 
 ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out) {
@@ -314,6 +376,7 @@ ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out) 
     if (status == PTN_OK) status = ptn_space_take(&store->space, bytes, out);
   }
   ptn_unlock(&store->space_mutex);
+  if (status == PTN_OK) ptn_page_sums_forget(&store->sums, out->offset, out->bytes); /* nobody else's by now */
   return status;
 }
 
@@ -365,6 +428,7 @@ ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_
   ptn_condition_create(&store->idle);
   ptn_mutex_create(&store->space_mutex);
   ptn_space_create(&store->space);
+  ptn_page_sums_create(&store->sums);
   for (uint32_t i = depth; i-- > 0;) {
     store->pieces[i] = (ptn_piece){.finish = advance, .next = store->free_pieces, .own = {.store = store}};
     store->free_pieces = &store->pieces[i];
@@ -388,6 +452,7 @@ void ptn_store_destroy(ptn_store *store) {
   if (store->engine) store->engine->kind->destroy(store->engine);
   ptn_file_close(&store->file);
   ptn_space_destroy(&store->space);
+  ptn_page_sums_destroy(&store->sums);
   ptn_mutex_destroy(&store->space_mutex);
   ptn_condition_destroy(&store->idle);
   ptn_mutex_destroy(&store->mutex);
@@ -403,7 +468,9 @@ void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out) {
   *out = (ptn_store_stats){.read_bytes = store->reads.bytes,
                            .write_bytes = store->writes.bytes,
                            .read_ns = flow_busy_ns(&store->reads, now_ns),
-                           .write_ns = flow_busy_ns(&store->writes, now_ns)};
+                           .write_ns = flow_busy_ns(&store->writes, now_ns),
+                           .unwritten_bytes = store->unwritten_bytes,
+                           .checksum_ns = store->checksum_ns};
   ptn_unlock(&store->mutex);
   out->reserved_bytes = atomic_load_explicit(&store->file_bytes, memory_order_acquire);
 }

@@ -5,6 +5,11 @@
  * cache would cost a core and twice the memory. An engine (threads with pread and pwrite, or io_uring) is chosen when the
  * store is created; both give the same results.
  *
+ * Every byte that comes back is what was written, or the request fails: pages have checksums in memory (page_sums.h), taken when a write
+ * has ended and compared when a read has ended, on the threads of the store, before done is called. A page that differs is PTN_DISK
+ * with EBADMSG, which names its place; it may be read again. A write that failed leaves the sums as they were: what is read then is
+ * what was there before, or an error.
+ *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
  * pieces are in flight. Requests of one urgency are started in the order they came, urgent ones first; they may finish in
  * any order, so one that must follow another is submitted after the other has finished.
@@ -53,10 +58,12 @@ typedef struct ptn_store_stats {
   uint64_t read_bytes, write_bytes; /* finished, as the kernel counts them */
   uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
   uint64_t reserved_bytes;          /* of the file */
+  uint64_t unwritten_bytes;         /* read where nothing was ever written: zeros */
+  int64_t checksum_ns;              /* of processor time, on the threads of the store */
 } ptn_store_stats;
 
 /* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of
- * state in memory held by the store itself: a few KiB. */
+ * state in memory held by the store itself: a few KiB, and 1 MiB of checksums for each GiB of the file. */
 ptn_status ptn_store_create(ptn_store **out, const char *folder, ptn_disk_engine engine);
 /* Waits for what has been submitted, ends the threads, gives the space back. Not from within done. In a forked child, where the
  * store cannot be used, it does nothing. */
@@ -66,8 +73,7 @@ const char *ptn_store_engine_name(const ptn_store *store); /* "io_uring" or "thr
 
 /* Space for bytes (rounded up to pages), contiguous, reserved on the disk: PTN_DISK with ENOSPC where there is none. What has
  * been released is used again, and goes back to the disk with ptn_store_trim: growing and shrinking a file in every step costs
- * more than keeping it. What has been reserved and never written reads as zeros or as what an earlier owner wrote. Release
- * only what no request uses. */
+ * more than keeping it. What has been reserved and never written since reads as zeros. Release only what no request uses. */
 ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out);
 void ptn_store_release(ptn_store *store, ptn_extent *extent); /* sets *extent to none */
 /* Gives released space at the end of the file back, in steps of 64 MiB, but for spare_bytes there that are expected to be needed

@@ -51,12 +51,6 @@ struct ptn_traffic {
   request requests[];
 };
 
-int64_t ptn_thread_processor_ns(void) {
-  struct timespec now;
-  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0) abort();
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* ---- traffic ---- */
 
 /* Locked. What the thread that calls this, which serves this store alone, has spent since it last did. */

@@ -60,6 +60,4 @@ void ptn_worker_look(ptn_worker *worker, ptn_worker_count *out);
 /* Waits for the piece under way; last (may be NULL) is what a look would then see. */
 void ptn_worker_stop(ptn_worker *worker, ptn_worker_count *last);
 
-int64_t ptn_thread_processor_ns(void); /* of the calling thread, since it began */
-
 #endif

@@ -39,6 +39,8 @@ static bool add_store(PyObject *dict, ptn_store *store) {
       {"disk_write_bytes", (long long)stats.write_bytes},
       {"disk_read_ns", (long long)stats.read_ns},
       {"disk_write_ns", (long long)stats.write_ns},
+      {"disk_unwritten_bytes", (long long)stats.unwritten_bytes},
+      {"disk_checksum_ns", stats.checksum_ns},
   };
   PyObject *name = PyUnicode_FromString(ptn_store_engine_name(store));
   bool added = name && PyDict_SetItemString(dict, "disk_engine", name) == 0;
@@ -72,7 +74,6 @@ static bool add_stash(PyObject *dict, ptn_stash *stash) {
       {"stash_disk_bytes", (long long)stats.disk_bytes},
       {"stash_most_disk_bytes", (long long)stats.most_disk_bytes},
       {"stash_wait_ns", stats.wait_ns},
-      {"stash_checksum_ns", stats.checksum_ns},
   };
   return ADD(dict, figures);
 }

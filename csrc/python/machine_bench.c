@@ -4,14 +4,13 @@
  * calls, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one at a time. It is filled with
  * an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
  *
- * Problem: chunks updated in step(), and activations before their checksum is taken, are larger than any cache, and this memory may
- * fit one. Design: what is measured is thrown out of the caches first, and where it is changed, once more within the measured
- * time: large memory would have to be written back too. Where a processor has no instruction for that, the figure is a cache's.
+ * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
+ * of the caches first, and once more within the measured time: large memory would have to be written back too. Where a processor has
+ * no instruction for that, the figure is a cache's.
  */
 #include <string.h>
 
 #include "base/bytes.h"
-#include "base/checksum.h"
 #include "memory/arena.h"
 #include "profile/measure.h"
 #include "python/binding.h"
@@ -30,8 +29,7 @@ typedef struct bench_object {
   ptn_team *team;
   float *memory;
   uint64_t memory_bytes;
-  size_t next;      /* where the worker goes on, in elements of an array */
-  ptn_checksum sum; /* of all that was summed: somebody has to want it */
+  size_t next; /* where the worker goes on, in elements of an array */
   ptn_update update;
   bool running; /* something was started and not stopped */
   int forks;    /* of the process that made it */
@@ -250,26 +248,6 @@ static PyObject *update_in_memory(PyObject *object, PyObject *unused) {
   return Py_BuildValue("(KL)", (unsigned long long)updated_bytes, end_ns - begin_ns);
 }
 
-/* Each piece twice: out of memory, as after a write, and out of a cache, as after a read. */
-static PyObject *checksums(PyObject *object, PyObject *unused) {
-  (void)unused;
-  bench_object *self = idle_one(object);
-  if (!self) return NULL;
-  int64_t spent_ns = 0;
-  uint64_t bytes = 0;
-  Py_BEGIN_ALLOW_THREADS
-  for (uint64_t at = 0; at + PTN_MIB <= self->memory_bytes; at += PTN_MIB) {
-    const char *piece = (const char *)self->memory + at;
-    flush(piece, (size_t)PTN_MIB);
-    int64_t begin_ns = ptn_thread_processor_ns();
-    for (int i = 0; i < 2; i++) self->sum.low += ptn_checksum_of(piece, (size_t)PTN_MIB).low;
-    spent_ns += ptn_thread_processor_ns() - begin_ns;
-    bytes += 2 * PTN_MIB;
-  }
-  Py_END_ALLOW_THREADS
-  return Py_BuildValue("(KL)", (unsigned long long)bytes, spent_ns);
-}
-
 static PyObject *engine_name(PyObject *object, void *unused) {
   (void)unused;
   bench_object *self = open_one(object);
@@ -288,7 +266,6 @@ static PyMethodDef methods[] = {
     {"look", look, METH_NOARGS, NULL},
     {"stop", stop, METH_NOARGS, NULL},
     {"update_in_memory", update_in_memory, METH_NOARGS, NULL},
-    {"checksums", checksums, METH_NOARGS, NULL},
     {"close", bench_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -154,6 +154,8 @@ static void on_piece_io(ptn_io *io) {
   if (io->status != PTN_OK && piece->status == PTN_OK) {
     piece->status = io->status;
     piece->error = io->error;
+    const char *what = io == &piece->io[PIECE_GRAD] ? "gradients" : io == &piece->io[PIECE_PARAM] ? "parameters" : "state";
+    ptn_error_of(&piece->error, "%s of chunk %u", what, piece->job->chunk);
   }
   if (--piece->in_flight == 0) ptn_signal(&engine->lane_work);
   ptn_unlock(&engine->mutex);

@@ -35,7 +35,10 @@ static void on_loaded(ptn_io *io) {
   note_load(engine, slot->chunk, io); /* while it loads, a slot keeps its chunk */
   ptn_lock(&engine->mutex);
   slot->status = io->status;
-  if (io->status != PTN_OK) slot->error = io->error;
+  if (io->status != PTN_OK) {
+    slot->error = io->error;
+    ptn_error_of(&slot->error, "parameters of chunk %u", slot->chunk);
+  }
   slot->state = io->status == PTN_OK ? SLOT_LOADED : SLOT_EMPTY;
   ptn_broadcast(&engine->changed);
   ptn_unlock(&engine->mutex);

@@ -11,7 +11,7 @@
  * again in the time that the pass before left between saving and asking stays in memory, and so do the last ones for which there is
  * memory to spare (runtime/stash_rule.c).
  *
- * Each record that is written has a checksum; what is read and does not match is PTN_DISK, and never handed out.
+ * What the disk returns and is not what was written is PTN_DISK (disk/store.h), and never handed out.
  *
  * Threads: all functions may be called from any thread; what waits says so. Worker threads need nothing that a caller holds.
  */
@@ -38,7 +38,6 @@ typedef struct ptn_stash_stats {
   uint64_t memory_bytes;                   /* that only the stash holds, now: to be written, read ahead, kept back */
   uint64_t disk_bytes, most_disk_bytes;    /* in records now; the most since ptn_stash_mark */
   int64_t wait_ns;                         /* callers waited for reads and for memory */
-  int64_t checksum_ns;                     /* of processor time spent on checksums, on the store's threads */
 } ptn_stash_stats;
 
 /* store, account and trace (which may be NULL) are borrowed until close. */

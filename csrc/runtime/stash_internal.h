@@ -3,7 +3,6 @@
 #ifndef PTN_RUNTIME_STASH_INTERNAL_H
 #define PTN_RUNTIME_STASH_INTERNAL_H
 
-#include "base/checksum.h"
 #include "base/threads.h"
 #include "runtime/stash.h"
 
@@ -33,7 +32,6 @@ struct ptn_record {
   bool passed; /* by reading ahead: backward is near */
   bool dropped; /* no use left: goes when what is in flight has ended */
   ptn_extent extent;
-  ptn_checksum checksum;
   ptn_io io;
   ptn_status status; /* of the last read, until somebody was told */
   ptn_error error;

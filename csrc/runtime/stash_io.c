@@ -5,14 +5,8 @@
  * Reading ahead walks the records from the last back to the first and stops where the account has no room under its goal beside
  * what an operation may need; each record that backward asks for moves it on. Backward that asks for records in another order is
  * served as well, only later.
- *
- * The checksum is taken from memory after the write has ended, on the store's thread: the block is held until then, and a change
- * in between would be caught by the version of the tensor. It is compared on the same threads when a read has ended.
  */
-#include <errno.h>
-#include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/bytes.h"
 #include "runtime/stash_internal.h"
@@ -121,13 +115,6 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
 
 /* ---- what has ended, on a thread of the store ---- */
 
-/* Time that this thread has had a processor: what is taken from compute, whoever else interrupts. */
-static int64_t processor_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 static void end_of_io(ptn_stash *stash, traffic *traffic, uint64_t bytes) {
   traffic_out(traffic, bytes);
   stash->finishing_count++; /* close waits: the lock is given up in between */
@@ -154,15 +141,11 @@ static void write_done(ptn_io *io) {
   ptn_record *record = io->context;
   ptn_stash *stash = record->stash;
   uint64_t bytes = io->bytes;
-  int64_t start_ns = processor_ns();
-  if (io->status == PTN_OK) record->checksum = ptn_checksum_of(io->memory, bytes);
-  int64_t end_ns = processor_ns();
   trace_io(stash, record, PTN_LANE_WRITE);
   ptn_lock(&stash->mutex);
   stash->ended_count++;
   if (io->status == PTN_OK) {
     stash->stats.written_bytes += bytes;
-    stash->stats.checksum_ns += end_ns - start_ns;
     settle_written(stash, record);
   } else {
     record->state = RECORD_IN_MEMORY; /* nothing is lost; the next who calls is told */
@@ -177,28 +160,12 @@ static void write_done(ptn_io *io) {
   ptn_unlock(&stash->mutex);
 }
 
-static void compare(ptn_stash *stash, ptn_record *record) {
-  ptn_io *io = &record->io;
-  if (io->status != PTN_OK || ptn_checksum_equal(ptn_checksum_of(io->memory, io->bytes), record->checksum)) return;
-  io->status = ptn_fail_disk(EBADMSG, ptn_store_folder(stash->store), io->bytes, "read");
-  snprintf(
-      ptn_last_error()->message, sizeof ptn_last_error()->message,
-      "activations of block %d that were read from the disk are not those that were written: %llu bytes at %llu of the file in "
-      "%s have another checksum; the disk or its memory is faulty",
-      (int)record->number, (unsigned long long)io->bytes, (unsigned long long)io->offset, ptn_store_folder(stash->store));
-  ptn_error_save(&io->error);
-}
-
 static void read_done(ptn_io *io) {
   ptn_record *record = io->context;
   ptn_stash *stash = record->stash;
   uint64_t bytes = io->bytes;
-  int64_t start_ns = processor_ns();
-  compare(stash, record);
-  int64_t end_ns = processor_ns();
   trace_io(stash, record, PTN_LANE_READ);
   ptn_lock(&stash->mutex);
-  stash->stats.checksum_ns += end_ns - start_ns;
   stash->reads_moving_count--;
   stash->ended_count++;
   record->state = RECORD_IN_BOTH;
@@ -209,6 +176,7 @@ static void read_done(ptn_io *io) {
     record->state = RECORD_ON_DISK; /* may be tried again */
     record->status = io->status;
     record->error = io->error;
+    ptn_error_of(&record->error, "activations of block %d", (int)record->number);
   }
   if (record->dropped) ptn_record_destroy(record);
   end_of_io(stash, &stash->reads, bytes);

@@ -5,7 +5,7 @@
  * A file of FILE_MIB is written once, then read, then ROUNDS times half of its requests are read and half are rewritten, mixed,
  * all ordered at once. For each phase: GB/s, CPU time of this process as a share of one core, and the largest number of threads
  * seen in it (counted by a look at /proc/self/task in between). Not a test: it asserts nothing. */
-/* sources: csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c csrc/disk/space.c */
+/* sources: csrc/disk/?*.c */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <string.h>

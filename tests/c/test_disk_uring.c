@@ -1,6 +1,6 @@
 /* The ring when the kernel does not play along: it is refused, it says EAGAIN to transfers, its call fails for a moment or for
  * good. The calls are replaced here by ones of the same name, which also know where the rings lie. */
-/* sources: csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c csrc/disk/space.c */
+/* sources: csrc/disk/?*.c */
 /* threads */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,6 +1,6 @@
 /* The store as its users see it, on both engines: bytes come back as written, urgent requests go first, done may submit again,
  * wrong requests are refused, the figures are the kernel's, and nothing stays behind. */
-/* sources: csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c csrc/disk/space.c */
+/* sources: csrc/disk/?*.c */
 /* threads */
 #define _GNU_SOURCE
 #include "disk/store.h"

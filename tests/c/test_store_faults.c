@@ -1,6 +1,6 @@
 /* Each attempt of a workload goes wrong once, in every way, on both engines: what can be made good is made good, what cannot
  * is the error of the one request it belongs to, every done is called once, and the store goes on. */
-/* sources: csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c csrc/disk/space.c */
+/* sources: csrc/disk/?*.c */
 /* threads */
 #include "disk/store.h"
 #include "faulty_engine.h"
@@ -161,7 +161,8 @@ static void everything_fails(fault fault, int told_errno, int sys_errno) {
 /* The checks above see a single wrong bit. */
 static void a_wrong_bit_is_seen(void) {
   faulty_tell(&engine, FAULT_WRONG_BYTE, 0, 1, UINT64_MAX);
-  CHECK_OK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, false));
+  CHECK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, false) == PTN_DISK);
+  CHECK(ptn_last_error()->sys_errno == EBADMSG);
   fill(expected, 0, PIECE_BYTES, 1);
   CHECK(memcmp(memory, expected, PIECE_BYTES) != 0);
   faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
