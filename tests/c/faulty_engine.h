@@ -1,5 +1,5 @@
 /* An engine around another one that does to chosen attempts what a disk does on a bad day: an errno, a short transfer, nothing at
- * all, wrong bytes, a write that is lost, torn or read from elsewhere, a delay. Attempts are numbered from 1 in the order they
+ * all, wrong bytes, a write that is lost or torn, bytes of elsewhere, a delay. Attempts are numbered from 1 in the order they
  * are started, all of them or those of one direction. It can also hold every attempt back until told otherwise, let the held ones
  * go one by one in random order, and it remembers the order of starts. */
 #ifndef PTN_TESTS_FAULTY_ENGINE_H
@@ -29,7 +29,7 @@ typedef enum fault {
   FAULT_LATE,
   FAULT_LOST, /* a write that ends well and was never made */
   FAULT_TORN, /* a write that ends well and was made for the first half of its pages */
-  FAULT_ELSEWHERE, /* a read that brings the bytes beside those that were asked for */
+  FAULT_ELSEWHERE, /* a transfer of the bytes beside those that were asked for */
 } fault;
 
 typedef enum faulty_direction { FAULTY_BOTH = 0, FAULTY_READS, FAULTY_WRITES } faulty_direction;
@@ -99,7 +99,7 @@ static inline void faulty_divert(faulty_attempt *attempt) {
     piece->write = false; /* the memory that was to be written may be in use: it is not touched */
     piece->memory = attempt->scratch = aligned_alloc(PTN_PAGE_BYTES, (size_t)piece->bytes);
     CHECK(piece->memory);
-  } else if (attempt->fault == FAULT_ELSEWHERE && !piece->write) {
+  } else if (attempt->fault == FAULT_ELSEWHERE) {
     piece->offset = piece->offset >= piece->bytes ? piece->offset - piece->bytes : piece->offset + piece->bytes;
   }
 }

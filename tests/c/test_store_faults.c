@@ -158,6 +158,97 @@ static void everything_fails(fault fault, int told_errno, int sys_errno) {
   check_data(10);
 }
 
+/* ---- bytes that are not those that were written ---- */
+
+static uint64_t page_of(uint64_t offset) { return offset / PTN_PAGE_BYTES * PTN_PAGE_BYTES; }
+
+/* The error names the place to the page. */
+static void check_place(const ptn_error *error, uint64_t offset) {
+  char words[64];
+  snprintf(words, sizeof words, "%zu bytes at %llu of the file", PTN_PAGE_BYTES, (unsigned long long)page_of(offset));
+  CHECK(error->code == PTN_DISK && error->sys_errno == EBADMSG && error->asked_bytes == PTN_PAGE_BYTES);
+  CHECK(strcmp(error->path, folder) == 0 && strstr(error->message, words) && strstr(error->message, "checksum"));
+}
+
+static faulty_entry started(bool write, uint64_t number) {
+  faulty_entry log[4 * ATTEMPTS];
+  uint64_t count = faulty_copy_log(&engine, log, 4 * ATTEMPTS);
+  for (uint64_t i = 0; i < count; i++)
+    if (log[i].write == write && --number == 0) return log[i];
+  CHECK(!"an attempt of this number");
+  return log[0];
+}
+
+/* In every read once: the one request that it belongs to fails. */
+static void wrong_reads_are_noticed(fault fault) {
+  for (uint64_t n = 1; n <= ATTEMPTS / 2; n++) {
+    faulty_tell_of(&engine, FAULTY_READS, fault, 0, n, n);
+    submit_all((unsigned char)(n + 20));
+    CHECK(wait_all() == 1);
+    faulty_entry entry = started(false, n);
+    faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
+    for (int i = 0; i < REQUESTS; i++)
+      if (requests[i].status != PTN_OK)
+        check_place(&requests[i].error, entry.offset + (fault == FAULT_WRONG_BYTE ? entry.bytes / 3 : 0));
+    check_data((unsigned char)(n + 20));
+  }
+}
+
+/* In every write once: it ends well, and whoever reads is told as often as he does. A new write makes it good. */
+static void writes_that_were_not_made_are_noticed(fault fault) {
+  for (uint64_t n = 1; n <= ATTEMPTS / 2; n++) {
+    faulty_tell_of(&engine, FAULTY_WRITES, fault, 0, n, n);
+    submit_all((unsigned char)(n + 60));
+    CHECK(wait_all() == 0);
+    faulty_entry entry = started(true, n);
+    faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
+    uint64_t lost = entry.offset + (fault == FAULT_TORN ? page_of(entry.bytes / 2) : 0);
+    unsigned char *found = memory + REQUESTS * REQUEST_BYTES;
+    for (uint64_t i = 1; i < REQUESTS; i += 2) {
+      uint64_t at = extent.offset + i * REQUEST_BYTES;
+      bool here = entry.offset >= at && entry.offset < at + REQUEST_BYTES;
+      for (int k = 0; k < 2; k++) {
+        CHECK((ptn_store_transfer(store, found, at, REQUEST_BYTES, false) == PTN_DISK) == here);
+        if (here) check_place(ptn_last_error(), lost);
+      }
+    }
+    submit_all(5);
+    CHECK(wait_all() == 0);
+    check_data(5);
+  }
+}
+
+/* It is missing where it should be, and destroys what was beside it: both are noticed. */
+static void a_write_elsewhere_is_noticed_twice(void) {
+  uint64_t at = extent.offset + REQUEST_BYTES;
+  fill(memory, 77, PIECE_BYTES, 99);
+  CHECK_OK(ptn_store_transfer(store, memory, at, PIECE_BYTES, true));
+  CHECK_OK(ptn_store_transfer(store, memory, at + PIECE_BYTES, PIECE_BYTES, true));
+  fill(memory, 77, PIECE_BYTES, 100);
+  faulty_tell_of(&engine, FAULTY_WRITES, FAULT_ELSEWHERE, 0, 1, 1);
+  CHECK_OK(ptn_store_transfer(store, memory, at + PIECE_BYTES, PIECE_BYTES, true));
+  for (int beside = 0; beside < 2; beside++) {
+    uint64_t offset = at + (beside ? 0 : PIECE_BYTES);
+    CHECK(ptn_store_transfer(store, memory, offset, PIECE_BYTES, false) == PTN_DISK);
+    check_place(ptn_last_error(), offset);
+  }
+  submit_all(5);
+  CHECK(wait_all() == 0);
+}
+
+/* A write that failed may have been made all the same: what it left is neither the old bytes nor known to be the new ones. */
+static void after_a_failed_write(void) {
+  fill(memory, 0, PIECE_BYTES, 7);
+  faulty_tell(&engine, FAULT_ERRNO, EIO, 1, 1);
+  CHECK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, true) == PTN_DISK && ptn_last_error()->sys_errno == EIO);
+  faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
+  CHECK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, false) == PTN_DISK);
+  check_place(ptn_last_error(), extent.offset);
+  fill(memory, 0, PIECE_BYTES, 1);
+  CHECK_OK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, true));
+  CHECK_OK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, false));
+}
+
 /* The checks above see a single wrong bit. */
 static void a_wrong_bit_is_seen(void) {
   faulty_tell(&engine, FAULT_WRONG_BYTE, 0, 1, UINT64_MAX);
@@ -194,6 +285,12 @@ static void run(ptn_disk_engine which) {
   everything_fails(FAULT_ERRNO, EIO, EIO);
   everything_fails(FAULT_ERRNO, EAGAIN, EAGAIN);
   everything_fails(FAULT_TINY, 0, EIO);
+  wrong_reads_are_noticed(FAULT_WRONG_BYTE);
+  wrong_reads_are_noticed(FAULT_ELSEWHERE);
+  writes_that_were_not_made_are_noticed(FAULT_LOST);
+  writes_that_were_not_made_are_noticed(FAULT_TORN);
+  a_write_elsewhere_is_noticed_twice();
+  after_a_failed_write();
   a_wrong_bit_is_seen();
   transfer_reports_the_error();
   ptn_store_destroy(store);
