@@ -126,7 +126,15 @@ def test_modes_are_exact(modes: list[str]) -> None:
 
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
 def test_modes_are_exact_with_parameters_on_disk(modes: list[str]) -> None:
-    loop = fit(4)
+    def loop(model: Any, optimizer: Any, plain: bool) -> Any:
+        found = fit(4)(model, optimizer, plain)
+        if not plain:  # every byte that was read had been written, and was checked
+            stats = session_of(model).engine.stats()
+            assert stats["disk_read_bytes"] > 0
+            assert stats["disk_checksum_ns"] > 0
+            assert stats["disk_unwritten_bytes"] == 0
+        return found
+
     status = assert_equal(run(Net, loop, **on_disk(modes)), run(Net, loop), AMPLE)
     assert status.plan.n_persist == 0
     assert list(status.plan.block_modes) == modes

@@ -3,8 +3,8 @@
  *   bench_disk FOLDER threads|io_uring DEPTH PIECE_KIB REQUEST_KIB FILE_MIB [ROUNDS]
  *
  * A file of FILE_MIB is written once, then read, then ROUNDS times half of its requests are read and half are rewritten, mixed,
- * all ordered at once. For each phase: GB/s, CPU time of this process as a share of one core, and the largest number of threads
- * seen in it (counted by a look at /proc/self/task in between). Not a test: it asserts nothing. */
+ * all ordered at once. For each phase: GB/s, CPU time of this process as a share of one core, how much of it went to checksums and
+ * what that is for each GiB/s, and the largest number of threads seen in it (counted by a look at /proc/self/task in between). Not a test: it asserts nothing. */
 /* sources: csrc/disk/?*.c */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
+#include "base/checksum.h"
 #include "base/threads.h"
 #include "check.h"
 #include "disk/engine.h"
@@ -52,6 +53,8 @@ static void run(ptn_store *store, ptn_io *requests, size_t count, phase phase, c
   uint64_t seed = 7, bytes = 0;
   int64_t begin_ns = ptn_now_ns();
   double begin_cpu = cpu_seconds();
+  ptn_store_stats before, after;
+  ptn_store_get_stats(store, &before);
   left_count = count;
   for (size_t i = 0; i < count; i++) {
     requests[i].write = phase == WRITE || (phase == MIXED && check_random(&seed) % 2);
@@ -67,8 +70,11 @@ static void run(ptn_store *store, ptn_io *requests, size_t count, phase phase, c
   }
   ptn_unlock(&mutex);
   double seconds = 1e-9 * (double)(ptn_now_ns() - begin_ns);
-  printf("  %-12s %5.2f GB/s  cpu %4.0f %%  threads %d\n", name, 1e-9 * (double)bytes / seconds,
-         100 * (cpu_seconds() - begin_cpu) / seconds, most);
+  ptn_store_get_stats(store, &after);
+  double sums_seconds = 1e-9 * (double)(after.checksum_ns - before.checksum_ns);
+  printf("  %-12s %5.2f GB/s  cpu %4.0f %%  checksums %4.1f %% (%s), %4.1f %% for each GiB/s  threads %d\n", name,
+         1e-9 * (double)bytes / seconds, 100 * (cpu_seconds() - begin_cpu) / seconds, 100 * sums_seconds / seconds,
+         ptn_checksum_name(), 100 * sums_seconds * 0x1p30 / (double)bytes, most);
   fflush(stdout);
 }
 

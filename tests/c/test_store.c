@@ -425,6 +425,32 @@ static void run(ptn_disk_engine engine) {
   nothing_stays_behind(engine);
 }
 
+/* What is reserved anew reads as zeros, not as what an earlier owner wrote. */
+static void new_space_reads_as_zeros(void) {
+  ptn_store *store;
+  ptn_extent extent;
+  ptn_store_stats stats;
+  unsigned char *memory = aligned_alloc(PTN_PAGE_BYTES, 2 * PTN_PAGE_BYTES);
+  CHECK(memory);
+  CHECK_OK(ptn_store_create(&store, ".", PTN_DISK_AUTO));
+  for (int round = 0; round < 3; round++) {
+    CHECK_OK(ptn_store_reserve(store, 2 * PTN_PAGE_BYTES, &extent));
+    memset(memory, 9, 2 * PTN_PAGE_BYTES);
+    CHECK_OK(ptn_store_transfer(store, memory, extent.offset, 2 * PTN_PAGE_BYTES, false));
+    for (size_t i = 0; i < 2 * PTN_PAGE_BYTES; i++) CHECK(memory[i] == 0);
+    ptn_store_get_stats(store, &stats);
+    CHECK(stats.unwritten_bytes == 2 * PTN_PAGE_BYTES * (uint64_t)(round + 1));
+    memset(memory, 7, 2 * PTN_PAGE_BYTES);
+    CHECK_OK(ptn_store_transfer(store, memory, extent.offset, 2 * PTN_PAGE_BYTES, true));
+    CHECK_OK(ptn_store_transfer(store, memory, extent.offset, 2 * PTN_PAGE_BYTES, false));
+    CHECK(memory[PTN_PAGE_BYTES] == 7);
+    ptn_store_release(store, &extent);
+    if (round == 1) ptn_store_trim(store, 0);
+  }
+  ptn_store_destroy(store);
+  free(memory);
+}
+
 int main(void) {
   const char *given = getenv("TMPDIR");
   char own[4096];
@@ -447,5 +473,6 @@ int main(void) {
   ptn_condition_destroy(&condition);
   ptn_mutex_destroy(&mutex);
   CHECK(rmdir(folder) == 0);
+  new_space_reads_as_zeros();
   return 0;
 }
