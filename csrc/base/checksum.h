@@ -14,7 +14,7 @@ typedef uint32_t (*ptn_checksum_function)(const void *memory, size_t bytes);
 
 /* The fastest here; made for whole pages, right for any bytes. */
 ptn_checksum_function ptn_checksum_best(void);
-const char *ptn_checksum_name(void); /* its name: "avx512", "vpclmulqdq", "pclmulqdq" or "plain" */
+const char *ptn_checksum_name(void); /* its name: "vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq" or "plain" */
 /* By tables: what the fast ones are held to, and what runs where the instructions are missing. */
 uint32_t ptn_checksum_plain(const void *memory, size_t bytes);
 ptn_checksum_function ptn_checksum_by(const char *name); /* NULL where this processor lacks it */

@@ -8,7 +8,7 @@
 
 #define PAGE ((size_t)PTN_PAGE_BYTES)
 static uint64_t seed = 3;
-static const char *const names[] = {"avx512", "vpclmulqdq", "pclmulqdq", "plain"};
+static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "plain"};
 #define NAMES (sizeof names / sizeof *names)
 
 static void fill(unsigned char *memory, size_t bytes) {
@@ -114,8 +114,8 @@ static void the_instruction_is_used_where_it_is(void) {
   const char *best = "plain";
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) best = "pclmulqdq";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq";
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) best = "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-256";
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-512";
 #endif
   CHECK(strcmp(ptn_checksum_name(), best) == 0 && ptn_checksum_by(best) == ptn_checksum_best() && !ptn_checksum_by("crc32"));
 }
