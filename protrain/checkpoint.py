@@ -8,6 +8,7 @@ it is whole. Nothing in it is a pickle.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from .errors import DiskError, PlanError
 from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
+from .replacing import clear_leftovers, replaced
 from .session import Session
 from .statefiles import check_states, states_of
-from .tensorfiles import Entry, Progress, TensorFile, Told, entries, replaced, write_tensors
+from .tensorfiles import Entry, Progress, TensorFile, Told, entries, write_tensors
 
 FORMAT = 1
 
@@ -66,10 +68,11 @@ def save(
 
     Raises:
         PlanError: the model is not wrapped, or the optimizer is not its own.
-        DiskError: the folder cannot be written; what was there before is still there.
+        DiskError: the folder cannot be written, or holds what is no checkpoint; what was there before is still there.
     """
     session = _session(model, optimizer)
     folder = os.fspath(folder)
+    _check_target(folder)
     own = states_of(session) if session.foreign is not None else None
     try:
         with replaced(folder) as fresh:
@@ -108,6 +111,20 @@ def save(
         raise DiskError(
             f"saving to {folder} failed: {error.strerror or error}", errno=error.errno or 0, filename=error.filename or folder
         ) from error
+
+
+def _check_target(folder: str) -> None:
+    """Raises DiskError where the folder holds what is no checkpoint: it would be replaced."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return  # it is not there, or it cannot be written either
+    if names and not any(name in ("protrain.json", "config.json") or name.endswith(".safetensors") for name in names):
+        raise DiskError(
+            f"{folder} holds files that are no checkpoint, such as {min(names)!r}; name a new or an empty folder",
+            errno=errno.ENOTEMPTY,
+            filename=folder,
+        )
 
 
 def _read_about(folder: str) -> dict[str, Any]:
@@ -158,6 +175,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
 
     session = _session(model, optimizer)
     folder = os.fspath(folder)
+    clear_leftovers(folder)
     about = _read_about(folder)
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
     groups = about["param_groups"]

@@ -1,8 +1,6 @@
-"""Folders of safetensors, written tensor by tensor.
+"""Folders of safetensors, written and read tensor by tensor.
 
 One tensor at a time is in memory: names, shapes and types are known before, which is all that a shard's header needs.
-Everything goes into a folder beside the target, which takes the target's name at the end: the target is the old one or the
-whole new one, never a part.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +19,6 @@ from torch import nn
 from .errors import DiskError, PlanError
 
 SHARD_BYTES = 5 * 10**9
-
-#: Folders that are being written: what a process that must end at once has to remove.
-litter: set[str] = set()
 
 #: Types of tensors that a file holds, and their names there.
 SAVED_TYPES = {
@@ -214,55 +207,3 @@ class Told:
             del tensor
             self._done_bytes += size_bytes
             self._progress(self._done_bytes, self._total_bytes)
-
-
-@contextmanager
-def replaced(folder: str) -> Iterator[Path]:
-    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not."""
-    target = Path(folder).absolute()
-    try:
-        made = _make_parents(target.parent)
-    except OSError as error:
-        raise DiskError(f"{folder} cannot be made: {error.strerror}", errno=error.errno or 0, filename=str(folder)) from None
-    fresh = target.parent / f".{target.name}.{os.getpid()}.partial"
-    old = target.parent / f".{target.name}.{os.getpid()}.old"
-    litter.update((str(fresh), str(old)))
-    try:
-        fresh.mkdir()
-        yield fresh
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except BaseException:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            raise
-        made.clear()
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        for parent in reversed(made):
-            parent.rmdir()
-        litter.difference_update((str(fresh), str(old)))
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """Make the folders that are missing; returns them, the outermost first."""
-    missing: list[Path] = []
-    while not folder.exists():
-        missing.insert(0, folder)
-        folder = folder.parent
-    for path in missing:
-        path.mkdir()
-    return missing
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

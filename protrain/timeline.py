@@ -10,7 +10,6 @@ blocks, the loss for instance, is between two events.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import weakref
@@ -22,6 +21,7 @@ import torch
 
 from . import _core
 from .errors import StepError
+from .replacing import replaced_file
 
 #: Lanes and kinds, numbered as csrc/base/trace.h numbers them.
 LANES = ("step", "compute", "wait", "read", "write", "update")
@@ -449,15 +449,5 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there is as it was.
     """
-    path = os.path.realpath(path)
-    fresh = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
-    try:
-        with open(fresh, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
+    with replaced_file(path) as fresh, open(fresh, "wb") as file:
+        file.write(content)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from .counting import uncounted
 from .errors import DiskError
+from .replacing import replaced_file
 
 Value = Callable[[], torch.Tensor]
 
@@ -50,18 +51,12 @@ def save(content: Any, path: str) -> None:
         with mode:
             return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
 
-    partial = f"{path}.{os.getpid()}.partial"
     try:
-        try:
-            with uncounted():
-                # Each tensor has a storage of its own, so records are numbered as tensors come.
-                with skip_data(materialize_fake_tensors=True):
-                    torch.save(tree_map_only(torch.Tensor, fake, content), partial)
-                _fill(partial, sources)
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.unlink(partial)
+        with replaced_file(path) as partial, uncounted():
+            # Each tensor has a storage of its own, so records are numbered as tensors come.
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(tree_map_only(torch.Tensor, fake, content), partial)
+            _fill(partial, sources)
     except (OSError, RuntimeError) as error:
         if isinstance(error, DiskError):
             raise

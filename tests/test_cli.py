@@ -203,28 +203,6 @@ def test_a_tensor_that_is_not_the_one_expected_is_refused(tmp_path: Path, change
         tensorfiles.write_tensors(tmp_path, tensorfiles.entries(built), found)
 
 
-def leave_half(target: str) -> None:
-    with tensorfiles.replaced(target) as fresh:
-        (fresh / "half").write_text("x")
-        raise KeyboardInterrupt
-
-
-def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "b"
-    with pytest.raises(KeyboardInterrupt):
-        leave_half(str(target))
-    assert list(tmp_path.iterdir()) == []
-    for content in ("old", "new"):
-        with tensorfiles.replaced(str(target)) as fresh:
-            (fresh / "config.json").write_text(content)
-        assert [path.name for path in target.parent.iterdir()] == ["b"]
-        assert (target / "config.json").read_text() == content
-    with pytest.raises(ValueError, match="late"), tensorfiles.replaced(str(target)):
-        raise ValueError("late")
-    assert (target / "config.json").read_text() == "new"
-    assert [path.name for path in target.parent.iterdir()] == ["b"]
-
-
 # ---- the machine ----
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from protrain.cli.words import CommandError
 from protrain.precision import saved_config
-from protrain.tensorfiles import Progress, Told, entries, replaced, write_tensors
+from protrain.replacing import replaced
+from protrain.tensorfiles import Progress, Told, entries, write_tensors
 
 
 def check_target(folder: str) -> None:

@@ -4,7 +4,7 @@ A first SIGINT raises KeyboardInterrupt in the main thread, which unwinds as any
 from ending the process: a long call outside Python (a tokenizer's training, a backward pass) delays the handler, and a
 library's callback may swallow the exception. So the fact is remembered (`pressed`), and a watching thread, woken by the
 signal itself and not by its handler, ends the process after a grace of a few seconds, having removed the folders
-that `tensorfiles.litter` names. Later signals are ignored: an impatient second Ctrl-C must not break the cleaning up.
+that `replacing.litter` names. Later signals are ignored: an impatient second Ctrl-C must not break the cleaning up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _watch(reader: int) -> None:
     while not numbers:
         numbers = [number for number in os.read(reader, 64) if number in (signal.SIGINT, signal.SIGTERM)]
     time.sleep(GRACE_SECONDS)
-    tensorfiles = sys.modules.get("protrain.tensorfiles")  # what is not loaded has written nothing
-    for path in tuple(tensorfiles.litter) if tensorfiles else ():
+    replacing = sys.modules.get("protrain.replacing")  # what is not loaded has written nothing
+    for path in tuple(replacing.litter) if replacing else ():
         shutil.rmtree(path, ignore_errors=True)
     os._exit(128 + numbers[0])

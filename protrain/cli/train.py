@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.words import CommandError, check_file, size_text
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
+from protrain.replacing import clear_leftovers
 
 if TYPE_CHECKING:
     from protrain.tensorfiles import Progress
@@ -65,6 +66,8 @@ class Setup:
 
 def prepare(words: Words) -> Setup:
     """Check everything that can be checked at once. Raises CommandError or DataError."""
+    if words.resume is not None:
+        clear_leftovers(words.resume)
     if words.resume is not None and not os.path.isdir(words.resume):
         raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
     if words.resume is not None and not os.path.isfile(os.path.join(words.resume, "protrain.json")):

@@ -1,0 +1,240 @@
+"""Files and folders that take their name when they are whole.
+
+What is being written lies beside its target under a name that nobody can foresee, locked by its writer. The kernel gives the
+lock up with the process, whatever ends it. So what has such a name and no lock was left by a dead run, and is removed by the
+next one that reads or writes the target; what a living run writes is never touched. (Where the filesystem has no locks on
+folders, as NFS, what dead runs left stays.)
+
+A folder changes places with the old one in one call, so that there is no moment without a whole target. Where the filesystem
+cannot, there are two renames, and who finds the target missing puts the old one back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import DiskError
+
+#: Folders and files that are being written: what a process that must end at once has to remove.
+litter: set[str] = set()
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+@contextmanager
+def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not.
+
+    Raises:
+        DiskError: the folder cannot be made, or a file has its name.
+    """
+    target = Path(os.path.realpath(folder))
+    try:
+        made = _make_parents(target.parent)
+    except OSError as error:
+        raise DiskError(f"{folder} cannot be made: {error.strerror}", errno=error.errno or 0, filename=str(folder)) from None
+    try:
+        if target.exists() and not target.is_dir():
+            raise DiskError(f"{folder} is a file; name a folder", errno=errno.ENOTDIR, filename=str(folder))
+        clear_leftovers(target)
+        with _locked_name(target, _new_folder) as fresh:
+            yield fresh
+            _sync_all(fresh)
+            _put_in_place(fresh, target)
+        made.clear()
+    finally:
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):  # somebody else uses it
+                parent.rmdir()
+
+
+@contextmanager
+def replaced_file(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The path of a new, empty file to write, which takes the target's place when the body ends well, and vanishes else.
+
+    Raises:
+        OSError: it cannot be made or cannot take its place; what was there is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    clear_leftovers(target)
+    with _locked_name(target, _new_file) as fresh:
+        yield str(fresh)
+        _sync(fresh)
+        os.replace(fresh, target)
+
+
+def clear_leftovers(target: str | os.PathLike[str]) -> None:
+    """Remove what dead runs left of this target, and put an old one back that was to be replaced when a run was killed."""
+    target = Path(os.path.realpath(target))
+    for path in _siblings(target, "old"):
+        with _taken(path) as ours:
+            if ours and not os.path.lexists(target):
+                path.rename(target)
+            elif ours:
+                _remove(path)
+    for path in _siblings(target, "partial"):
+        with _taken(path) as ours:
+            if ours:
+                _remove(path)
+
+
+# ---- names ----
+
+
+def _name(target: Path, kind: str) -> Path:
+    return target.parent / f".{target.name}.{secrets.token_hex(8)}.{kind}"
+
+
+def _siblings(target: Path, kind: str) -> list[Path]:
+    """What has a name that `_name` gives, of this process's user."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.{kind}")
+    found: list[Path] = []
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        for entry in entries:
+            if pattern.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                found.append(target.parent / entry.name)
+    return sorted(found)
+
+
+def _new_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+@contextmanager
+def _locked_name(target: Path, make: Callable[[Path], int]) -> Iterator[Path]:
+    """A new file or folder beside the target, locked inside, gone after."""
+    while True:
+        fresh = _name(target, "partial")
+        litter.add(str(fresh))
+        handle = -1
+        try:
+            handle = make(fresh)
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is(fresh, handle):
+                continue  # somebody took it for a dead run's before it was locked
+            yield fresh
+            return
+        finally:
+            _remove(fresh)
+            if handle >= 0:
+                os.close(handle)
+            litter.discard(str(fresh))
+
+
+def _is(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _taken(path: Path) -> Iterator[bool]:
+    """Whether nobody has locked the file or folder; inside, it is locked."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a living run's, or no locks here
+            yield False
+            return
+        yield _is(path, handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- places ----
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    """The folder takes the target's name; what had it is gone, or has the folder's name and goes with that."""
+    if not target.exists():
+        fresh.rename(target)
+    elif not _exchange(fresh, target):
+        _rename_twice(fresh, target)
+    _sync(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two names of one folder change places at once; False where the system or the filesystem cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _rename_twice(fresh: Path, target: Path) -> None:
+    old = _name(target, "old")
+    handle = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        target.rename(old)
+        try:
+            fresh.rename(target)
+        except BaseException:
+            if not target.exists():
+                old.rename(target)
+            raise
+        _remove(old)
+    finally:
+        os.close(handle)
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make the folders that are missing; returns them, the outermost first."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.insert(0, folder)
+        folder = folder.parent
+    for path in missing:
+        path.mkdir()
+    return missing
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_all(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(root) / name)
+        _sync(Path(root))

@@ -1,0 +1,182 @@
+"""Files and folders that take their name when they are whole, and what dead runs leave beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import protrain
+from protrain import replacing
+from protrain.replacing import clear_leftovers, replaced, replaced_file
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways in which a folder takes its place."""
+    if request.param == "two renames":
+        monkeypatch.setattr(replacing, "_exchange", lambda _one, _other: False)
+    return str(request.param)
+
+
+def killed_in(work: Callable[[], object]) -> None:
+    """A child of this process is killed in the middle of it: work() ends in `die`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write(target: Path, content: str, then: Callable[[], object] = lambda: None) -> None:
+    with replaced(target) as fresh:
+        (fresh / "content").write_text(content)
+        then()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "a" / "b"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(target, "half", interrupted)
+    assert names(tmp_path) == []
+    for content in ("old", "new"):
+        write(target, content)
+        assert names(target.parent) == ["b"]
+        assert (target / "content").read_text() == content
+    with pytest.raises(ValueError, match="late"), replaced(target):
+        raise ValueError("late")
+    assert (target / "content").read_text() == "new"
+    assert names(target.parent) == ["b"]
+
+
+def test_a_dead_runs_folder_goes_with_the_next_one(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "checkpoint"
+    write(target, "old")
+    killed_in(lambda: write(target, "half", die))
+    assert len(names(tmp_path)) == 2
+    assert (target / "content").read_text() == "old"
+    write(target, "new")
+    assert names(tmp_path) == ["checkpoint"]
+    killed_in(lambda: write(target, "half", die))
+    clear_leftovers(target)
+    assert names(tmp_path) == ["checkpoint"]
+    assert (target / "content").read_text() == "new"
+
+
+def test_a_living_runs_folder_stays(tmp_path: Path, way: str) -> None:
+    """It is locked as long as its writer lives; names that only resemble those of leftovers are nobody's business."""
+    target = tmp_path / "checkpoint"
+    others = [".checkpoint.partial", ".checkpoint.12.partial", ".checkpoint2.0123456789abcdef.partial", "checkpoint.old"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    with replaced(target) as fresh:
+        (fresh / "content").write_text("slow")
+        write(target, "fast")
+        assert fresh.exists()
+        clear_leftovers(target)
+        assert fresh.exists()
+    assert (target / "content").read_text() == "slow"
+    assert names(tmp_path) == sorted([*others, "checkpoint"])
+
+
+def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where folders cannot change places at once: the old one is put back by whoever comes next."""
+    target = tmp_path / "checkpoint"
+    write(target, "old")
+    monkeypatch.setattr(replacing, "_exchange", lambda _one, _other: False)
+    rename = Path.rename
+
+    def second_kills(path: Path, to: Path) -> Path:
+        if path.name.endswith(".partial"):
+            die()
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", second_kills)
+    killed_in(lambda: write(target, "new"))
+    monkeypatch.setattr(Path, "rename", rename)
+    assert not target.exists()
+    clear_leftovers(target)
+    assert names(tmp_path) == ["checkpoint"]
+    assert (target / "content").read_text() == "old"
+
+
+def test_killed_after_the_places_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "checkpoint"
+    write(target, "old")
+    monkeypatch.setattr(replacing, "_sync", die)
+    monkeypatch.setattr(replacing, "_sync_all", lambda _folder: None)
+    killed_in(lambda: write(target, "new"))
+    monkeypatch.undo()
+    assert (target / "content").read_text() == "new"
+    assert len(names(tmp_path)) == 2
+    clear_leftovers(target)
+    assert names(tmp_path) == ["checkpoint"]
+
+
+def test_through_a_link(tmp_path: Path, way: str) -> None:
+    """A link to a folder on another disk stays one, and the folder behind it is what is replaced."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "large" / "real")
+    for content in ("one", "two"):
+        write(tmp_path / "checkpoint", content)
+        assert (tmp_path / "large" / "real" / "content").read_text() == content
+    assert (tmp_path / "checkpoint").is_symlink()
+    assert names(tmp_path) == ["checkpoint", "large"]
+    assert names(tmp_path / "large") == ["real"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    (tmp_path / ".trace.json.0123456789abcdef.partial").write_text("a dead run's")
+    with replaced_file(target) as fresh:
+        assert stat.S_ISREG(os.lstat(fresh).st_mode)
+        Path(fresh).write_text("one")
+    with pytest.raises(ValueError, match="late"), replaced_file(target):
+        raise ValueError("late")
+    assert target.read_text() == "one"
+    assert names(tmp_path) == ["trace.json"]
+
+
+def test_names_cannot_be_foreseen(tmp_path: Path) -> None:
+    seen = set()
+    for _ in range(3):
+        with replaced_file(tmp_path / "x") as fresh, replaced(tmp_path / "y") as folder:
+            seen |= {fresh, str(folder)}
+    assert len(seen) == 6
+    assert not any(f".{os.getpid()}" in name for name in seen)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(fresh_disk: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory="8MiB", disk=fresh_disk)
+    folder, file = fresh_disk / "results", fresh_disk / "file"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years")
+    file.write_text("x")
+    with pytest.raises(protrain.DiskError, match=r"holds files that are no checkpoint, such as 'thesis\.tex'"):
+        protrain.save(model, optimizer, folder)
+    with pytest.raises(protrain.DiskError, match="is a file"):
+        protrain.save(model, optimizer, file)
+    assert (folder / "thesis.tex").read_text() == "years"
+    assert file.read_text() == "x"
+    assert names(fresh_disk) == ["file", "results"]
+    protrain.unwrap(model)
