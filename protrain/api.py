@@ -250,13 +250,22 @@ def wrap(
             _fill(session, optimizer, param_init_fn, weights)
         session.hooks.install(session)
         ours = Optimizer(session, optimizer)
-    except BaseException:
-        session.close()
+    except BaseException as error:
+        _close_unfinished(session, error)
         raise
     model.__dict__[KEY] = session
     _open.add(session)
     session.engine.seek(0)
     return model, ours
+
+
+def _close_unfinished(session: Session, error: BaseException) -> None:
+    """The parameters are in memory again after a wrap that failed, as far as the disk gives them back."""
+    try:
+        session.close()
+    except DiskError as second:
+        error.add_note(f"protrain: the model's parameters cannot be read back from the disk either ({second}): make it anew")
+        session.close(restore=False)
 
 
 def _fill(

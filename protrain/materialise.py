@@ -16,7 +16,7 @@ from torch import nn
 
 from .counting import uncounted
 from .errors import PlanError
-from .parameters import DisableTorchFunction
+from .parameters import DisableTorchFunction, release
 from .precision import has_master, write_master
 from .session import Session
 from .sizes import MIB
@@ -90,6 +90,7 @@ class Filler:
         self.left = [set(members) for members in session.layout.members]
         self.open: set[int] = set()
         self.written: set[int] = set()
+        self._originals: dict[int, dict[int, torch.Tensor]] = {}  # of chunks that are not written yet
 
     def enter(self, number: int) -> None:
         """Parameter `number` is a view of real memory that can be filled when this returns."""
@@ -100,6 +101,7 @@ class Filler:
             session.engine.demand(chunk)
         else:
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
+            self._originals[chunk] = originals
             session.engine.begin_fill(chunk)
             make_real(session, chunk)
             session.residency.bind(chunk)
@@ -146,8 +148,19 @@ class Filler:
         self.left[chunk].discard(number)
         if chunk in self.open and not self.left[chunk]:
             self.session.engine.end_fill(chunk)
+            del self._originals[chunk]
             self.open.discard(chunk)
             self.written.add(chunk)
+
+    def give_back(self) -> None:
+        """The disk failed: the parameters of chunks that were not written have again the values that they came with."""
+        for chunk, originals in self._originals.items():
+            self.session.residency.unbind(chunk)
+            for number, original in originals.items():
+                if original.device.type != "meta":
+                    with DisableTorchFunction():
+                        self.session.params[number].data = original
+                    release(self.session.params[number])
 
 
 def make_real(session: Session, chunk: int) -> None:
@@ -165,9 +178,13 @@ def make_real(session: Session, chunk: int) -> None:
 def from_memory(session: Session) -> None:
     """Copy parameters that are there already."""
     filler = Filler(session)
-    for entry in session.layout.entries:
-        filler.enter(entry.index)
-        filler.leave(entry.index)
+    try:
+        for entry in session.layout.entries:
+            filler.enter(entry.index)
+            filler.leave(entry.index)
+    except BaseException:
+        filler.give_back()
+        raise
 
 
 def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -> None:

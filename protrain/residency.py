@@ -52,6 +52,10 @@ class Residency:
         for chunk in range(self._layout.n_chunks):
             self.bind(chunk)
 
+    def unbind(self, chunk: int) -> None:
+        """The chunk has no place any more; its parameters are the caller's."""
+        self._bases.pop(chunk, None)
+
     def unbind_all(self) -> None:
         """Parameters keep their shapes over one shared element, so that slots can go."""
         nothing = torch.zeros((), dtype=self._layout.dtype)

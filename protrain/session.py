@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 
 from . import _core, changes
 from .counting import counted
+from .errors import BudgetError, DiskError
 from .fitting import Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
 from .homes import Homes
@@ -122,6 +124,7 @@ class Session:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine.use_account(True)
         self.residency.release_node()
+        self.homes.settle()
         changes.check_parameters(self.wrapped)
         changes.adopt(self.values)
         self.gradients.leftover()  # what was dropped is known while its chunk is still in memory
@@ -185,9 +188,12 @@ class Session:
             self.clock.end_step(self.steps)
         timed, self._began = self._began is not None, None
         self.homes.adjust_headroom()
-        self.fitter.replan_measured()
-        if timed:
-            self.pacer.after_step(self._shapes, self.step_seconds, self.updates.seconds, self.updates.bytes)
+        try:
+            self.fitter.replan_measured()
+            if timed:
+                self.pacer.after_step(self._shapes, self.step_seconds, self.updates.seconds, self.updates.bytes)
+        except (DiskError, BudgetError) as error:  # the step is made all the same
+            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=4)
         self.engine.seek(0)
         self.engine.use_account(False)
         return norm
@@ -240,13 +246,14 @@ class Session:
         if self.closed:
             return
         self.forget()
+        self.homes.settle()
+        # All are read before anything changes: a disk that fails leaves a model that is wrapped.
+        values = [(self.params[number], self.values.get(number)) for number in self.residency.bound()] if restore else []
         self.hooks.remove()
-        if restore:
-            for number in self.residency.bound():
-                value, p = self.values.get(number), self.params[number]
-                with DisableTorchFunction():
-                    p.data = value
-                release(p)
+        for p, value in values:
+            with DisableTorchFunction():
+                p.data = value
+            release(p)
         self.residency.forget()
         self.closed = True
         self.clock.close()

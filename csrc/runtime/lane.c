@@ -393,7 +393,7 @@ static bool start_piece(ptn_engine *engine) {
 static void note_failure(ptn_engine *engine, piece *piece) {
   if (piece->status == PTN_OK) return;
   piece->job->failed = true;
-  if (engine->lane_status != PTN_OK) return;
+  if (engine->lane_status != PTN_OK || piece->job->cancelled) return; /* nobody needs what was read ahead in vain */
   engine->lane_status = piece->status;
   engine->lane_error = piece->error;
 }

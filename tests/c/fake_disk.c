@@ -1,0 +1,143 @@
+/* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
+ *
+ * Calls about the store's file (made with O_TMPFILE, or under the store's name) and, for write and fsync, about files that are being
+ * written beside their target, are numbered by kind from the moment of disk_tell on. Those from first to last go wrong; all others
+ * are the kernel's. The program asks by ctypes.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SHOWN __attribute__((visibility("default")))
+
+enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, KINDS };
+enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST, MOST_FILES = 4096, PAGE_BYTES = 4096 };
+
+static struct {
+  _Atomic int kind, fault, sys_errno;
+  _Atomic long first, last, counts[KINDS];
+  _Atomic bool ours[MOST_FILES]; /* the store's files, by their number */
+} disk;
+
+SHOWN void disk_tell(int kind, int fault, int sys_errno, long first, long last);
+SHOWN long disk_count(int kind);
+SHOWN ssize_t write(int fd, const void *memory, size_t bytes);
+SHOWN int fsync(int fd);
+
+void disk_tell(int kind, int fault, int sys_errno, long first, long last) {
+  atomic_store(&disk.kind, -1);
+  for (int i = 0; i < KINDS; i++) atomic_store(&disk.counts[i], 0);
+  atomic_store(&disk.fault, fault);
+  atomic_store(&disk.sys_errno, sys_errno);
+  atomic_store(&disk.first, first);
+  atomic_store(&disk.last, last);
+  atomic_store(&disk.kind, kind);
+}
+
+long disk_count(int kind) { return atomic_load(&disk.counts[kind]); }
+
+static int fault_of(int kind) {
+  long number = atomic_fetch_add(&disk.counts[kind], 1) + 1;
+  bool chosen = atomic_load(&disk.kind) == kind && number >= atomic_load(&disk.first) && number <= atomic_load(&disk.last);
+  int fault = chosen ? atomic_load(&disk.fault) : NONE;
+  if (fault == LATE) nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  return fault == LATE ? NONE : fault;
+}
+
+static int failed(void) {
+  errno = atomic_load(&disk.sys_errno);
+  return -1;
+}
+
+static bool is_ours(int fd) { return fd >= 0 && fd < MOST_FILES && atomic_load(&disk.ours[fd]); }
+
+/* A file that will take its target's name when it is whole. */
+static bool is_partial(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  if (length <= 0) return false;
+  path[length] = 0;
+  return strstr(path, ".partial") != NULL;
+}
+
+static size_t half(size_t bytes) { return bytes > PAGE_BYTES ? bytes / 2 / PAGE_BYTES * PAGE_BYTES : 512; }
+
+/* ---- calls ---- */
+
+SHOWN int openat(int folder, const char *path, int flags, ...) {
+  va_list arguments;
+  va_start(arguments, flags);
+  mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  bool ours = (flags & O_TMPFILE) == O_TMPFILE || strncmp(path, ".protrain-store-", 16) == 0;
+  if (ours && fault_of(OPENAT) == FAIL) return failed();
+  int fd = (int)syscall(SYS_openat, folder, path, flags, mode);
+  if (fd >= 0 && fd < MOST_FILES) atomic_store(&disk.ours[fd], ours);
+  return fd;
+}
+
+SHOWN int close(int fd) {
+  if (fd >= 0 && fd < MOST_FILES) atomic_store(&disk.ours[fd], false);
+  return (int)syscall(SYS_close, fd);
+}
+
+SHOWN ssize_t pread(int fd, void *memory, size_t bytes, off_t offset) {
+  int fault = is_ours(fd) ? fault_of(PREAD) : NONE;
+  if (fault == FAIL) return failed();
+  if (fault == NOTHING) return 0;
+  ssize_t moved = syscall(SYS_pread64, fd, memory, bytes, offset);
+  if (fault == WRONG && moved > 0) ((unsigned char *)memory)[moved / 3] ^= 4;
+  return fault == SHORT && moved > 0 ? (ssize_t)half(bytes) : moved;
+}
+
+static ssize_t write_wrong(int fd, const void *memory, size_t bytes, off_t offset) {
+  unsigned char *other = aligned_alloc(PAGE_BYTES, bytes);
+  if (!other) abort();
+  memcpy(other, memory, bytes);
+  other[bytes / 3] ^= 4;
+  ssize_t moved = syscall(SYS_pwrite64, fd, other, bytes, offset);
+  free(other);
+  return moved;
+}
+
+SHOWN ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
+  int fault = is_ours(fd) ? fault_of(PWRITE) : NONE;
+  if (fault == FAIL) return failed();
+  if (fault == NOTHING) return 0;
+  if (fault == LOST) return (ssize_t)bytes;
+  if (fault == WRONG) return write_wrong(fd, memory, bytes, offset);
+  return syscall(SYS_pwrite64, fd, memory, fault == SHORT ? half(bytes) : bytes, offset);
+}
+
+SHOWN int fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  if (is_ours(fd) && fault_of(FALLOCATE) == FAIL) return failed();
+  return (int)syscall(SYS_fallocate, fd, mode, offset, bytes);
+}
+
+SHOWN int ftruncate(int fd, off_t bytes) {
+  if (is_ours(fd) && fault_of(FTRUNCATE) == FAIL) return failed();
+  return (int)syscall(SYS_ftruncate, fd, bytes);
+}
+
+ssize_t write(int fd, const void *memory, size_t bytes) {
+  int fault = atomic_load(&disk.kind) == WRITE && is_partial(fd) ? fault_of(WRITE) : NONE;
+  if (fault == FAIL) return failed();
+  return syscall(SYS_write, fd, memory, fault == SHORT ? (bytes + 1) / 2 : bytes);
+}
+
+int fsync(int fd) {
+  if (atomic_load(&disk.kind) == FSYNC && is_partial(fd) && fault_of(FSYNC) == FAIL) return failed();
+  return (int)syscall(SYS_fsync, fd);
+}

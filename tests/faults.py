@@ -1,0 +1,460 @@
+"""Every call that training, saving and loading make to the disk goes wrong once, in every way that a disk has.
+
+    python tests/faults.py --share 1 --seed 1
+
+A model with its chunks on disk trains beside one of plain torch. Before each step, save, load, wrap or unwrap the disk (fake_disk.c,
+which stands before the C library) is told which call fails, and how: an errno, a short transfer, nothing, a late answer, a wrong bit,
+a write that was not made. What must hold each time: what can be made good is made good, and the bits are plain torch's; anything
+else is a DiskError with path, errno and bytes, after which the model is what it was after its last complete step, and the same
+step made again gives plain torch's loss. Figures are printed as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+MIB = 1 << 20
+MEMORY = 9 * MIB  # of 25 MiB of states
+KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync")
+FAULTS = ("none", "fail", "short", "nothing", "late", "wrong", "lost")
+
+
+class Fault(NamedTuple):
+    """A way for a call of some kind to go wrong. harmless: it can be made good, and is. lie: nothing is said."""
+
+    kind: str
+    fault: str
+    number: int = 0
+    harmless: bool = False
+    lie: bool = False
+
+
+STEP_FAULTS = (
+    Fault("pread", "fail", errno.EIO),
+    Fault("pread", "fail", errno.EINTR, harmless=True),
+    Fault("pread", "short", harmless=True),
+    Fault("pread", "nothing"),
+    Fault("pread", "late", harmless=True),
+    Fault("pread", "wrong", lie=True),
+    Fault("pwrite", "fail", errno.EIO),
+    Fault("pwrite", "fail", errno.ENOSPC),
+    Fault("pwrite", "fail", errno.EINTR, harmless=True),
+    Fault("pwrite", "short", harmless=True),
+    Fault("pwrite", "nothing"),
+    Fault("pwrite", "late", harmless=True),
+    Fault("pwrite", "wrong", lie=True),
+    Fault("pwrite", "lost", lie=True),
+    Fault("fallocate", "fail", errno.ENOSPC),
+    Fault("fallocate", "fail", errno.EINTR, harmless=True),
+    Fault("ftruncate", "fail", errno.EIO, harmless=True),  # what is not given back is used again
+)
+SAVE_FAULTS = (
+    Fault("pread", "fail", errno.EIO),
+    Fault("pread", "wrong", lie=True),
+    Fault("write", "fail", errno.ENOSPC),
+    Fault("write", "short", harmless=True),
+    Fault("write", "fail", errno.EINTR, harmless=True),
+    Fault("fsync", "fail", errno.EIO),
+)
+WRAP_FAULTS = (
+    Fault("openat", "fail", errno.EACCES),
+    Fault("openat", "fail", errno.ENOSPC),
+    Fault("fallocate", "fail", errno.ENOSPC),
+    Fault("pwrite", "fail", errno.EIO),
+    Fault("pread", "fail", errno.EIO),
+)
+
+
+class Disk:
+    """The library that stands before the C library in this process."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        self._library.disk_count.restype = ctypes.c_long
+        self._library.disk_tell.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+    def tell(self, fault: Fault, first: int, last: int) -> None:
+        self._library.disk_tell(KINDS.index(fault.kind), FAULTS.index(fault.fault), fault.number, first, last)
+
+    def calm(self) -> None:
+        self._library.disk_tell(-1, 0, 0, 0, 0)
+
+    def count(self, kind: str) -> int:
+        """Calls of a kind since it was last told something."""
+        return int(self._library.disk_count(KINDS.index(kind)))
+
+
+class Model(nn.Module):
+    """Ten blocks, called with rows of 128: what a block saves is large enough for the stash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.Tanh(), nn.Linear(512, 128), nn.LayerNorm(128)) for _ in range(10)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def same_states(ours: Any, plain: Any) -> bool:
+    """Of two optimizers."""
+    one, other = ours.state_dict()["state"], plain.state_dict()["state"]
+    return all(torch.equal(one[key][name], value) for key in other for name, value in other[key].items())
+
+
+class Pair:
+    """A model of plain torch and one that is wrapped, which make the same steps."""
+
+    def __init__(self, disk: Disk, folder: Path, passes: int, options: dict[str, Any], found: Counter[str]) -> None:
+        import protrain
+
+        self.protrain, self.disk, self.folder, self.passes, self.found = protrain, disk, folder, passes, found
+        self.store = folder / "store"
+        self.store.mkdir(exist_ok=True)
+        self.clip = options.get("max_grad_norm")
+        self.options = {"memory": MEMORY, "disk": self.store, **options}
+        self.plain: Any = Model()
+        self.plain_optimizer = adamw(self.plain)
+        self.steps = 0
+        self.wrap(Model())
+
+    def wrap(self, model: Any) -> None:
+        self.model, self.optimizer = self.protrain.wrap(model, adamw(model), **self.options)
+
+    def batches(self) -> list[torch.Tensor]:
+        return [
+            torch.randn(128, 128, generator=torch.Generator().manual_seed(1000 * self.steps + number))
+            for number in range(self.passes)
+        ]
+
+    def step_plain(self) -> list[float]:
+        losses = []
+        for x in self.batches():
+            loss = self.plain(x)
+            loss.backward()
+            losses.append(loss.item())
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.clip)
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        return losses
+
+    def step(self) -> list[float]:
+        losses = []
+        for x in self.batches():
+            loss = self.model(x)
+            loss.backward()
+            losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def check_error(self, error: Exception, fault: Fault, path: Path | None = None) -> None:
+        """It is a DiskError that says where, why and how much."""
+        path = path or self.store
+        assert isinstance(error, self.protrain.DiskError), f"{type(error).__name__}: {error}"
+        wanted = {errno.EBADMSG} if fault.lie else {fault.number} if fault.number else {errno.ENODATA, errno.ENOSPC}
+        assert error.errno in wanted, f"errno {error.errno}, not {wanted}: {error}"
+        assert str(path) in str(error), f"names no path: {error}"
+        assert str(error.filename).startswith(str(path)), error.filename
+        assert fault.kind in ("write", "fsync", "openat") or error.asked_bytes > 0, f"says no bytes: {error}"
+        assert "\n" not in str(error)
+
+    def one_step(self, fault: Fault, first: int, last: int) -> bool:
+        """A step with these calls going wrong, and what must hold after it. Returns whether the calls came."""
+        before = bits(self.plain)
+        expected = self.step_plain()
+        self.disk.tell(fault, first, last)
+        failed = False
+        try:
+            losses = self.step()
+        except Exception as error:
+            self.disk.calm()
+            assert not fault.harmless, f"{type(error).__name__}: {error}"
+            self.check_error(error, fault)
+            failed = True
+        if failed:  # outside of the handler: there the error would still hold the step's tensors
+            assert bits(self.model) == before, "the parameters are not those of the last complete step"
+            self.optimizer.zero_grad()
+            losses = self.step()
+        came = first > 0 and (failed or self.disk.count(fault.kind) >= first)
+        self.disk.calm()
+        assert losses == expected, f"losses {losses}, plain torch has {expected}"
+        self.steps += 1
+        self.found["raised" if failed else "made good"] += came
+        return came
+
+    def check_all(self) -> None:
+        """Parameters and states are plain torch's."""
+        assert bits(self.model) == bits(self.plain), "parameters differ"
+        assert same_states(self.optimizer, self.plain_optimizer), "states differ"
+
+
+def chosen(count: int, share: float, chance: random.Random) -> list[int]:
+    """So many of 1 to count as the share says, one of each equal part of them."""
+    wanted = max(1, min(count, round(count * share)))
+    return [1 + int((part + chance.random()) * count / wanted) for part in range(wanted)] if count else []
+
+
+class Run:
+    """All faults of one configuration."""
+
+    def __init__(self, folder: Path, share: float, seed: int, lies: bool) -> None:
+        self.folder, self.share, self.lies = folder, share, lies
+        self.chance = random.Random(seed)
+        self.disk = Disk()
+        self.found: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
+
+    def note(self, where: str, fault: Fault, came: bool) -> None:
+        name = errno.errorcode.get(fault.number, "") if fault.number else fault.fault
+        self.injected[f"{where} {fault.kind} {name}"] += came
+
+    def told(self, fault: Fault) -> bool:
+        return self.lies or not fault.lie
+
+    def counted(self, kinds: tuple[str, ...], work: Callable[[], Any]) -> dict[str, int]:
+        """How many calls of each kind work() makes."""
+        counts = {}
+        for kind in kinds:
+            self.disk.tell(Fault(kind, "none"), 0, 0)
+            work()
+            counts[kind] = self.disk.count(kind)
+            self.disk.calm()
+        return counts
+
+    def train(self, where: str, passes: int, options: dict[str, Any]) -> None:
+        pair = Pair(self.disk, self.folder, passes, options, self.found)
+        none = Fault("pread", "none")
+        for _ in range(5):
+            pair.one_step(none, 0, 0)
+        counts = {kind: 0 for kind in KINDS}
+        for _ in range(2):
+            self.disk.tell(none, 0, 0)
+            pair.step_plain()
+            pair.step()
+            pair.steps += 1
+            counts = {kind: max(counts[kind], self.disk.count(kind)) for kind in KINDS}
+        self.disk.calm()
+        for fault in filter(self.told, STEP_FAULTS):
+            for first in chosen(counts[fault.kind], self.share, self.chance):
+                try:
+                    self.note(where, fault, pair.one_step(fault, first, first))
+                except BaseException as error:
+                    error.add_note(f"{where}: call {first} of {counts[fault.kind]}, {fault}")
+                    raise
+            pair.check_all()
+        for fault in (Fault("pread", "fail", errno.EIO), Fault("pwrite", "fail", errno.ENOSPC)):  # the disk is gone for a step
+            pair.one_step(fault, 1, 1 << 40)
+        pair.check_all()
+        self.protrain_unwrap(pair)
+        self.saves(where, pair)
+
+    def begins(self, rounds: int) -> None:
+        """The first steps, in which homes move: a disk that fails there, or is gone for that step."""
+        none, last_step = Fault("pread", "none"), 3
+        faults = [fault for fault in STEP_FAULTS if not fault.lie and not fault.harmless]
+        counts: list[dict[str, int]] = []
+        for number in range(rounds + 1):
+            pair = Pair(self.disk, self.folder, 1, {}, self.found)
+            fault, step = self.chance.choice(faults), self.chance.randrange(last_step)
+            for now in range(last_step):
+                if number == 0:
+                    self.disk.tell(none, 0, 0)
+                    assert pair.step() == pair.step_plain()
+                    pair.steps += 1
+                    counts.append({kind: self.disk.count(kind) for kind in KINDS})
+                    continue
+                count = counts[step][fault.kind]
+                first = 1 + self.chance.randrange(count) if now == step and count else 0
+                first = 1 if fault.kind == "fallocate" and now == step else first
+                last = self.chance.choice((first, 1 << 40)) if first else 0  # once, or from then on
+                try:
+                    self.note("begin", fault, pair.one_step(fault, first, last))
+                except BaseException as error:
+                    error.add_note(f"round {number}, step {now}: calls {first} to {last} of {count}, {fault}")
+                    raise
+            pair.check_all()
+            pair.protrain.unwrap(pair.model)
+            assert bits(pair.model) == bits(pair.plain)
+
+    def protrain_unwrap(self, pair: Pair) -> None:
+        """A read that fails in unwrap: the model is still wrapped, and trains."""
+        fault = Fault("pread", "fail", errno.EIO)
+        for first in (1, 5):
+            self.disk.tell(fault, first, first)
+            try:
+                pair.protrain.unwrap(pair.model)
+            except pair.protrain.DiskError as error:
+                self.disk.calm()
+                pair.check_error(error, fault)
+                self.note("unwrap", fault, True)
+                self.found["raised"] += 1
+            else:
+                raise AssertionError("unwrap read nothing")
+            pair.one_step(Fault("pread", "none"), 0, 0)
+        pair.check_all()
+
+    def saves(self, where: str, pair: Pair) -> None:
+        """Saving and loading: the checkpoint that was there is there, or the new one is."""
+        protrain, target = pair.protrain, self.folder / "saved" / "checkpoint"
+        protrain.save(pair.model, pair.optimizer, target)
+        counts = self.counted(("pread", "write", "fsync"), lambda: protrain.save(pair.model, pair.optimizer, target))
+        for fault in filter(self.told, SAVE_FAULTS):
+            for first in chosen(counts[fault.kind], self.share, self.chance):
+                before = (target / "protrain.json").read_bytes()
+                pair.one_step(Fault("pread", "none"), 0, 0)
+                self.disk.tell(fault, first, first)
+                try:
+                    protrain.save(pair.model, pair.optimizer, target)
+                except Exception as error:
+                    self.disk.calm()
+                    assert not fault.harmless, f"{type(error).__name__}: {error}"
+                    pair.check_error(error, fault, target if fault.kind in ("write", "fsync") else None)
+                    assert (target / "protrain.json").read_bytes() == before, "another checkpoint is there"
+                    self.found["raised"] += 1
+                else:
+                    self.found["made good"] += 1
+                    self.check_saved(pair, target)
+                self.disk.calm()
+                self.note("save", fault, True)
+                assert os.listdir(target.parent) == ["checkpoint"], f"left {os.listdir(target.parent)}"
+        protrain.save(pair.model, pair.optimizer, target)
+        self.loads(pair, target)
+
+    def check_saved(self, pair: Pair, target: Path) -> None:
+        from safetensors.torch import load_file
+
+        loaded = load_file(target / "model.safetensors")
+        assert {name: value.numpy().tobytes() for name, value in loaded.items()} == bits(pair.plain), "another model was saved"
+
+    def loads(self, pair: Pair, target: Path) -> None:
+        """A load that fails can be made again."""
+        protrain = pair.protrain
+        fault = Fault("pwrite", "fail", errno.EIO)
+        count = self.counted(("pwrite",), lambda: protrain.load(pair.model, pair.optimizer, target))["pwrite"]
+        for first in chosen(count, self.share, self.chance):
+            self.disk.tell(fault, first, first)
+            try:
+                protrain.load(pair.model, pair.optimizer, target)
+            except protrain.DiskError as error:
+                self.disk.calm()
+                pair.check_error(error, fault)
+                self.found["raised"] += 1
+                self.note("load", fault, True)
+                protrain.load(pair.model, pair.optimizer, target)
+            self.disk.calm()
+            pair.one_step(Fault("pread", "none"), 0, 0)
+            protrain.save(pair.model, pair.optimizer, target)
+        pair.check_all()
+        protrain.unwrap(pair.model)
+        assert bits(pair.model) == bits(pair.plain)
+
+    def wraps(self) -> None:
+        """A wrap that fails leaves an ordinary model, which can be wrapped when the disk is well."""
+        import protrain
+
+        store = self.folder / "store"
+
+        def wrap(model: Any) -> None:
+            protrain.wrap(model, adamw(model), memory=MEMORY, disk=store)
+
+        models = [Model() for _ in WRAP_FAULTS]
+        for model, fault in zip(models, WRAP_FAULTS, strict=True):
+            before = bits(model)
+            count = self.counted((fault.kind,), partial(wrap, model))[fault.kind]
+            protrain.unwrap(model)
+            for first in chosen(count, self.share, self.chance):
+                last = 1 << 40 if fault.kind == "fallocate" else first  # one that asks for less comes after it
+                self.disk.tell(fault, first, last)
+                try:
+                    wrap(model)
+                except Exception as error:
+                    self.disk.calm()
+                    assert isinstance(error, protrain.DiskError), f"{fault}, call {first}: {type(error).__name__}: {error}"
+                    assert error.errno == fault.number
+                    assert str(store) in str(error)
+                else:
+                    raise AssertionError(f"{fault}, call {first} of {count}: nothing was raised")
+                self.found["raised"] += 1
+                self.note("wrap", fault, True)
+                assert bits(model) == before, f"{fault}, call {first}: the model is another one"
+                assert all(type(p) is nn.Parameter for p in model.parameters())
+                model(torch.ones(2, 128)).backward()
+                model.zero_grad()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--share", type=float, default=1.0, help="of the calls of each kind that go wrong, spread evenly")
+    words.add_argument("--begins", type=int, default=100, help="models whose first steps meet a fault")
+    words.add_argument("--seed", type=int, default=1)
+    words.add_argument("--no-lies", action="store_true", help="no wrong bytes")
+    given = words.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    import protrain
+
+    work = Path(tempfile.mkdtemp(dir=os.environ.get("PROTRAIN_DISK")))
+    run = Run(work, given.share, given.seed, not given.no_lies)
+    modes = ["swap", "checkpoint_swap", "swap", "checkpoint", "swap"] * 2
+    run.train("swap", 1, {"block_modes": modes})
+    files, threads = open_files(), threading.active_count()
+    run.train("clip", 2, {"accumulate": 2, "max_grad_norm": 0.5})
+    run.begins(given.begins)
+    run.wraps()
+    assert open_files() <= files, f"{open_files()} files are open, {files} were"
+    assert threading.active_count() <= threads
+    assert not list((work / "store").iterdir())
+    live = protrain._core.memory_stats()["live_bytes"]
+    shutil.rmtree(work)
+    print(
+        json.dumps(
+            {
+                "faults": sum(run.injected.values()),
+                "kinds": dict(sorted(run.injected.items())),
+                **run.found,
+                "live_bytes": live,
+                "seed": given.seed,
+                "seconds": round(time.monotonic() - began),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
