@@ -8,6 +8,9 @@ TORCH ?= 2.13.0
 DEMO ?= train --model gpt2-demo --memory 340MiB --seq 128 --batch 1 --steps 50 --out demo-model
 # What `make bench` runs, after $(VENV)/bin/protrain bench.
 BENCH ?= step
+# How long `make soak` tries each kind of random input.
+SOAK_SECONDS ?= 3600
+soak: export PROTRAIN_FUZZ_SECONDS = $(SOAK_SECONDS)
 # More words for pytest: make test PYTEST="-k adam".
 PYTEST ?=
 # The interpreter that VENV is made from: the one it already has, else python3.
@@ -29,7 +32,7 @@ C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo build test lint format bench dist clean preflight
+.PHONY: help demo build test lint format bench soak dist clean preflight
 
 help: ## say what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +61,10 @@ format: $(DEV_STAMP) ## put style right, in place
 
 bench: build ## measure this machine and protrain on it
 	@$(BIN)/protrain bench $(BENCH)
+
+soak: build $(DEV_STAMP) ## faults, crashes, leaks and random input for a night; SOAK_SECONDS=60 shortens it
+	@$(BIN)/python -m pytest -q tests/test_c.py -k 'fuzz or disk_space or engine_faults'
+	@$(BIN)/python tests/soak.py
 
 dist: $(RUN_STAMP) $(DEV_STAMP) ## make the source archive and, from it, the wheel, in dist/
 	@mkdir -p build && rm -rf dist

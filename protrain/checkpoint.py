@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from .errors import DiskError, PlanError
 from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
+from .reading import open_file, parse, shown
 from .replacing import clear_leftovers, replaced
 from .session import Session
 from .statefiles import check_states, states_of
@@ -132,14 +134,73 @@ def _read_about(folder: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=2, filename=path)
     try:
-        with open(path) as file:
-            about = json.load(file)
-        if about["format"] != FORMAT:
-            raise ValueError(f"format {about['format']} is not {FORMAT}")
-    except (ValueError, KeyError, TypeError) as error:
+        with open_file(path) as file:
+            about = parse(file.read())
+        if not isinstance(about, dict):
+            raise ValueError("it is no object")
+        if about.get("format") != FORMAT:
+            raise ValueError(f"format {shown(about.get('format'))} is not {FORMAT}")
+        _check_about(about)
+    except OSError as error:
+        raise DiskError(f"{path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=path) from None
+    except ValueError as error:
         raise PlanError(f"{path} is no checkpoint of this version: {error}") from error
-    found: dict[str, Any] = about
-    return found
+    return about
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _check_about(about: dict[str, Any]) -> None:
+    """Raises ValueError where a value is not what `save` writes."""
+    groups, steps = about.get("param_groups"), about.get("param_steps")
+    if not isinstance(about.get("optimizer"), str) or not _is_count(about.get("steps")):
+        raise ValueError("optimizer is no name, or steps no count")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("param_groups is no list of objects")
+    if not isinstance(steps, dict) or not all(map(_is_count, steps.values())):
+        raise ValueError("param_steps is no object of counts")
+    state = about.get("torch_random_state")
+    if not isinstance(state, str):
+        raise ValueError("torch_random_state is no text")
+    try:
+        torch.Generator().set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8).clone())
+    except (ValueError, RuntimeError, TypeError):
+        raise ValueError("torch_random_state is none") from None
+
+
+def _check_groups(path: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raises PlanError where a saved group has what ours has not, or a value of another kind."""
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        for key, value in theirs.items():
+            if key == "params" or (key not in ours and key not in _OF_SCHEDULERS):
+                raise PlanError(f"{path}: param_groups[{number}] has {shown(key)}, which groups of this optimizer have not")
+            if not _alike(value, _plain(ours.get(key))):
+                raise PlanError(f"{path}: param_groups[{number}] has {key} = {shown(value)}, of another kind than ours")
+
+
+#: Keys that learning-rate schedulers add to groups.
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+def _alike(value: Any, ours: Any) -> bool:
+    """Whether a value may stand where ours stands: None anywhere, numbers for numbers, text for text, lists as long for lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return isinstance(ours, float) and not math.isfinite(ours)
+    if value is None or ours is None:
+        return value is None or type(value) in (bool, int, float, str) or _all_numbers(value)
+    if isinstance(ours, bool) or isinstance(value, bool):
+        return isinstance(ours, bool) and isinstance(value, bool)
+    if isinstance(ours, int | float):
+        return isinstance(value, int | float) and abs(value) < 1 << 62
+    if isinstance(ours, list):
+        return _all_numbers(value) and len(value) == len(ours)
+    return type(value) is type(ours)
+
+
+def _all_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) in (int, float) and abs(item) < 1 << 62 for item in value)
 
 
 class _Files:
@@ -178,15 +239,19 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     clear_leftovers(folder)
     about = _read_about(folder)
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
-    groups = about["param_groups"]
+    groups: list[dict[str, Any]] = about["param_groups"]
     if about["optimizer"] != session.wrapped.kind.__name__ or len(groups) != len(session.wrapped.groups):
-        raise PlanError(f"{folder} is of {about['optimizer']} with {len(groups)} groups, the optimizer is another")
+        raise PlanError(f"{folder} is of {about['optimizer'][:40]} with {len(groups)} groups, the optimizer is another")
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
+    _check_groups(folder, groups, session.wrapped.groups)
     bring = None
     if session.foreign is not None:
-        bring = check_states(session, about["optimizer_state"], states.where.__contains__, states.tensor)
+        bring = check_states(session, about["optimizer_state"], states.shape, states.tensor)
     buffers = {name: b for name, b in model.named_buffers() if weights.shape(name) is not None}
+    for name, buffer in buffers.items():
+        if weights.shape(name) != tuple(buffer.shape):
+            raise PlanError(f"{folder}: buffer {name} is of shape {weights.shape(name)}, the model's is of {tuple(buffer.shape)}")
     wanted: list[tuple[int, int, _Files, str]] = []
     for entry in session.layout.entries:
         wanted.append((entry.index, 0, weights, entry.name))

@@ -27,7 +27,6 @@ evenly. The files that ship lie in protrain/machines; any other is given by its 
 
 from __future__ import annotations
 
-import math
 import tomllib
 import types
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import PlanError
 from .profiles import Machine, Speed
+from .reading import MOST_INT, shown
 
 #: The types whose peaks a file may give.
 DTYPES = ("fp32", "bf16", "fp16")
@@ -220,17 +220,17 @@ class _Reader:
         allowed, words = _DRAG if of is Drag else _RANGES.get(name, _POSITIVE)
         wanted = "a whole number" if kind is int else "a number"
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-            raise self.fail(where, f"is {value!r}; give {wanted}, {words}")
-        if not (math.isfinite(value) and allowed(value)):
-            raise self.fail(where, f"is {value!r}; it must be {words}")
+            raise self.fail(where, f"is {shown(value)}; give {wanted}, {words}")
+        if not (abs(value) < MOST_INT and allowed(value)):
+            raise self.fail(where, f"is {shown(value)}; it must be {words}, and less than {MOST_INT}")
         return value if kind is int else float(value)
 
     def rates(self, value: Any, where: str) -> dict[str, float]:
         if not isinstance(value, dict) or not value:
-            raise self.fail(f"[{where}]", f"is {value!r}; give a table of one or more of {', '.join(DTYPES)}")
+            raise self.fail(f"[{where}]", f"is {shown(value)}; give a table of one or more of {', '.join(DTYPES)}")
         for name in value:
             if name not in DTYPES:
-                raise self.fail(f"[{where}]", f"has an unknown key {name!r}; known are {', '.join(DTYPES)}")
+                raise self.fail(f"[{where}]", f"has an unknown key {shown(name)}; known are {', '.join(DTYPES)}")
         return {name: float(self.number(rate, float, name, f"[{where}] {name}", Device)) for name, rate in value.items()}
 
     def field(self, kind: Any, value: Any, name: str, where: str, of: type) -> Any:
@@ -242,7 +242,7 @@ class _Reader:
             return self.rates(value, inner)
         if kind is str:
             if not isinstance(value, str) or not value:
-                raise self.fail(place, f"is {value!r}; give a name in quotes")
+                raise self.fail(place, f"is {shown(value)}; give a name in quotes")
             return value
         if kind in (int, float):
             return self.number(value, kind, name, place, of)
@@ -250,18 +250,18 @@ class _Reader:
 
     def table(self, kind: type[Table], values: Any, where: str) -> Table:
         """A dataclass of a table: every key known, every value of its type and range, none missing."""
-        shown = f"[{where}]" if where else "the file"
+        table = f"[{where}]" if where else "the file"
         if not isinstance(values, dict):
-            raise self.fail(shown, f"is {values!r}; it must be a table")
+            raise self.fail(table, f"is {shown(values)}; it must be a table")
         hints = get_type_hints(kind)
         wanted = [f for f in fields(kind) if f.name != "source"]  # type: ignore[arg-type]
         names = [f.name for f in wanted]
         for name in values:
             if name not in names:
-                raise self.fail(shown, f"has an unknown key {name!r}; known are {', '.join(names)}")
+                raise self.fail(table, f"has an unknown key {shown(name)}; known are {', '.join(names)}")
         for f in wanted:
             if f.default is MISSING and f.name not in values:
-                raise self.fail(shown, f"lacks {f.name}; known keys are {', '.join(names)}")
+                raise self.fail(table, f"lacks {f.name}; known keys are {', '.join(names)}")
         return kind(**{name: self.field(hints[name], value, name, where, kind) for name, value in values.items()})
 
 
@@ -312,8 +312,8 @@ def load_hardware(name: str | Path, *, n_devices: int | None = None) -> Hardware
             ) from None
     try:
         values = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{source}: it is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{source}: it is not TOML: {str(error)[:200]}") from None
     read = _Reader(source)
     found = _check_whole(replace(read.table(Hardware, values, ""), source=source), read)
     return found if n_devices is None else found.with_devices(n_devices)

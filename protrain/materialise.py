@@ -5,7 +5,6 @@ The full model is never in memory at once: chunk after chunk is filled where it 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 
 from .counting import uncounted
-from .errors import PlanError
+from .errors import DiskError, PlanError
 from .parameters import DisableTorchFunction, release
 from .precision import has_master, write_master
+from .reading import open_file, parse, shown
 from .session import Session
 from .sizes import MIB
 from .tensorfiles import TensorFile
@@ -259,11 +259,22 @@ def weight_files(folder: str) -> list[str]:
 
     Raises:
         ValueError: there is none.
+        PlanError: the index is none, or names what does not lie in the folder.
+        DiskError: the index cannot be read.
     """
     index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.exists(index):
-        with open(index) as file:
-            return [os.path.join(folder, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
+    if os.path.lexists(index):
+        try:
+            with open_file(index) as file:
+                found = parse(file.read())
+            names = set(found["weight_map"].values())
+            if outside := [name for name in names if os.path.basename(name) != name or not name.endswith(".safetensors")]:
+                raise ValueError(f"it names {shown(outside[0])}, which is no safetensors file of this folder")
+        except OSError as error:
+            raise DiskError(f"{index} cannot be read: {error.strerror}", errno=error.errno or 0, filename=index) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{index} is no index of safetensors files: {error}") from None
+        return [os.path.join(folder, name) for name in sorted(names)]
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
     if not names:
         raise ValueError(f"weights: {folder} is no folder with safetensors files")

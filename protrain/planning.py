@@ -18,6 +18,7 @@ from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, pack
 from .profiles import LANES, Machine, Profile, Times
+from .reading import parse, typed
 from .sizes import format_bytes
 
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
@@ -95,15 +96,24 @@ class Plan:
             PlanError: the text is no JSON object with a plan's fields.
         """
         try:
-            values = json.loads(text)
-            known = {f.name for f in fields(cls)}
-            if not isinstance(values, dict) or set(values) - known:
-                raise ValueError(f"fields {sorted(known)} are known")
-            forecast = values.get("forecast")
-            values["forecast"] = None if forecast is None else Forecast(**forecast)
-            return cls(**values | {"block_modes": tuple(values["block_modes"])})
-        except (ValueError, KeyError, TypeError) as error:
+            found = typed(cls, parse(text))
+            found._check()
+        except ValueError as error:
             raise PlanError(f"plan: this JSON is no plan: {error}") from error
+        return found
+
+    def _check(self) -> None:
+        """Raises ValueError where its fields contradict each other."""
+        if any(mode not in MODES for mode in self.block_modes):
+            raise ValueError(f"block_modes has a mode that is none of {', '.join(MODES)}")
+        if self.chunk_bytes < 1 or not 0 <= self.n_persist <= self.n_persist + self.n_host <= self.n_chunks:
+            raise ValueError(
+                f"it has {self.n_chunks} chunks of {self.chunk_bytes} bytes, {self.n_persist} persistent and {self.n_host} in "
+                f"host memory"
+            )
+        smallest = min(getattr(self, f.name) for f in fields(self) if f.type == "int")
+        if smallest < 0:
+            raise ValueError(f"one of its numbers is {smallest}")
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ that a plan needs, here or elsewhere.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
-from .dryrun import DryRun, Phase
+from .dryrun import DryRun
 from .errors import PlanError
 from .footprint import Footprint
+from .reading import parse, typed
 
 #: In the order of csrc/profile/profile.h.
 LANES = ("upload", "offload", "gather", "disk_read", "disk_write", "update")
 VERSION = 1
+MOST_BLOCKS, MOST_STATES = 1 << 16, 64
 
 
 @dataclass(frozen=True)
@@ -107,34 +108,34 @@ class Profile:
             PlanError: the text is no JSON object with a profile's fields, or of another version.
         """
         try:
-            values = json.loads(text)
+            values = parse(text)
             if not isinstance(values, dict):
                 raise ValueError("it is no object")
             if values.pop("version", None) != VERSION:
                 raise ValueError(f"it is not of version {VERSION}")
-            run = _known(DryRun, values.pop("run"))
-            run["phases"] = tuple(Phase(**_known(Phase, phase)) for phase in run["phases"])
-            for name in ("accesses", "access_phases"):
-                run[name] = tuple(int(number) for number in run[name])
-            run["complete_phase"] = {int(chunk): int(phase) for chunk, phase in run["complete_phase"].items()}
-            machine = _known(Machine, values.pop("machine"))
-            machine |= {lane: Speed(**_known(Speed, machine[lane])) for lane in LANES if lane in machine}
-            times = Times(tuple((float(a), float(b)) for a, b in _known(Times, values.pop("times"))["phases"]))
-            parameters = tuple((int(size), int(block), bool(trained)) for size, block, trained in values.pop("parameters"))
-            if (footprint := values.pop("footprint", None)) is not None:
-                footprint = Footprint(**_known(Footprint, footprint))
-                footprint = replace(footprint, state_bytes=tuple(int(size) for size in footprint.state_bytes))
-                values["footprint"] = footprint
-            found = cls(parameters=parameters, run=DryRun(**run), times=times, machine=Machine(**machine), **_known(cls, values))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = typed(cls, values)
+            found._check()
+        except ValueError as error:
             raise PlanError(f"profile: this JSON is no profile: {error}") from error
-        if len(found.times.phases) != len(found.run.phases):
-            raise PlanError(f"profile: it has times of {len(found.times.phases)} phases, and {len(found.run.phases)} phases")
         return found
 
-
-def _known(kind: type, values: Any) -> dict[str, Any]:
-    names = {f.name for f in fields(kind)}
-    if not isinstance(values, dict) or set(values) - names:
-        raise ValueError(f"a {kind.__name__} has the fields {sorted(names)}")
-    return dict(values)
+    def _check(self) -> None:
+        """Raises ValueError where its parts contradict each other."""
+        run, n_phases = self.run, len(self.run.phases)
+        if len(self.times.phases) != n_phases:
+            raise ValueError(f"it has times of {len(self.times.phases)} phases, and {n_phases} phases")
+        if len(run.access_phases) != len(run.accesses):
+            raise ValueError(f"it has {len(run.accesses)} accesses, and phases of {len(run.access_phases)}")
+        if not all(0 <= phase < n_phases for phase in (*run.access_phases, *run.complete_phase.values())):
+            raise ValueError(f"it names a phase that is none of its {n_phases}")
+        named = [*(block for _, block, _ in self.parameters), *(phase.block for phase in run.phases)]
+        if not 0 <= self.n_blocks <= MOST_BLOCKS or any(block >= self.n_blocks for block in named):
+            raise ValueError(
+                f"it has {self.n_blocks} blocks; its parameters or phases name others, or they are more than {MOST_BLOCKS}"
+            )
+        if self.chunk_bytes < 1 or any(size < 0 for size, _, _ in self.parameters):
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes, or a parameter of less than none")
+        if not 0 <= self.n_states <= MOST_STATES or self.n_passes < 1:
+            raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
+        if self.footprint is not None and len(self.footprint.state_bytes) != len(self.parameters):
+            raise ValueError(f"it has states of {len(self.footprint.state_bytes)} parameters, and {len(self.parameters)}")

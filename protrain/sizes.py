@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -51,20 +52,45 @@ def format_bytes(value: float) -> str:
     return f"{int(value)} bytes"
 
 
-def _cgroup_free_bytes() -> int | None:
-    """What the memory control group of this process still allows; None where there is no limit."""
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+def _groups(listing: str, root: str) -> Iterator[tuple[str, str, str]]:
+    """(folder, name of the limit, name of the usage) of the memory control groups that this process is in, its own and those
+    above, of either version."""
+    for line in listing.splitlines():
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = os.path.join(root, "memory") if controllers else root
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        parts = [part for part in path.split("/") if part not in ("", "..")]  # above the root of the namespace nothing is seen
+        for length in range(len(parts), -1, -1):
+            yield os.path.join(base, *parts[:length]), *names
+
+
+def cgroup_free_bytes(listing: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """What the memory control groups of this process still allow, with the caches of files that the kernel can drop; None where
+    there is no limit."""
+    found: list[int] = []
+    try:
+        with open(listing) as lines:
+            groups = list(_groups(lines.read(), root))
+    except OSError:
+        return None
+    for folder, limit, usage in groups:
         try:
-            with open(limit) as of_limit, open(usage) as of_usage:
-                words = of_limit.read().strip()
-                if words != "max" and int(words) < 1 << 60:
-                    return max(0, int(words) - int(of_usage.read()))
+            words = _read(folder, limit).strip()
+            if words == "max" or int(words) >= 1 << 60:
+                continue
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder, "memory.stat"), re.MULTILINE)
+            used = int(_read(folder, usage)) - (int(cache[1]) if cache else 0)
+            found.append(max(0, int(words) - max(0, used)))
         except (OSError, ValueError):
             continue
-    return None
+    return min(found, default=None)
+
+
+def _read(folder: str, name: str) -> str:
+    with open(os.path.join(folder, name)) as file:
+        return file.read()
 
 
 def free_memory_bytes() -> int:
@@ -74,7 +100,7 @@ def free_memory_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * KIB
-    group = _cgroup_free_bytes()
+    group = cgroup_free_bytes()
     return available if group is None else min(available, group)
 
 

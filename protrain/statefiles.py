@@ -16,6 +16,7 @@ import torch
 from .counting import uncounted
 from .errors import PlanError
 from .parking import Tree, is_plain, tensors_of
+from .reading import shown
 from .tensorfiles import SAVED_TYPES, Entry
 
 if TYPE_CHECKING:
@@ -63,15 +64,24 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Tree:
         return value
     if "tensor" in value:
         found = tensor(value["tensor"])
-        if found is None or "stride" not in value:
+        if "stride" not in value:
             return found
-        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
+        _check_stride(value["stride"], found)
+        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device=found.device).copy_(found)
     ((kind, content),) = value.items()
     if kind == "dict":
         return {key: _decode(item, tensor) for key, item in content}
     if kind == "float":
         return float(content)
     return {"list": list, "tuple": tuple}[kind](_decode(item, tensor) for item in content)
+
+
+def _check_stride(stride: Any, tensor: torch.Tensor) -> None:
+    """Raises ValueError where a tensor of this stride would take more memory than it has elements."""
+    if not isinstance(stride, list) or len(stride) != tensor.dim() or not all(type(step) is int and step >= 0 for step in stride):
+        raise ValueError("a stride is no list of whole numbers, one for each dimension")
+    if tensor.numel() and sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True)) >= tensor.numel():
+        raise ValueError("a stride reaches further than its tensor has elements")
 
 
 def _read(value: Any, tensor: Callable[[str], torch.Tensor]) -> Tree:
@@ -114,11 +124,11 @@ def states_of(session: Session) -> tuple[dict[str, Any], list[Entry], Iterator[t
 
 
 def check_states(
-    session: Session, saved: Any, has: Callable[[str], bool], tensor: Callable[[str], torch.Tensor]
+    session: Session, saved: Any, shape: Callable[[str], tuple[int, ...] | None], tensor: Callable[[str], torch.Tensor]
 ) -> Callable[[], None]:
     """Check what `states_of` gave, as it was read; what is returned brings it into the session.
 
-    Args: has and tensor: whether the files have a tensor of a name, and that tensor.
+    Args: shape and tensor: of a name in the files; None where they have none.
 
     Raises:
         PlanError: it is of another model or optimizer, or a tensor is missing.
@@ -127,21 +137,22 @@ def check_states(
     assert foreign is not None
     numbers = {session.layout.entries[number].name: number for number in foreign.numbers()}
 
-    def look(name: str) -> None:
-        if not has(name):
-            raise PlanError(f"checkpoint: tensor {name} of the optimizer is missing")
+    def look(name: str) -> torch.Tensor:
+        if not isinstance(name, str) or (found := shape(name)) is None:
+            raise PlanError(f"checkpoint: tensor {shown(name)} of the optimizer is missing")
+        return torch.empty(found, device="meta")
 
     try:
         for owner, value in saved["params"].items():
             if owner not in numbers:
-                raise PlanError(f"checkpoint: the optimizer has no parameter {owner}")
+                raise PlanError(f"checkpoint: the optimizer has no parameter {shown(owner)}")
             _decode(value, look)
         n_groups = len(_decode(saved["param_groups"], look))
         _decode(saved["loose"], look)
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"checkpoint: its optimizer state is none that this version writes: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise PlanError(f"checkpoint: its optimizer state is none that this version writes: {shown(str(error))}") from error
     if n_groups != len(foreign.values_of_groups()):
         raise PlanError(f"checkpoint: its optimizer has {n_groups} groups, this one {len(foreign.values_of_groups())}")
 

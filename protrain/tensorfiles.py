@@ -10,6 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ import torch
 from torch import nn
 
 from .errors import DiskError, PlanError
+from .reading import open_file, parse, shown
 
 SHARD_BYTES = 5 * 10**9
+MOST_HEADER_BYTES = 100 * 10**6  # as the format has it
+MOST_DIMENSIONS = 64  # torch's limit
 
 #: Types of tensors that a file holds, and their names there.
 SAVED_TYPES = {
@@ -134,6 +138,23 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
         os.fsync(file.fileno())
 
 
+def _described(name: str, about: Any) -> tuple[tuple[int, ...], torch.dtype, int, int]:
+    """Shape, type, begin and end of a tensor, of its entry in a header. Raises ValueError."""
+    if not isinstance(about, dict) or set(about) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {shown(name)} is not described as the format has it")
+    shape, offsets, dtype = about["shape"], about["data_offsets"], about["dtype"]
+    if not isinstance(dtype, str) or dtype not in _OF_NAME:
+        raise ValueError(f"tensor {shown(name)} is of type {shown(dtype)}; known are {', '.join(_OF_NAME)}")
+    if not _sizes(shape) or len(shape) > MOST_DIMENSIONS or not _sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {shown(name)} is not described as the format has it")
+    return tuple(shape), _OF_NAME[dtype], offsets[0], offsets[1]
+
+
+def _sizes(values: Any) -> bool:
+    """Whether it is a list of whole numbers, none negative and none above 63 bits."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
 class TensorFile:
     """One safetensors file, read tensor by tensor or by rows of one. It is read, not mapped: mapped pages would count as memory
     of the process, all of the file's in the end."""
@@ -144,24 +165,36 @@ class TensorFile:
         self.entries: dict[str, Entry] = {}
         self._first: dict[str, int] = {}
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 (length,) = struct.unpack("<Q", file.read(8))
-                header: dict[str, Any] = json.loads(file.read(length)) if length <= size - 8 else {}
-                if not header:
+                if length > min(size - 8, MOST_HEADER_BYTES):
                     raise ValueError("its header is not whole")
-            for name, about in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = about["data_offsets"]
-                entry = Entry(name, tuple(about["shape"]), _OF_NAME[about["dtype"]])
-                if end - begin != entry.size_bytes or not 0 <= begin <= end <= size - 8 - length:
-                    raise ValueError(f"tensor {name} is not whole")
-                self.entries[name], self._first[name] = entry, 8 + length + begin
+                self._read_header(parse(file.read(length)), 8 + length, size)
         except OSError as error:
             raise DiskError(f"{path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=path) from None
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except (ValueError, struct.error) as error:
             raise PlanError(f"{path} is no whole safetensors file: {error}") from None
+
+    def _read_header(self, header: Any, data_begin: int, size: int) -> None:
+        """Raises ValueError where a tensor is not described as the format has it, lies outside of the file, or shares bytes with
+        another."""
+        if not isinstance(header, dict) or not header:
+            raise ValueError("its header is not whole")
+        ranges: list[tuple[int, int, str]] = []
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            shape, dtype, begin, end = _described(name, about)
+            entry = Entry(name, shape, dtype)
+            if not 0 <= begin <= end <= size - data_begin or end - begin != entry.size_bytes:
+                raise ValueError(f"tensor {shown(name)} is not whole")
+            self.entries[name], self._first[name] = entry, data_begin + begin
+            ranges.append((begin, end, name))
+        ranges.sort()
+        for (_, end, name), (begin, _, other) in pairwise(ranges):
+            if begin < end:
+                raise ValueError(f"tensors {shown(name)} and {shown(other)} share bytes")
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """A tensor of its own memory, or rows of it from `first` on.
@@ -175,7 +208,7 @@ class TensorFile:
         row_bytes = math.prod(self.entries[name].shape[1:]) * dtype.itemsize
         found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_file(self.path, buffering=0) as file:
                 file.seek(self._first[name] + first * row_bytes)
                 rest = memoryview(found.numpy().data)
                 while rest:
@@ -187,6 +220,8 @@ class TensorFile:
             if isinstance(error, DiskError):
                 raise
             raise DiskError(f"{self.path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=self.path) from None
+        except ValueError as error:
+            raise PlanError(f"{self.path} is no whole safetensors file: {error}") from None
         return found.view(dtype).view(shape)
 
 

@@ -8,6 +8,7 @@ mapped, since what is mapped and touched is in memory too.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.serialization import skip_data
 from torch.utils._pytree import tree_map_only
 
 from .counting import uncounted
-from .errors import DiskError
+from .errors import DiskError, PlanError
 from .replacing import replaced_file
 
 Value = Callable[[], torch.Tensor]
@@ -90,9 +91,19 @@ class OnDemand(dict[Any, Any]):
 
 
 def load_optimizer(path: str) -> dict[str, Any]:
-    """An optimizer's state dict from a file that torch.save or `save` wrote; each parameter's state is `OnDemand`."""
-    with FakeTensorMode():
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    """An optimizer's state dict from a file that torch.save or `save` wrote; each parameter's state is `OnDemand`.
+
+    Raises:
+        PlanError: the file holds something else, or more than tensors and plain values: nothing of it is run.
+    """
+    try:
+        with FakeTensorMode():
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found["state"], dict) or not all(isinstance(group, dict) for group in found["param_groups"]):
+            raise ValueError("it has no state, or no groups")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise PlanError(f"{path} holds no state of an optimizer: {why}") from error
     groups = [
         {key: tree_map_only(torch.Tensor, lambda t: _read(path, t), value) for key, value in g.items()}
         for g in found["param_groups"]
@@ -105,11 +116,15 @@ def _read(path: str, tensor: Any) -> Any:
         return tensor
     storage: Any = tensor.untyped_storage()
     with uncounted():
-        whole = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        count = storage.nbytes()
         with open(path, "rb") as file:
-            file.seek(storage._checkpoint_offset)
-            if file.readinto(whole.numpy().data) != whole.numel():
-                raise DiskError(f"{path} ends within a tensor of {whole.numel()} bytes", filename=path, asked_bytes=whole.numel())
+            begin, size = storage._checkpoint_offset, os.fstat(file.fileno()).st_size
+            if begin + count > size:  # known before there is memory for it
+                raise DiskError(f"{path} ends within a tensor of {count} bytes", filename=path, asked_bytes=count)
+            file.seek(begin)
+            whole = torch.empty(count, dtype=torch.uint8)
+            if file.readinto(whole.numpy().data) != count:
+                raise DiskError(f"{path} ends within a tensor of {count} bytes", filename=path, asked_bytes=count)
         return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

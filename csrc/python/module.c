@@ -1,4 +1,4 @@
-/* protrain._core: the module. Multi-phase init, state per module, one interpreter. */
+/* protrain._core: the module. Multi-phase init, state per module, the main interpreter alone. */
 #include <pthread.h>
 #include <string.h>
 
@@ -107,8 +107,21 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
   return PyModule_AddObjectRef(module, name, *out);
 }
 
+/* The allocator is torch's, of the whole process, and what it raises goes to the main interpreter: no other one can use it. */
+static int check_interpreter(void) {
+  int64_t number = PyInterpreterState_GetID(PyInterpreterState_Get());
+  if (number == 0) return 0;
+  if (number > 0)
+    PyErr_Format(PyExc_ImportError,
+                 "protrain can be used in the main interpreter of a process only, and this is its subinterpreter %lld: import it "
+                 "in the main one, or in a process of its own",
+                 (long long)number);
+  return -1;
+}
+
 static int exec_module(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
+  if (check_interpreter() < 0) return -1;
   ptn_torch_raise = raise_from_allocator;
   pthread_once(&watch_once, watch_forks);
   if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;

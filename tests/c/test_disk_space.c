@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "check.h"
+#include "fuzz.h"
 
 #define PAGES 4096
 #define EXTENTS 256
@@ -126,7 +126,7 @@ static void misuse_aborts(misuse misuse) {
 }
 
 int main(void) {
-  for (uint64_t seed = 1; seed <= 4; seed++) random_extents(seed);
+  fuzz("space", random_extents);
   misuse_aborts(give_twice);
   misuse_aborts(give_past_end);
   misuse_aborts(give_too_much);

@@ -1,0 +1,252 @@
+"""Disks that are full, read-only or gone, and limits of the system: each with its message, and the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import TIGHT, Chain, inputs, steps
+from twins import adamw, bits
+
+import protrain
+from protrain.sizes import cgroup_free_bytes
+
+MIB = 1 << 20
+
+
+def state_of(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: bits(value) for name, value in model.state_dict().items()}
+
+
+def wrap(disk: Path, **options: Any) -> tuple[Any, Any]:
+    model: Any = Chain()
+    return protrain.wrap(model, adamw(model), memory=TIGHT, disk=disk, **options)
+
+
+def plain(count: int) -> list[Any]:
+    """Losses of so many steps in plain torch."""
+    model = Chain()
+    return steps(inputs(count))(model, adamw(model), True)
+
+
+@contextlib.contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def refused(error: Any, number: int, path: Path, words: str) -> None:
+    assert error.errno == number, f"{error.errno}: {error}"
+    assert str(error.filename).startswith(str(path))
+    assert str(path) in str(error)
+    assert re.search(words, str(error)), str(error)
+    assert "\n" not in str(error)
+
+
+# ---- limits of the process ----
+
+
+def test_a_limit_of_file_sizes(fresh_disk: Path) -> None:
+    """In wrap, in a step that needs more room, and in save: told each time; when the limit is gone all goes on."""
+    expected = plain(3)
+    with limited(resource.RLIMIT_FSIZE, MIB), pytest.raises(protrain.DiskError) as caught:
+        wrap(fresh_disk)
+    refused(caught.value, errno.EFBIG, fresh_disk, r"\d+ bytes.*limit")
+    assert caught.value.asked_bytes > 0
+    model, optimizer = wrap(fresh_disk)
+    assert steps(inputs(1))(model, optimizer, False) == expected[:1]
+    target = fresh_disk / "checkpoint"
+    protrain.save(model, optimizer, target)
+    saved = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert steps(inputs(2)[1:])(model, optimizer, False) == expected[1:2]
+    with limited(resource.RLIMIT_FSIZE, MIB), pytest.raises(protrain.DiskError, match="File too large") as caught:
+        protrain.save(model, optimizer, target)
+    refused(caught.value, errno.EFBIG, target, "saving to")
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == saved
+    assert os.listdir(fresh_disk) == ["checkpoint"]
+    assert steps(inputs(3)[2:])(model, optimizer, False) == expected[2:]
+    protrain.unwrap(model)
+
+
+def test_a_limit_of_descriptors(fresh_disk: Path) -> None:
+    """No descriptor is left for the store's file: nothing was changed, and nothing stays open."""
+    model: Any = Chain()
+    before = state_of(model)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    with limited(resource.RLIMIT_NOFILE, free), pytest.raises(protrain.DiskError) as caught:
+        protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    refused(caught.value, errno.EMFILE, fresh_disk, "Too many open files")
+    assert state_of(model) == before
+    again = os.open("/dev/null", os.O_RDONLY)
+    os.close(again)
+    assert again == free
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    protrain.unwrap(model)
+    assert state_of(model) == before
+
+
+def test_no_locked_memory_is_needed(fresh_disk: Path) -> None:
+    with limited(resource.RLIMIT_MEMLOCK, 0):
+        model, optimizer = wrap(fresh_disk)
+        found = steps(inputs(2))(model, optimizer, False)
+        protrain.unwrap(model)
+    assert found == plain(2)
+
+
+def test_a_limit_of_address_space(fresh_disk: Path) -> None:
+    """The system has no memory although the budget would allow it: an error of its own; without the limit training goes on."""
+    model, optimizer = wrap(fresh_disk)
+    losses = steps(inputs(1))(model, optimizer, False)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    session = protrain.session_of(model)
+    session.engine.use_account(False)
+    with limited(resource.RLIMIT_AS, taken + 64 * MIB), pytest.raises(protrain.OutOfMemoryError, match=r"\d+ bytes"):
+        torch.empty(1 << 42, dtype=torch.uint8)
+    losses += steps(inputs(2)[1:])(model, optimizer, False)
+    protrain.unwrap(model)
+    assert losses == plain(2)
+
+
+def test_budgets_know_control_groups(tmp_path: Path) -> None:
+    """The smallest room of the process's own group and of those above, in both versions; caches of files are no use of memory."""
+
+    def group(path: str, limit: str, usage: int, cache: int, names: tuple[str, str], stat: str) -> None:
+        folder = tmp_path / "fs" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{stat} {cache}\n")
+
+    def room(listing: str) -> int | None:
+        (tmp_path / "cgroup").write_text(listing)
+        return cgroup_free_bytes(str(tmp_path / "cgroup"), str(tmp_path / "fs"))
+
+    second, first = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group("a.slice/b.scope", "max", 10, 0, second, "inactive_file")
+    group("a.slice", str(8 * MIB), 5 * MIB, MIB, second, "inactive_file")
+    assert room("0::/a.slice/b.scope\n") == 4 * MIB
+    assert room("0::/\n") is None
+    assert room("0::/elsewhere\n") is None
+    assert room("0::/../../a.slice\n") == 4 * MIB
+    group("a.slice/b.scope", str(3 * MIB), 5 * MIB, 0, second, "inactive_file")
+    assert room("0::/a.slice/b.scope\n") == 0
+    group("memory/jobs/one", str(6 * MIB), 2 * MIB, 0, first, "total_inactive_file")
+    group("memory", str(1 << 62), 0, 0, first, "total_inactive_file")
+    assert room("5:cpu,cpuacct:/jobs/one\n4:memory:/jobs/one\n0::/\n") == 4 * MIB
+    assert room("4:memory:/\n") is None
+    assert room("") is None
+    assert cgroup_free_bytes(str(tmp_path / "missing")) is None
+
+
+# ---- folders ----
+
+
+def test_a_folder_that_vanishes(fresh_disk: Path) -> None:
+    """The store needs no name; what is saved makes its folder anew."""
+    disk, target = fresh_disk / "disk", fresh_disk / "gone" / "checkpoint"
+    model, optimizer = wrap(disk)
+    losses = steps(inputs(1))(model, optimizer, False)
+    disk.rmdir()
+    losses += steps(inputs(2)[1:])(model, optimizer, False)
+    protrain.save(model, optimizer, target)
+    with pytest.raises(protrain.DiskError, match="no checkpoint") as caught:
+        protrain.load(model, optimizer, fresh_disk / "never")
+    refused(caught.value, errno.ENOENT, fresh_disk / "never", "missing")
+    protrain.unwrap(model)
+    assert (target / "model.safetensors").is_file()
+    assert losses == plain(2)
+
+
+def test_a_folder_in_memory_is_refused() -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    with pytest.raises(protrain.DiskError) as caught:
+        wrap(Path("/dev/shm"))
+    refused(caught.value, errno.ENOTSUP, Path("/dev/shm"), "is a tmpfs.*name a folder on a disk")
+
+
+Mount = Callable[..., Path]
+
+
+@pytest.fixture
+def mount(fresh_disk: Path) -> Iterator[Mount]:
+    """Mounts a small ext4 of its own; needs root and a loop device."""
+    mounted: list[Path] = []
+
+    def make(size: int, *options: str) -> Path:
+        image, point = fresh_disk / f"image{len(mounted)}", fresh_disk / f"mount{len(mounted)}"
+        point.mkdir()
+        image.touch()
+        os.truncate(image, size)
+        try:
+            subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True, capture_output=True)
+            words = ",".join(("loop", *options))
+            subprocess.run(["mount", "-o", words, str(image), str(point)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+        mounted.append(point)
+        return point
+
+    yield make
+    for point in mounted:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_full_disk(mount: Mount, fresh_disk: Path) -> None:
+    """In wrap and in save: what was there stays, and when there is room all goes on."""
+    folder = mount(96 * MIB)
+    filler = folder / "filler"
+    target = folder / "checkpoint"
+    model: Any = Chain()
+    before = state_of(model)
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(MIB)):
+            pass
+    with pytest.raises(protrain.DiskError) as caught:
+        protrain.wrap(model, adamw(model), memory=TIGHT, disk=folder)
+    refused(caught.value, errno.ENOSPC, folder, r"(?s)\d+ bytes.*No space left")
+    assert state_of(model) == before
+    filler.unlink()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.save(model, optimizer, target)
+    saved = {path.name: path.read_bytes() for path in target.iterdir()}
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(MIB)):
+            pass
+    with pytest.raises(protrain.DiskError) as caught:
+        protrain.save(model, optimizer, target)
+    refused(caught.value, errno.ENOSPC, target, "No space left")
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == saved
+    assert not [name for name in os.listdir(folder) if name.endswith(".partial")]
+    filler.unlink()
+    protrain.save(model, optimizer, target)
+    protrain.unwrap(model)
+
+
+def test_a_read_only_disk(mount: Mount, fresh_disk: Path) -> None:
+    folder = mount(16 * MIB, "ro")
+    model, optimizer = wrap(fresh_disk)
+    before = state_of(model)
+    with pytest.raises(protrain.DiskError) as caught:
+        protrain.save(model, optimizer, folder / "checkpoint")
+    refused(caught.value, errno.EROFS, folder, "Read-only file system")
+    assert state_of(model) == before
+    protrain.unwrap(model)
+    with pytest.raises(protrain.DiskError) as caught:
+        wrap(folder)
+    refused(caught.value, errno.EROFS, folder, "Read-only file system.*name a folder that can be written")
