@@ -185,22 +185,24 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "b
 
 
 def _alike(value: Any, ours: Any) -> bool:
-    """Whether a value may stand where ours stands: None anywhere, numbers for numbers, text for text, lists as long for lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return isinstance(ours, float) and not math.isfinite(ours)
-    if value is None or ours is None:
-        return value is None or type(value) in (bool, int, float, str) or _all_numbers(value)
-    if isinstance(ours, bool) or isinstance(value, bool):
-        return isinstance(ours, bool) and isinstance(value, bool)
-    if isinstance(ours, int | float):
-        return isinstance(value, int | float) and abs(value) < 1 << 62
+    """Whether a value may stand where ours stands: a number for a number, text for text, a list for one as long; where ours is
+    None, or has no such key, None or numbers."""
     if isinstance(ours, list):
-        return _all_numbers(value) and len(value) == len(ours)
-    return type(value) is type(ours)
+        return isinstance(value, list) and len(value) == len(ours) and all(map(_alike, value, ours))
+    if ours is None:
+        return (
+            value is None
+            or isinstance(value, bool)
+            or _is_number(value)
+            or (isinstance(value, list) and all(map(_is_number, value)))
+        )
+    if isinstance(ours, int | float) and not isinstance(ours, bool):
+        return _is_number(value) or (isinstance(value, float) and not math.isfinite(ours))
+    return type(value) is type(ours) or (value is None and isinstance(ours, bool))
 
 
-def _all_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) in (int, float) and abs(item) < 1 << 62 for item in value)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1 << 62
 
 
 class _Files:

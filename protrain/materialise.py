@@ -267,14 +267,14 @@ def weight_files(folder: str) -> list[str]:
         try:
             with open_file(index) as file:
                 found = parse(file.read())
-            names = set(found["weight_map"].values())
-            if outside := [name for name in names if os.path.basename(name) != name or not name.endswith(".safetensors")]:
+            listed = set(found["weight_map"].values())
+            if outside := [name for name in listed if os.path.basename(name) != name or not name.endswith(".safetensors")]:
                 raise ValueError(f"it names {shown(outside[0])}, which is no safetensors file of this folder")
         except OSError as error:
             raise DiskError(f"{index} cannot be read: {error.strerror}", errno=error.errno or 0, filename=index) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{index} is no index of safetensors files: {error}") from None
-        return [os.path.join(folder, name) for name in sorted(names)]
+        return [os.path.join(folder, name) for name in sorted(listed)]
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
     if not names:
         raise ValueError(f"weights: {folder} is no folder with safetensors files")

@@ -36,20 +36,20 @@ from torch import nn
 import protrain
 
 MIB = 1 << 20
-MEMORY = 6 * MIB  # of 15 MiB of states
+MEMORY = 4 * MIB  # of 6.3 MiB of states
 STEPS = 6
 PHASES = ("wrap", "load", "first step", "training", "save", "unwrap")
 PATIENCE_SECONDS = 120.0
 
 
 class Model(nn.Module):
-    """Twelve blocks, called with rows of 128."""
+    """Six blocks, called with rows of 128."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128), nn.LayerNorm(128)) for _ in range(12)
+            nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128), nn.LayerNorm(128)) for _ in range(6)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def warm_up(disk: Path) -> None:
     protrain.unwrap(model)
 
 
-def live(tell: Callable[[Any], None], disk: Path, folder: Path, stop: Path) -> None:
+def live(tell: Callable[[Any], None], disk: Path, folder: Path, stop: Path, pause_seconds: float = 0) -> None:
     """Wrap, load, train and save after each step, unwrap, again; until killed, or until `stop` is there."""
     torch.set_num_threads(1)
     losses: dict[int, float] = {}
@@ -197,6 +197,7 @@ def live(tell: Callable[[Any], None], disk: Path, folder: Path, stop: Path) -> N
             tell("save")
             protrain.save(model, optimizer, folder)
             tell(number + 1)
+            time.sleep(pause_seconds)
         tell("unwrap")
         protrain.unwrap(model)
         tell(losses)
@@ -246,7 +247,7 @@ class Crashes:
         self.expected = in_child(reference)
         chance = random.Random(self.seed)
         never, stop = self.work / "never", self.work / "stop"
-        with Child(lambda tell: live(tell, disk, folder.parent / "neighbour", stop)) as neighbour:
+        with Child(lambda tell: live(tell, disk, folder.parent / "neighbour", stop, 0.05)) as neighbour:
             for number in range(count):
                 phase = PHASES[number % len(PHASES)]
                 fraction = chance.random()

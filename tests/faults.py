@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 MIB = 1 << 20
-MEMORY = 9 * MIB  # of 25 MiB of states
+MEMORY = 7 * MIB  # of 13 MiB of states
 KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync")
 FAULTS = ("none", "fail", "short", "nothing", "late", "wrong", "lost")
 
@@ -103,13 +103,13 @@ class Disk:
 
 
 class Model(nn.Module):
-    """Ten blocks, called with rows of 128: what a block saves is large enough for the stash."""
+    """Six blocks, called with rows of 128: what a block saves is large enough for the stash."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 512), nn.Tanh(), nn.Linear(512, 128), nn.LayerNorm(128)) for _ in range(10)
+            nn.Sequential(nn.Linear(128, 512), nn.Tanh(), nn.Linear(512, 128), nn.LayerNorm(128)) for _ in range(6)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -425,7 +425,7 @@ def main() -> None:
 
     work = Path(tempfile.mkdtemp(dir=os.environ.get("PROTRAIN_DISK")))
     run = Run(work, given.share, given.seed, not given.no_lies)
-    modes = ["swap", "checkpoint_swap", "swap", "checkpoint", "swap"] * 2
+    modes = ["swap", "checkpoint_swap", "swap", "checkpoint", "swap", "swap"]
     run.train("swap", 1, {"block_modes": modes})
     files, threads = open_files(), threading.active_count()
     run.train("clip", 2, {"accumulate": 2, "max_grad_norm": 0.5})

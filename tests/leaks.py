@@ -26,7 +26,7 @@ from protrain import _core
 MIB = 1 << 20
 SETTLED = 4  # rounds, and parts of the steps, that fill caches
 GROWTH_BYTES = 12 * MIB  # of resident memory that is no leak: the allocators of C and Python keep what they had
-MODES = ["swap", "checkpoint", "checkpoint_swap", "keep"] * 3
+MODES = ["swap", "checkpoint", "checkpoint_swap", "keep", "swap", "checkpoint"]
 
 
 def resident_bytes() -> int:
