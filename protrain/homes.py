@@ -3,12 +3,10 @@ it needs to know of the plan: the ring, what may wait for the update lane, the r
 
 Homes move between two steps alone, one chunk at a time, those that leave memory first, so that the others find room. A disk that
 fails on the way leaves each chunk in one home or the other, and the model goes back to the arrangement that it had; where that
-fails too, before it is used again (`settle`). Nothing is decided here: see fitting.py and pacing.py.
+fails too, before any parameter is used again (`settle`). Nothing is decided here: see fitting.py and pacing.py.
 """
 
 from __future__ import annotations
-
-import contextlib
 
 from . import _core
 from .errors import Error
@@ -27,7 +25,7 @@ class Homes:
         self.arrangement = arrangement
         self._wrapped, self._engine, self._residency, self._runner = wrapped, engine, residency, runner
         self._goal = self._headroom = 0  # bytes: see _set_goal
-        self._settled = True  # the arrangement is carried out: False while homes move
+        self.settled = True  # parameters lie where the arrangement has them; False while homes move
 
     def begin_fill(self) -> None:
         """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
@@ -46,7 +44,7 @@ class Homes:
         """
         old, engine = self.arrangement, self._engine
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
-        if self._settled and same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
+        if self.settled and same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
             self._use(arrangement)
             self._set_order()
             self._to_memory(arrangement)
@@ -57,8 +55,10 @@ class Homes:
         try:
             self._move(arrangement)
         except BaseException:
-            with contextlib.suppress(Error):  # the first error tells; what is not done now is done by settle
+            try:
                 self._move(old)
+            except Error:  # the first one tells; what is not done now is done by settle
+                self._residency.watch_all()
             raise
 
     def settle(self) -> None:
@@ -67,12 +67,12 @@ class Homes:
         Raises:
             DiskError, BudgetError: it still cannot be.
         """
-        if not self._settled:
+        if not self.settled:
             self._move(self.arrangement)
 
     def _move(self, arrangement: Arrangement) -> None:
         engine, foreign = self._engine, self._wrapped.foreign
-        self._settled = False
+        self.settled = False
         self._residency.unbind_all()
         engine.drop_slots()
         engine.drop_ring()
@@ -88,7 +88,7 @@ class Homes:
         self._use(arrangement)
         self._set_slots()
         self._residency.bind_all()
-        self._settled = True
+        self.settled = True
 
     def _to_memory(self, arrangement: Arrangement) -> None:
         """State comes now, not at the first update: what is free in the first step tells of the others."""

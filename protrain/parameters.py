@@ -68,6 +68,9 @@ class Owner(Protocol):
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
 
+    def has_place(self, number: int) -> bool:
+        """Whether the parameter has memory; it has none where homes could not be moved, there or back."""
+
     def set_data(self, number: int, value: torch.Tensor) -> None:
         """As `p.data = value`."""
 
@@ -101,6 +104,8 @@ class ChunkTensor:
         if func is torch.autograd.grad and not any(True for _ in _chunk_tensors(args[:1])):
             return _grad(*args, **kwargs)
         if func in _LAZY_VIEWS:
+            if not owner.has_place(number):
+                return owner.value(number)
             with DisableTorchFunction():
                 return mark_views(func(*args, **kwargs), owner, [number])
         if any(tensor._protrain[0] is not owner for tensor in found):

@@ -64,6 +64,11 @@ class Residency:
                 p.data = nothing.expand(p.shape)
         self.forget()
 
+    def watch_all(self) -> None:
+        """Parameters have no place: each use of one, also of those in memory, turns to the session first."""
+        for number, p in enumerate(self._params):
+            enchain(p, self._owner, number)
+
     def forget(self) -> None:
         """Slots and homes go, wherever parameters lie now."""
         self._bases.clear()

@@ -265,6 +265,8 @@ class Session:
     def call(
         self, func: Callable[..., Any], found: list[Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self.homes.settled:
+            self.homes.settle()
         return self.runner.call(func, found, numbers, args, kwargs)
 
     def check_grad_access(self, number: int, drops: bool) -> None:
@@ -272,6 +274,9 @@ class Session:
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         return self.residency.owner_of_memory(tensor, numbers)
+
+    def has_place(self, number: int) -> bool:
+        return self.residency.address(number) is not None
 
     def set_data(self, number: int, value: torch.Tensor) -> None:
         changes.set_data(self.values, number, value)

@@ -41,8 +41,8 @@ def test_constructions_that_fail(name: str, fresh_disk: Path) -> None:
 def one_round(disk: Path, modes: list[str], ends: str) -> None:
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory="64MiB", disk=disk, block_modes=modes)
-    steps(inputs(1, rows=256))(model, optimizer, False)
-    loss = model(inputs(1, rows=256)[0])
+    steps(inputs(1, rows=64))(model, optimizer, False)
+    loss = model(inputs(1, rows=64)[0])
     if ends == "dropped":
         del loss, model, optimizer
         return
@@ -60,7 +60,7 @@ def test_rounds_of_training(ends: str, fresh_disk: Path) -> None:
     modes = ["swap", "checkpoint_swap"] * 4
     one_round(fresh_disk, modes, ends)
     before = counts()
-    for _ in range(3):
+    for _ in range(2):
         one_round(fresh_disk, modes, ends)
     assert counts() == before
 
