@@ -63,7 +63,7 @@ bench: build ## measure this machine and protrain on it
 	@$(BIN)/protrain bench $(BENCH)
 
 soak: build $(DEV_STAMP) ## faults, crashes, leaks and random input for a night; SOAK_SECONDS=60 shortens it
-	@$(BIN)/python -m pytest -q tests/test_c.py -k 'fuzz or disk_space or engine_faults'
+	@$(BIN)/python -m pytest -q tests/test_c.py -k 'fuzz or disk_space or step_faults'
 	@$(BIN)/python tests/soak.py
 
 dist: $(RUN_STAMP) $(DEV_STAMP) ## make the source archive and, from it, the wheel, in dist/

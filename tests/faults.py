@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
+import gc
 import json
 import os
 import random
@@ -141,7 +142,7 @@ class Pair:
         self.protrain, self.disk, self.folder, self.passes, self.found = protrain, disk, folder, passes, found
         self.store = folder / "store"
         self.store.mkdir(exist_ok=True)
-        self.clip = options.get("max_grad_norm")
+        self.own_options, self.clip = options, options.get("max_grad_norm")
         self.options = {"memory": MEMORY, "disk": self.store, **options}
         self.plain: Any = Model()
         self.plain_optimizer = adamw(self.plain)
@@ -234,8 +235,8 @@ def chosen(count: int, share: float, chance: random.Random) -> list[int]:
 class Run:
     """All faults of one configuration."""
 
-    def __init__(self, folder: Path, share: float, seed: int, lies: bool) -> None:
-        self.folder, self.share, self.lies = folder, share, lies
+    def __init__(self, folder: Path, share: float, seed: int) -> None:
+        self.folder, self.share = folder, share
         self.chance = random.Random(seed)
         self.disk = Disk()
         self.found: Counter[str] = Counter()
@@ -244,9 +245,6 @@ class Run:
     def note(self, where: str, fault: Fault, came: bool) -> None:
         name = errno.errorcode.get(fault.number, "") if fault.number else fault.fault
         self.injected[f"{where} {fault.kind} {name}"] += came
-
-    def told(self, fault: Fault) -> bool:
-        return self.lies or not fault.lie
 
     def counted(self, kinds: tuple[str, ...], work: Callable[[], Any]) -> dict[str, int]:
         """How many calls of each kind work() makes."""
@@ -271,9 +269,12 @@ class Run:
             pair.steps += 1
             counts = {kind: max(counts[kind], self.disk.count(kind)) for kind in KINDS}
         self.disk.calm()
-        for fault in filter(self.told, STEP_FAULTS):
+        for fault in STEP_FAULTS:
             for first in chosen(counts[fault.kind], self.share, self.chance):
                 try:
+                    if fault.lie and fault.kind == "pwrite":
+                        pair = self.lost_write(where, pair, fault, first)
+                        continue
                     self.note(where, fault, pair.one_step(fault, first, first))
                 except BaseException as error:
                     error.add_note(f"{where}: call {first} of {counts[fault.kind]}, {fault}")
@@ -284,6 +285,34 @@ class Run:
         pair.check_all()
         self.protrain_unwrap(pair)
         self.saves(where, pair)
+
+    def lost_write(self, where: str, pair: Pair, fault: Fault, first: int) -> Pair:
+        """What was not written as told is lost: sooner or later somebody reads it and is told so, or nobody needs it any more.
+        Returns the pair to go on with."""
+
+        def steps() -> None:
+            for number in range(2):
+                expected, losses = pair.step_plain(), pair.step()
+                if number == 0:
+                    self.disk.calm()
+                assert losses == expected, f"losses {losses}, plain torch has {expected}"
+                pair.steps += 1
+            pair.check_all()
+
+        self.disk.tell(fault, first, first)
+        noticed = pair.caught(fault, steps)
+        self.found["raised" if noticed else "made good"] += 1
+        self.note(where, fault, True)
+        if not noticed:
+            return pair
+        passes, options = pair.passes, pair.own_options
+        pair.optimizer.zero_grad()  # the step is given up: what is allocated now counts in no budget
+        pair.model = pair.optimizer = None
+        gc.collect()
+        fresh = Pair(self.disk, self.folder, passes, options, self.found)
+        for _ in range(3):
+            fresh.one_step(Fault("pread", "none"), 0, 0)
+        return fresh
 
     def begins(self, rounds: int) -> None:
         """The first steps, in which homes move: a disk that fails there, or is gone for that step."""
@@ -329,7 +358,7 @@ class Run:
         protrain, target = pair.protrain, self.folder / "saved" / "checkpoint"
         protrain.save(pair.model, pair.optimizer, target)
         counts = self.counted(("pread", "write", "fsync"), lambda: protrain.save(pair.model, pair.optimizer, target))
-        for fault in filter(self.told, SAVE_FAULTS):
+        for fault in SAVE_FAULTS:
             for first in chosen(counts[fault.kind], self.share, self.chance):
                 before = (target / "protrain.json").read_bytes()
                 pair.one_step(Fault("pread", "none"), 0, 0)
@@ -417,14 +446,13 @@ def main() -> None:
     words.add_argument("--share", type=float, default=1.0, help="of the calls of each kind that go wrong, spread evenly")
     words.add_argument("--begins", type=int, default=100, help="models whose first steps meet a fault")
     words.add_argument("--seed", type=int, default=1)
-    words.add_argument("--no-lies", action="store_true", help="no wrong bytes")
     given = words.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     import protrain
 
     work = Path(tempfile.mkdtemp(dir=os.environ.get("PROTRAIN_DISK")))
-    run = Run(work, given.share, given.seed, not given.no_lies)
+    run = Run(work, given.share, given.seed)
     modes = ["swap", "checkpoint_swap", "swap", "checkpoint", "swap", "swap"]
     run.train("swap", 1, {"block_modes": modes})
     files, threads = open_files(), threading.active_count()

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 COMPILER = shlex.split(os.environ.get("CC", "gcc"))
 
 PROGRAMS = [
-    ["tests/faults.py", "--share", "1", "--begins", "300", "--no-lies"],
+    ["tests/faults.py", "--share", "1", "--begins", "300"],
     ["tests/crashes.py", "--runs", "200"],
     ["tests/leaks.py", "--rounds", "50", "--steps", "1000"],
     ["benchmarks/soak.py", "--steps", "1000"],
