@@ -3,11 +3,12 @@
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
 of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
 its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the lane, which the clocks of threads tell
-within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT` times
-the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
-times. On a quiet machine that is known better than the expectation, on a busy one it says nothing: so the two are joined with
-weights by their uncertainty. The result is at least the team's share of the lane's processor time where no core is free, and at
-most `MOST_DRAG` times that time.
+within a few percent, on a busy machine too; of checksums, which run for longer at a time, about once that time. Where a core is
+free, nothing need be lost. That is expected, to within `DOUBT` times the processor time. What is seen is how much longer the same
+computation takes beside the lane than alone, in turns, several times. On a quiet machine that is known better than the
+expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at least the
+lane's processor time where no core is free, since the team waits for the member that was set aside, and at most `MOST_DRAG` times
+that time.
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
@@ -50,6 +51,7 @@ MOST_SECONDS = 1.5
 #: The update lane sleeps so many times as long as a piece took it: most of the time it waits for the disk.
 LANE_REST = 3.0
 UPDATE_PASSES = 16
+CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
 EXPECTED_DRAG = 3.5
 DOUBT = 1.5
@@ -102,6 +104,7 @@ class _Counts(NamedTuple):
     work_bytes: int
     work_busy_ns: int
     work_processor_ns: int
+    checksum_ns: int  # among those of the disk's threads
 
 
 def _between(before: _Counts, after: _Counts) -> _Counts:
@@ -159,6 +162,7 @@ class _Lane:
     moved_bytes: Callable[[_Counts], int]
     busy_ns: Callable[[_Counts], int]
     processor: Callable[[_Counts], tuple[int, int]]  # time in ns, and the bytes that it was for
+    checksum_ns: Callable[[_Counts], float] = lambda _: 0.0  # of processor time, for a byte
     beside: list[_Segment] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)  # seconds of compute, in each of these
     idle: list[_Segment] = field(default_factory=list)
@@ -167,10 +171,19 @@ class _Lane:
         counts = _sum(segment.counts for segment in segments)
         return self.moved_bytes(counts) / self.busy_ns(counts) * 1e9
 
+    def _counts(self) -> _Counts:
+        return _sum(segment.whole for segment in self.beside + self.idle)
+
+    @property
+    def checksum_seconds_per_byte(self) -> float:
+        return self.checksum_ns(self._counts()) / 1e9
+
     @property
     def processor_seconds_per_byte(self) -> float:
-        nanoseconds, size = self.processor(_sum(segment.whole for segment in self.beside + self.idle))
-        return nanoseconds / size / 1e9
+        """But for checksums."""
+        counts = self._counts()
+        nanoseconds, size = self.processor(counts)
+        return (nanoseconds / size - self.checksum_ns(counts)) / 1e9
 
 
 def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool) -> _Lane:
@@ -179,6 +192,7 @@ def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool) -> _Lane:
         lambda counts: counts.read_bytes * reads + counts.write_bytes * writes,
         lambda counts: counts.at_ns,
         lambda counts: (counts.disk_processor_ns, counts.disk_processor_bytes),
+        lambda counts: counts.checksum_ns / max(counts.read_bytes + counts.write_bytes, 1),
     )
 
 
@@ -205,7 +219,8 @@ class _Calibration:
         self.compute.fit(max(SEGMENT_SECONDS, slow))
         self.idle_seconds = max(IDLE_SECONDS, slow)
         threads = torch.get_num_threads()
-        self.threads = threads if threads >= len(os.sched_getaffinity(0)) else 0  # 0: a core is free
+        self.full = threads >= len(os.sched_getaffinity(0))  # no core is free
+        self.colder = 0.0  # seconds a byte, see _measure_cold
 
     def run(self) -> Machine:
         begin = time.perf_counter()
@@ -259,10 +274,16 @@ class _Calibration:
 
     # ---- conclusions ----
 
+    def _measure_cold(self) -> None:
+        """By how much checksums of what a model writes take longer: that was made long ago, and this lies in a cache."""
+        cold_ns = median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES)))
+        self.colder = max(cold_ns / 1e9 - self.write.checksum_seconds_per_byte, 0.0)
+
     def _drag(self, lane: _Lane) -> float:
         """Seconds of compute lost for each byte: see the head of this file."""
-        processor = lane.processor_seconds_per_byte
-        expected, least = (EXPECTED_DRAG * processor, processor / self.threads) if self.threads else (0.0, 0.0)
+        checksums = lane.checksum_seconds_per_byte + (self.colder if lane is self.write else 0.0)
+        processor = lane.processor_seconds_per_byte + checksums
+        expected, least = (EXPECTED_DRAG * (processor - checksums) + checksums, processor) if self.full else (0.0, 0.0)
         seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
         doubt, noise = DOUBT * processor, self._noise(lane, seen)
         weight = doubt**2 / (doubt**2 + noise**2)
@@ -279,6 +300,7 @@ class _Calibration:
         return 1.86 * spread / math.sqrt(len(seen))  # from a median of distances to the standard error of a median
 
     def _machine(self) -> Machine:
+        self._measure_cold()
         speeds = [
             Speed(lane.bytes_per_second(lane.beside), lane.bytes_per_second(lane.idle), self._drag(lane))
             for lane in (self.read, self.write, self.update)

@@ -148,25 +148,25 @@ def test_a_disk_without_room_is_an_error_and_not_remembered(fresh_disk: Path) ->
 
 def test_expectation_and_measurement_are_joined_by_their_uncertainty(bench: _core.MachineBench) -> None:
     found = calibration._Calibration(bench)
-    counts = calibration._Counts(1000, 0, 0, 0, 0, 100, 1000, 1000)  # 100 bytes, 10 ns of a processor for each
+    counts = calibration._Counts(1000, 0, 0, 0, 0, 100, 1000, 1000, 0)  # 100 bytes, 10 ns of a processor for each
 
-    def drag(lost: list[float], alone: list[float], threads: int) -> float:
+    def drag(lost: list[float], alone: list[float], full: bool) -> float:
         lane = calibration._update_lane(bench)
         lane.beside = [calibration._Segment(1.0, counts, counts)] * len(lost)
-        lane.lost, found.alone, found.threads = [value * 1e-9 * 100 for value in lost], [value * 1e-9 for value in alone], threads
+        lane.lost, found.alone, found.full = [value * 1e-9 * 100 for value in lost], [value * 1e-9 for value in alone], full
         return found._drag(lane) * 1e9
 
     quiet, loud = [1000.0] * 6, [1000.0, 9000.0] * 3
-    assert drag([12.0] * 5, quiet, 2) == pytest.approx(12)  # well measured: as measured
-    assert drag([12.0] * 5, quiet, 0) == pytest.approx(12)
-    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 2) == pytest.approx(35, abs=0.1)  # noise: as expected
-    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, 0) == pytest.approx(0, abs=0.1)  # a free core: nothing
-    assert drag([-3.0] * 5, quiet, 4) == pytest.approx(2.5)  # never less than the team's share
-    assert drag([-3.0] * 5, quiet, 0) == 0
-    assert drag([500.0] * 5, quiet, 2) == pytest.approx(60)  # nor more than six times the lane's own time
-    between = drag([14.0, 10.0, 18.0, 12.0, 16.0], quiet, 2)
+    assert drag([12.0] * 5, quiet, True) == pytest.approx(12)  # well measured: as measured
+    assert drag([12.0] * 5, quiet, False) == pytest.approx(12)
+    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, True) == pytest.approx(35, abs=0.1)  # noise: as expected
+    assert drag([900.0, -900.0, 12.0, 700.0, -800.0], loud, False) == pytest.approx(0, abs=0.1)  # a free core: nothing
+    assert drag([-3.0] * 5, quiet, True) == pytest.approx(10)  # never less than the lane's own time
+    assert drag([-3.0] * 5, quiet, False) == 0
+    assert drag([500.0] * 5, quiet, True) == pytest.approx(60)  # nor more than six times the lane's own time
+    between = drag([14.0, 10.0, 18.0, 12.0, 16.0], quiet, True)
     assert 14 < between < 35
-    assert drag([14.0] * 5, [1000.0, 3000.0] * 3, 2) > between  # few values that agree by chance
+    assert drag([14.0] * 5, [1000.0, 3000.0] * 3, True) > between  # few values that agree by chance
 
 
 # ---- the bench ----
@@ -180,6 +180,7 @@ def test_the_bench_runs_one_thing_at_a_time(bench: _core.MachineBench) -> None:
         lambda: bench.start_disk(False, True),
         lambda: bench.start_update(1.0),
         bench.update_in_memory,
+        bench.checksums,
     ):
         with pytest.raises(RuntimeError, match="stop"):
             start()
@@ -199,6 +200,9 @@ def test_the_bench_runs_one_thing_at_a_time(bench: _core.MachineBench) -> None:
     assert after[7] > before[7]
     size, spent = bench.update_in_memory()
     assert size == 3 * MIB
+    assert spent > 0
+    size, spent = bench.checksums()
+    assert size == 4 * MIB
     assert spent > 0
     bench.close()
     bench.close()

@@ -24,6 +24,7 @@ typedef struct ptn_traffic_count {
   /* Processor time of the store's threads, and the bytes that it was spent on: all but those of each thread's first request. */
   int64_t processor_ns;
   uint64_t processor_bytes;
+  int64_t checksum_ns; /* of processor time: checksums, of all bytes */
 } ptn_traffic_count;
 
 /* Requests of request_bytes, so many at a time as memory has room for: as lanes do, several are in flight. They go through

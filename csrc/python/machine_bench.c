@@ -5,12 +5,14 @@
  * an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
  *
  * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
- * of the caches first, and once more within the measured time: large memory would have to be written back too. Where a processor has
- * no instruction for that, the figure is a cache's.
+ * of the caches first, and once more within the measured time: large memory would have to be written back too. So are the pages whose
+ * checksums are timed: what a training run writes was made long ago, and here the last request left it in a cache. Where a processor
+ * has no instruction for that, the figures are a cache's.
  */
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/checksum.h"
 #include "memory/arena.h"
 #include "profile/measure.h"
 #include "python/binding.h"
@@ -29,6 +31,7 @@ typedef struct bench_object {
   ptn_team *team;
   float *memory;
   uint64_t memory_bytes;
+  uint32_t sums; /* all of them: somebody has to want them */
   size_t next; /* where the worker goes on, in elements of an array */
   ptn_update update;
   bool running; /* something was started and not stopped */
@@ -210,8 +213,8 @@ static PyObject *look(PyObject *object, PyObject *unused) {
   if (ptn_traffic_look(self->traffic, &disk) != PTN_OK) return ptn_python_raise();
   if (self->worker) ptn_worker_look(self->worker, &more);
   add_work(&work, &more);
-  return Py_BuildValue("(LKKLKKLL)", disk.at_ns, disk.read_bytes, disk.write_bytes, disk.processor_ns, disk.processor_bytes,
-                       work.bytes, work.busy_ns, work.processor_ns);
+  return Py_BuildValue("(LKKLKKLLL)", disk.at_ns, disk.read_bytes, disk.write_bytes, disk.processor_ns, disk.processor_bytes,
+                       work.bytes, work.busy_ns, work.processor_ns, disk.checksum_ns);
 }
 
 static PyObject *stop(PyObject *object, PyObject *unused) {
@@ -248,6 +251,25 @@ static PyObject *update_in_memory(PyObject *object, PyObject *unused) {
   return Py_BuildValue("(KL)", (unsigned long long)updated_bytes, end_ns - begin_ns);
 }
 
+/* A MiB at a time: the clock of a thread costs as much as a page. */
+static PyObject *checksums(PyObject *object, PyObject *unused) {
+  (void)unused;
+  bench_object *self = idle_one(object);
+  if (!self) return NULL;
+  ptn_checksum_function sum = ptn_checksum_best();
+  int64_t spent_ns = 0;
+  Py_BEGIN_ALLOW_THREADS
+  for (uint64_t at = 0; at < self->memory_bytes; at += PTN_MIB) {
+    const char *memory = (const char *)self->memory + at;
+    flush(memory, (size_t)PTN_MIB);
+    int64_t begin_ns = ptn_thread_processor_ns();
+    for (uint64_t page = 0; page < PTN_MIB; page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
+    spent_ns += ptn_thread_processor_ns() - begin_ns;
+  }
+  Py_END_ALLOW_THREADS
+  return Py_BuildValue("(KL)", (unsigned long long)self->memory_bytes, spent_ns);
+}
+
 static PyObject *engine_name(PyObject *object, void *unused) {
   (void)unused;
   bench_object *self = open_one(object);
@@ -266,6 +288,7 @@ static PyMethodDef methods[] = {
     {"look", look, METH_NOARGS, NULL},
     {"stop", stop, METH_NOARGS, NULL},
     {"update_in_memory", update_in_memory, METH_NOARGS, NULL},
+    {"checksums", checksums, METH_NOARGS, NULL},
     {"close", bench_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
