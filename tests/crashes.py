@@ -39,7 +39,7 @@ MIB = 1 << 20
 MEMORY = 4 * MIB  # of 6.3 MiB of states
 STEPS = 6
 PHASES = ("wrap", "load", "first step", "training", "save", "unwrap")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 
 
 class Model(nn.Module):

@@ -30,7 +30,7 @@ from crashes import MEMORY, Model, adamw, batch, train_one, warm_up
 
 import protrain
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 600
 DISK = Path()
 kept: list[Any] = []  # until the interpreter has gone
 

@@ -37,7 +37,7 @@ from protrain.tensorfiles import TensorFile
 
 CORPUS = Path(__file__).with_name("corpus")
 MIB = 1 << 20
-HANG_SECONDS = 60
+HANG_SECONDS = 600
 
 HOSTILE: list[Any] = [
     *(0, 1, -1, 2, 7, 4095, 4096, 1 << 31, (1 << 32) + 1, 1 << 53, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30, -(1 << 63)),

@@ -16,7 +16,7 @@ from ahead import Ahead
 HERE = Path(__file__).resolve().parent
 COMPILER = shlex.split(os.environ.get("CC", "gcc"))
 FUZZ_SECONDS = os.environ.get("PROTRAIN_FUZZ_SECONDS", "3")
-LONGEST_SECONDS = 600 + 2 * float(FUZZ_SECONDS)
+LONGEST_SECONDS = 1200 + 2 * float(FUZZ_SECONDS)
 
 #: What runs, and what its last line says where all holds.
 PROGRAMS = {
