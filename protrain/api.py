@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -468,8 +469,12 @@ def unwrap(model: Model) -> Model:
 
 
 def close_all() -> None:
-    """At the end of the interpreter: threads end and files go while Python still can."""
+    """At the end of the interpreter: threads end and files go while Python still can. What another thread is driving is left to
+    the end of the process, which is not far: that thread may be inside of the engine."""
+    driving = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
     for session in list(_open):
+        if session.driver in driving:
+            continue
         try:
             session.engine.close()
         except Error:

@@ -314,7 +314,7 @@ def _phases(run: DryRun) -> list[_Phase]:
 
 
 def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+    return min(round(seconds * 1e9), 1 << 62)  # more than the core takes for a time, which it says
 
 
 def _timed(times: Times, machine: Machine) -> tuple[Any, ...]:

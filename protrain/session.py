@@ -16,6 +16,7 @@ object of its own, in the order the data flows:
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class Session:
         if self.foreign is not None:
             self.foreign.open(self)
         self.closed = False
+        self.driver = threading.get_ident()  # the thread that made the last forward
         self._takes_use_cache = takes_use_cache(wrapped.model)
         # the step under way
         self._began: float | None = None
@@ -122,6 +124,7 @@ class Session:
             self.runner.stashing = False
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.driver = threading.get_ident()
         self.engine.use_account(True)
         self.residency.release_node()
         self.homes.settle()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import os
 import random
@@ -456,8 +457,8 @@ def wrap_small(
 
 def optimizer_like(optimizer: Any, model: Any) -> Any:
     """One of the same class and settings over another model."""
-    left_out = ("params", "differentiable", "foreach", "capturable")
-    words = {key: value for key, value in optimizer.defaults.items() if key not in left_out}
+    taken = inspect.signature(type(optimizer)).parameters
+    words = {key: value for key, value in optimizer.defaults.items() if key in taken}
     return type(optimizer)([p for p in model.parameters() if p.requires_grad], **words)
 
 

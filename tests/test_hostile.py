@@ -16,7 +16,7 @@ from twins import adamw, bits
 
 import protrain
 from protrain.hardware import load_hardware
-from protrain.planning import Plan
+from protrain.planning import Plan, plan_from_profile
 from protrain.profiles import Profile
 from protrain.reading import parse
 from protrain.tensorfiles import TensorFile
@@ -134,6 +134,12 @@ def test_profiles_with_one_wrong_value(path: tuple[Any, ...], value: Any) -> Non
 @pytest.mark.parametrize("path", files("hardware"), ids=lambda path: path.name)
 def test_machines(path: Path) -> None:
     assert path.name in refused(lambda: load_hardware(path))
+
+
+def test_a_profile_of_ages() -> None:
+    """More seconds than the core's nanoseconds hold."""
+    profile = Profile.from_json(changed(("times", "phases", 0), [1e15, 0.0]))
+    assert "ns" in refused(lambda: plan_from_profile(profile, 1 << 30), ValueError)
 
 
 # ---- checkpoints ----
