@@ -14,6 +14,7 @@ Runs are forked off a process that has imported all there is to import, so each 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ MEMORY = 4 * MIB  # of 6.3 MiB of states
 STEPS = 6
 PHASES = ("wrap", "load", "first step", "training", "save", "unwrap")
 PATIENCE_SECONDS = 600.0
+PR_SET_PDEATHSIG = 1
 
 
 class Model(nn.Module):
@@ -105,6 +107,7 @@ class Child:
         if self.pid == 0:
             code = 1
             try:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody stays when this program is ended
                 os.close(self._reader)
                 work(lambda value: os.write(writer, json.dumps(value).encode() + b"\n") and None)
                 code = 0

@@ -9,7 +9,6 @@ finalisation there. It must end with its exit code, in time, with nothing on std
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import json
 import os
@@ -211,7 +210,6 @@ def begun(way: Callable[[], int]) -> Iterator[int]:
         os.dup2(writer, 2)
         os.close(reader)
         os.close(writer)
-        faulthandler.dump_traceback_later(PATIENCE_SECONDS - 10, exit=True)
         torch.set_num_threads(1)
         sys.exit(way())
     os.close(writer)
