@@ -37,6 +37,17 @@ class Stats(TypedDict):
     stash_most_disk_bytes: int
     stash_wait_ns: int
 
+class Held(TypedDict):
+    """What the account's live bytes are of: csrc/runtime/engine.h, and the memory of the stash."""
+
+    live_bytes: int
+    parameter_bytes: int
+    state_bytes: int
+    slot_bytes: int
+    ring_bytes: int
+    gradient_bytes: int
+    stash_memory_bytes: int
+
 class MemoryStats(TypedDict):
     live_bytes: int
     cached_bytes: int
@@ -157,6 +168,7 @@ class Engine:
     # memory and figures
     def use_account(self, on: bool, /) -> None: ...
     def stats(self) -> Stats: ...
+    def held(self) -> Held: ...
     def mark(self) -> int: ...
     # the stash, csrc/runtime/stash.h
     def set_goal(self, goal_bytes: int, /) -> None: ...

@@ -124,9 +124,10 @@ class Homes:
         self._engine.set_goal(self._goal)
         self._engine.set_headroom(self._headroom)
 
-    def adjust_headroom(self) -> None:
-        """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds."""
-        peak = self._engine.mark()
+    def adjust_headroom(self, marked_bytes: int = 0) -> None:
+        """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds. marked_bytes:
+        the highest that somebody else's marks told of this step."""
+        peak = max(self._engine.mark(), marked_bytes)
         if self._goal:
             unused = self._goal - peak
             found = self.arrangement

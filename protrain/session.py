@@ -38,6 +38,7 @@ from .parameters import DisableTorchFunction, release
 from .planning import Arrangement
 from .residency import Residency
 from .running import Runner
+from .samples import MemorySamples
 from .states import States
 from .timeline import BlockClock
 from .updates import Updates
@@ -76,6 +77,7 @@ class Session:
         self._began: float | None = None
         self._wait_ns = 0
         self._shapes: Shapes | None = None  # of its batches; (): they differ
+        self.samples: MemorySamples | None = None  # where `watch_memory` was called
         # figures
         self.steps = 0
         self.step_seconds = 0.0
@@ -190,7 +192,7 @@ class Session:
             self.wait_seconds = (wait_ns - self._wait_ns) / 1e9
             self.clock.end_step(self.steps)
         timed, self._began = self._began is not None, None
-        self.homes.adjust_headroom()
+        self.homes.adjust_headroom(self.samples.marked_bytes if self.samples is not None else 0)
         try:
             self.fitter.replan_measured()
             if timed:
@@ -236,6 +238,12 @@ class Session:
         self.zero_grad()
         self.wrapped.settings = replace(self.wrapped.settings, accumulate=accumulate, max_grad_norm=max_grad_norm)
         self.fitter.forget_batches()
+
+    def watch_memory(self) -> MemorySamples:
+        """From the next step on, what memory is of is noted at every begin and end of a block. Returns where it is found."""
+        if self.samples is None:
+            self.samples = self.clock.sampler = MemorySamples(self)
+        return self.samples
 
     def leave_room(self) -> Arrangement | None:
         """Nothing stays in memory but what is in use, for a forward pass that no step was planned for.

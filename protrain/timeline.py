@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,14 @@ Interval = tuple[float, float]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+class Sampler(Protocol):
+    """Who is told at which points of a step something begins or ends; block -1: of the whole model."""
+
+    def begin_step(self, now_ns: int) -> None: ...
+    def sample(self, moment: str, block: int) -> None: ...
+    def end_step(self, number: int, now_ns: int) -> None: ...
+
+
 class Pass(NamedTuple):
     """One forward and backward of a step, in ns: the model's forward begins, its backward is over (0: not yet)."""
 
@@ -55,7 +63,7 @@ class BlockClock:
 
     __slots__ = (
         "_backward_begins", "_began_ns", "_closed", "_engine", "_first_block_task", "_last", "_open", "_open_ns", "_queued",
-        "passes", "step",
+        "passes", "sampler", "step",
     )  # fmt: skip
 
     def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None]) -> None:
@@ -70,6 +78,7 @@ class BlockClock:
         self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
         self.passes: list[Pass] = []  # of the step under way
         self.step: StepTrace | None = None  # the last completed step
+        self.sampler: Sampler | None = None  # told of what begins and ends, where somebody wants to know
 
     def close(self) -> None:
         """The engine goes; hooks in graphs that live on do nothing."""
@@ -84,6 +93,8 @@ class BlockClock:
         self.passes.clear()
         # The mark by which StepTrace sees that nothing of the step has given way in the ring.
         _core.trace_add(self._engine, STEP, KIND_STEP, -1, now - 1, now)
+        if self.sampler is not None:
+            self.sampler.begin_step(now)
 
     def end_step(self, number: int) -> None:
         """Step `number`, counted from 1, is complete."""
@@ -91,6 +102,8 @@ class BlockClock:
             now = _core.now_ns()
             _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
             self.step = StepTrace(self._engine, number, self._began_ns, now, tuple(self.passes))
+            if self.sampler is not None:
+                self.sampler.end_step(number, now)
         self.forget()
 
     def forget(self) -> None:
@@ -102,6 +115,7 @@ class BlockClock:
         if self.passes and self.passes[-1].over_ns == 0:
             self.passes.pop()
         self.passes.append(Pass(_core.now_ns()))
+        self._sample("forward begins", -1)
 
     def watch_backward(self) -> None:
         """Called in a backward: its end is to be noted."""
@@ -115,6 +129,7 @@ class BlockClock:
     def forward_done(self, number: int, begin_ns: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """The forward of block `number` is over: it began at begin_ns, took args and kwargs, and returned result."""
         _core.trace_add(self._engine, COMPUTE, FORWARD, number, begin_ns, _core.now_ns())
+        self._sample("after forward of block", number)
         if torch.is_grad_enabled():
             self._watch(number, args, kwargs, result)
 
@@ -132,6 +147,7 @@ class BlockClock:
             finally:  # it usually ends by an exception, when all that was saved is back
                 now = _core.now_ns()
                 _core.trace_add(self._engine, COMPUTE, RECOMPUTE, number, begin, now)
+                self._sample("after recomputing block", number)
                 self._open, self._open_ns = open_block, now
 
         return timed
@@ -165,6 +181,7 @@ class BlockClock:
             self._backward_begins()
         self._end(now)
         self._open, self._open_ns = number, now
+        self._sample("before backward of block", number)
 
     def _end(self, now: int) -> None:
         if self._open >= 0 and not self._closed:
@@ -176,6 +193,11 @@ class BlockClock:
         self._end(now)
         if self.passes:
             self.passes[-1] = self.passes[-1]._replace(over_ns=now)
+        self._sample("backward is over", -1)
+
+    def _sample(self, moment: str, number: int) -> None:
+        if self.sampler is not None and self._began_ns and not self._closed:
+            self.sampler.sample(moment, number)
 
 
 class _BlockHooks:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["base", "device", "disk", "memory", "profile", "plan", "optim", "runtime", "torch", "python"]
 FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".c", ".h", ".cpp", ".cu"})
 CHECKOUT = ("csrc", "docs", "protrain", "tests", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
-CHECKOUT += ("requirements.txt", "requirements-bench.txt", "requirements-trainer.txt", "requirements-dev.txt")
+CHECKOUT += ("requirements.txt", "requirements-bench.txt", "requirements-report.txt")
+CHECKOUT += ("requirements-trainer.txt", "requirements-dev.txt")
 
 
 def build(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

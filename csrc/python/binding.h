@@ -36,6 +36,7 @@ ptn_account *ptn_python_account(PyObject *object); /* of an Engine that ptn_pyth
 
 /* Methods of Engine about memory and figures (engine_memory.c). */
 PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
+PyObject *ptn_python_held(PyObject *object, PyObject *unused);
 PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
 PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number);

@@ -89,6 +89,30 @@ PyObject *ptn_python_stats(PyObject *object, PyObject *unused) {
   return dict;
 }
 
+PyObject *ptn_python_held(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  PyObject *dict = engine ? PyDict_New() : NULL;
+  if (!dict) return NULL;
+  ptn_engine_held held;
+  ptn_engine_get_held(engine, &held);
+  ptn_stash_stats stash;
+  ptn_stash_get_stats(ptn_engine_stash(engine), &stash);
+  ptn_account_stats account;
+  ptn_account_get_stats(ptn_python_account(object), &account);
+  const figure figures[] = {
+      {"live_bytes", (long long)account.live_bytes},
+      {"parameter_bytes", (long long)held.parameter_bytes},
+      {"state_bytes", (long long)held.state_bytes},
+      {"slot_bytes", (long long)held.slot_bytes},
+      {"ring_bytes", (long long)held.ring_bytes},
+      {"gradient_bytes", (long long)held.gradient_bytes},
+      {"stash_memory_bytes", (long long)stash.memory_bytes},
+  };
+  if (!ADD(dict, figures)) Py_CLEAR(dict);
+  return dict;
+}
+
 PyObject *ptn_python_mark(PyObject *object, PyObject *unused) {
   (void)unused;
   if (!ptn_python_engine(object)) return NULL;

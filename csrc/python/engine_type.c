@@ -519,6 +519,7 @@ static PyMethodDef engine_methods[] = {
     {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},
     {"stats", ptn_python_stats, METH_NOARGS, NULL},
+    {"held", ptn_python_held, METH_NOARGS, NULL},
     {"mark", ptn_python_mark, METH_NOARGS, NULL},
     {"set_goal", ptn_python_set_goal, METH_O, NULL},
     {"set_headroom", ptn_python_set_headroom, METH_O, NULL},

@@ -78,9 +78,18 @@ typedef struct ptn_engine_stats {
   uint64_t disk_bytes;     /* reserved extents */
 } ptn_engine_stats;
 
+/* What the engine has of the account's live bytes, as the arena counts them. Gradients count until the driving thread has released them;
+ * the stash's memory is in its own stats. */
+typedef struct ptn_engine_held {
+  uint64_t parameter_bytes, state_bytes; /* of chunks at home in memory; a master counts as state */
+  uint64_t slot_bytes, ring_bytes;
+  uint64_t gradient_bytes; /* given by ptn_engine_gradient */
+} ptn_engine_held;
+
 ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config);
 void ptn_engine_destroy(ptn_engine *engine); /* waits for what is under way; nothing is committed */
 void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out);
+void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out); /* runtime/homes.c */
 ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */
 ptn_stash *ptn_engine_stash(ptn_engine *engine); /* borrowed */
 ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine did when, the last 64 Ki events */

@@ -297,6 +297,7 @@ void ptn_engine_collect(ptn_engine *engine) {
   for (;;) {
     ptn_lock(&engine->mutex);
     void *owner = engine->n_owners ? engine->owners[--engine->n_owners] : NULL;
+    if (!owner) engine->owner_bytes = 0;
     ptn_unlock(&engine->mutex);
     if (!owner) return;
     if (engine->release) engine->release(owner);

@@ -188,17 +188,22 @@ ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t number) {
 
 /* ---- the ring ---- */
 
+static uint64_t ring_bytes(const ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
+  uint64_t arrays = 1 + engine->widening * engine->n_arrays + with_grads; /* in the size of one of parameters */
+  return arrays * n_pieces * piece_bytes;
+}
+
 ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
   PTN_TRY(quiet(engine, "the ring cannot change"));
   if (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || n_pieces == 0)
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
                     (unsigned long long)piece_bytes);
   ptn_engine_drop_ring(engine);
-  uint64_t arrays = 1 + engine->widening * engine->n_arrays + with_grads; /* in the size of one of parameters */
+  uint64_t bytes = ring_bytes(engine, piece_bytes, n_pieces, with_grads);
   piece *pieces = calloc(n_pieces, sizeof *pieces);
   if (!pieces) return ptn_fail(PTN_MEMORY, "no memory to describe %u pieces", n_pieces);
   void *memory;
-  ptn_status status = ptn_arena_alloc(engine->account, arrays * n_pieces * piece_bytes, &memory);
+  ptn_status status = ptn_arena_alloc(engine->account, bytes, &memory);
   if (status != PTN_OK) {
     free(pieces);
     return status;
@@ -235,6 +240,26 @@ void ptn_engine_drop_ring(ptn_engine *engine) {
   ptn_unlock(&engine->mutex);
   ptn_arena_free(memory);
   free(pieces);
+}
+
+static uint64_t counted_bytes(const void *memory, uint64_t bytes) { return memory ? ptn_arena_rounded_bytes(bytes) : 0; }
+
+void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out) {
+  ptn_lock(&engine->mutex);
+  *out = (ptn_engine_held){.gradient_bytes = engine->job_bytes + (engine->n_owners ? engine->owner_bytes : 0)};
+  for (uint32_t i = 0; i < engine->n_chunks; i++) {
+    const chunk *chunk = &engine->chunks[i];
+    if (chunk->params) out->parameter_bytes += chunk->params->bytes;
+    out->state_bytes += counted_bytes(chunk->states, state_bytes(engine, chunk));
+    out->state_bytes += counted_bytes(chunk->master, master_bytes(engine, chunk));
+    out->gradient_bytes += chunk->arrived_bytes;
+  }
+  for (uint32_t i = 0; i < engine->n_slots; i++)
+    if (engine->slots[i].region) out->slot_bytes += engine->slots[i].region->bytes;
+  if (engine->n_pieces)
+    out->ring_bytes =
+        counted_bytes(engine->ring_memory, ring_bytes(engine, engine->piece_bytes, engine->n_pieces, engine->ring_has_grads));
+  ptn_unlock(&engine->mutex);
 }
 
 void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes) {

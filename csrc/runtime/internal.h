@@ -157,6 +157,7 @@ struct ptn_engine {
 
   void **owners; /* to be released */
   size_t n_owners, max_owners;
+  uint64_t owner_bytes; /* of gradients, of which the lane let go since there was none */
   uint32_t gradients; /* taken since the last commit or drop */
   /* the order in which chunks went to the lane: of the last step, to read ahead in, and of this one */
   uint32_t *last_updates, *updates;

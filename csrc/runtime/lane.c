@@ -319,6 +319,7 @@ static void close_job(ptn_engine *engine, job *job) {
   if (!job->cancelled) chunk->jobs--;
   engine->n_jobs--;
   engine->job_bytes -= job->grad_bytes;
+  engine->owner_bytes += job->grad_bytes;
   if (engine->first_job != job) abort(); /* jobs end in order: one that was passed by would never end */
   engine->first_job = job->next;
   if (!engine->first_job) engine->last_job = NULL;

@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from protrain.cli.report import Page, Recorded, Side, check_report, machine_facts, write
 from protrain.cli.words import CommandError, duration_text, size_text
 
 WARM_STEPS = 3  # of protrain: the first plans, the first two update in step()
@@ -31,6 +32,7 @@ class Words:
     seed: int
     disk: str | None
     as_json: bool
+    report: str | None = None
 
 
 class Child:
@@ -73,6 +75,7 @@ def run(words: Words) -> None:
     """Measure and print. Raises CommandError."""
     from protrain.cli.model import longest_sequence, read_config
 
+    check_report(words.report)
     config, _ = read_config(words.model_name)
     longest = longest_sequence(config)
     if longest is not None and words.seq > longest:
@@ -87,10 +90,15 @@ def run(words: Words) -> None:
     finally:
         for child in children.values():
             child.end()
+    recorded = result["protrain"].pop("recorded", None)
+    if words.report is not None and recorded is not None:
+        write(words.report, _page(words, result, Recorded.from_fields(recorded)))
     if words.as_json:
         print(json.dumps(result))
     else:
         _print(words, result)
+        if words.report is not None:
+            print(f"report in {words.report}")
 
 
 def _take_turns(words: Words, children: dict[str, Child]) -> dict[str, Any]:
@@ -116,6 +124,36 @@ def _take_turns(words: Words, children: dict[str, Child]) -> dict[str, Any]:
         "rounds": words.rounds,
         **{kind: {"median_seconds": medians[kind], "seconds": seconds[kind], **ends[kind]} for kind in children},
     }
+
+
+def _page(words: Words, result: dict[str, Any], recorded: Recorded) -> Page:
+    sides = [
+        Side(
+            name,
+            result[kind]["seconds"],
+            {
+                "median": duration_text(result[kind]["median_seconds"]),
+                "fastest": duration_text(min(result[kind]["seconds"])),
+                "slowest": duration_text(max(result[kind]["seconds"])),
+                "peak resident": size_text(result[kind]["peak_resident_bytes"]),
+                "grew by": size_text(result[kind]["peak_resident_bytes"] - result[kind]["base_resident_bytes"]),
+            },
+        )
+        for kind, name in (("plain", "plain PyTorch"), ("protrain", "protrain"))
+    ]
+    facts = [
+        ("Model", f"{words.model_name}, random weights of seed {words.seed}"),
+        ("Step", f"{words.batch} × {words.seq} random tokens"),
+        ("Budget", f"{size_text(recorded.budget_bytes)} of memory for protrain"),
+        ("Knobs", "none: the plan was chosen by protrain"),
+        ("Result", f"protrain takes {result['ratio']:.2f} times as long a step; losses are equal in every step"),
+        *machine_facts(None),
+    ]
+    subtitle = (
+        f"{words.model_name} in {size_text(recorded.budget_bytes)}, {words.batch} × {words.seq} tokens, {words.rounds} rounds: "
+        f"{result['ratio']:.2f} times the time of plain PyTorch"
+    )
+    return Page("protrain bench step", subtitle, facts, {"protrain": recorded}, sides=sides)
 
 
 def _print(words: Words, result: dict[str, Any]) -> None:

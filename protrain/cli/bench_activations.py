@@ -21,6 +21,7 @@ from typing import Any
 
 from protrain.cli import machine
 from protrain.cli.bench import WARM_STEPS, Child
+from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
 from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
 
 KEEP = "keep"
@@ -40,6 +41,7 @@ class Words:
     disk: str | None
     out: str | None
     as_json: bool
+    report: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def run(words: Words) -> None:
 
     if words.out is not None:
         check_picture("--out", words.out)
+    check_report(words.report)
     config, _ = read_config(words.model_name)
     longest = longest_sequence(config)
     if longest is not None and words.seq > longest:
@@ -105,7 +108,8 @@ def run(words: Words) -> None:
     wanted = configurations(_count_blocks(config), words.mixes)
     found: list[Measured] = []
     with _progress(words) as say:
-        for measured in _Bench(words, say).measure(wanted):
+        bench = _Bench(words, say)
+        for measured in bench.measure(wanted):
             found.append(measured)
             if words.as_json:
                 print(json.dumps(asdict(measured)), flush=True)
@@ -114,6 +118,8 @@ def run(words: Words) -> None:
         from protrain.cli.bench_plot import draw
 
         draw(words.out, found, summary)
+    if words.report is not None:
+        write(words.report, _page(words, found, bench.recorded))
     if words.as_json:
         print(json.dumps(summary), flush=True)
     else:
@@ -137,6 +143,7 @@ class _Bench:
         self._words, self._say = words, say
         self._losses: list[float] = []  # of keep, step by step
         self._seconds: list[float] = []  # of keep, every measured round
+        self.recorded: dict[str, Recorded] = {}  # for a report, of the pure modes
 
     def measure(self, wanted: list[Configuration]) -> Iterator[Measured]:
         """Keep's figures come last, when all its rounds are over. wanted[0] is keep."""
@@ -211,7 +218,10 @@ class _Bench:
         return seconds
 
     def _figures(self, configuration: Configuration, child: Child, seconds: list[float], keep_seconds: list[float]) -> Measured:
-        words, status = self._words, child.ask("end")["status"]
+        answer = child.ask("end")
+        words, status = self._words, answer["status"]
+        if "recorded" in answer and configuration.n_moved == configuration.n_blocks:
+            self.recorded[configuration.name] = Recorded.from_fields(answer["recorded"])
         plan = status["plan"]
         if plan["n_persist"] != plan["n_chunks"]:
             raise CommandError(
@@ -269,7 +279,38 @@ def _summary(words: Words, found: list[Measured]) -> dict[str, Any]:
         "configurations": [measured.name for measured in found],
         "equal_losses": True,  # or there were no figures
         "out": words.out,
+        "report": words.report,
     }
+
+
+def _page(words: Words, found: list[Measured], recorded: dict[str, Recorded]) -> Page:
+    ordered = [found[-1], *found[:-1]]
+    points = [
+        Point(
+            m.name,
+            m.name.split(" ")[0],
+            m.activation_peak_bytes,
+            m.tokens_per_second,
+            {
+                "activation peak": size_text(m.activation_peak_bytes),
+                "tokens/s": f"{m.tokens_per_second:,.0f}",
+                "median step": duration_text(m.median_seconds),
+                "time to keep's": f"{m.ratio_to_keep:.3f}",
+                "waited": duration_text(m.wait_seconds),
+            },
+        )
+        for m in ordered
+    ]
+    facts = [
+        ("Model", f"{words.model_name}, random weights of seed {words.seed}"),
+        ("Step", f"{words.batch} × {words.seq} random tokens, median of {words.rounds} rounds that take turns"),
+        ("Budget", f"{size_text(words.memory)} of memory, which holds every state"),
+        ("Knobs", "block modes, as named; all else was chosen by protrain"),
+        *machine_facts(None),
+    ]
+    subtitle = f"{words.model_name}, {words.batch} × {words.seq} tokens, every state in memory, equal losses"
+    modes = {m.name: recorded[m.name] for m in ordered if m.name in recorded}
+    return Page("protrain bench activations", subtitle, facts, modes, points=points)
 
 
 def _print(found: list[Measured], summary: dict[str, Any]) -> None:
@@ -300,3 +341,5 @@ def _print(found: list[Measured], summary: dict[str, Any]) -> None:
     print("time to keep's is the median over rounds; 2/8: the first 2 of 8 blocks, the others keep")
     if summary["out"] is not None:
         print(f"drawn to {summary['out']}")
+    if summary["report"] is not None:
+        print(f"report in {summary['report']}")

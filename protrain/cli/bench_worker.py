@@ -70,6 +70,11 @@ def _serve(kind: str, words: dict[str, Any], answers: TextIO) -> None:
 
     base_bytes = _resident_bytes("VmRSS")
     model, optimizer, budget_bytes = _make(kind, words)
+    recorder = None
+    if kind == "protrain" and words.get("report"):
+        from protrain.cli.report import Recorder
+
+        recorder = Recorder(model)
     generator = torch.Generator().manual_seed(words["seed"])
     for line in sys.stdin:
         answer: dict[str, Any] = {}
@@ -82,6 +87,10 @@ def _serve(kind: str, words: dict[str, Any], answers: TextIO) -> None:
             optimizer.zero_grad()
             answer = {"seconds": time.monotonic() - begin, "loss": loss.item()}
             del loss
+            if recorder is not None:
+                import protrain
+
+                recorder.after(answer["loss"], protrain.status(model))
         elif line.strip() == "end":
             answer = {"peak_resident_bytes": _resident_bytes("VmHWM"), "base_resident_bytes": base_bytes}
             if kind == "protrain":
@@ -89,6 +98,8 @@ def _serve(kind: str, words: dict[str, Any], answers: TextIO) -> None:
                 from protrain.cli.train import fields_of
 
                 answer |= {"budget_bytes": budget_bytes, "status": fields_of(protrain.status(model))}
+                if recorder is not None and (found := recorder.recorded()) is not None:
+                    answer["recorded"] = fields_of(found)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -44,6 +44,7 @@ class Summary:
     warnings: list[str]
     fields: dict[str, Any]
     trace: str | None = None
+    report: str | None = None
 
 
 class Display(Protocol):
@@ -240,4 +241,6 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     )
     if summary.trace is not None:
         rows.append(("trace", f"{summary.trace} (ui.perfetto.dev shows it)"))
+    if summary.report is not None:
+        rows.append(("report", summary.report))
     return rows

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from protrain.cli import interrupt
-from protrain.cli.words import bench_options, model_options, plan_options
+from protrain.cli.words import bench_options, model_options, plan_options, report_option
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -52,6 +52,7 @@ def commands() -> None:
     help="Write what compute, disk, updates and waits did in the last three steps, as a Chrome trace for ui.perfetto.dev; "
     "also after Ctrl-C. [default: no trace]",
 )
+@report_option("the training")
 def train(**words: Any) -> None:
     """Train a language model on text."""
     from protrain.cli.train import Words, run
@@ -105,6 +106,7 @@ def bench() -> None:
     disk_help="what does not fit memory",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
+@report_option("both, and protrain's steps")
 def step(**words: Any) -> None:
     """Time a training step of plain PyTorch and of protrain, taking turns in one run."""
     from protrain.cli.bench import Words, run
@@ -136,6 +138,7 @@ def step(**words: Any) -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="JSON lines on stdout: one a configuration, then one of all. [default: a table]"
 )
+@report_option("the curve, and a step of each mode")
 def activations(**words: Any) -> None:
     """Measure speed against the memory of activations, for the modes of blocks and mixes of them.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protrain.cli.display import Display, Step, Summary, make_display
+from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
 from protrain.cli.words import CommandError, check_file, size_text
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
 from protrain.replacing import clear_leftovers
@@ -51,6 +52,7 @@ class Words:
     save_every: int | None = None
     resume: str | None = None
     trace: str | None = None
+    report: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def prepare(words: Words) -> Setup:
         check_target(words.out)
     if words.trace is not None:
         check_file("--trace", words.trace)
+    check_report(words.report)
     _check_disk(words.disk)
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
@@ -192,8 +195,9 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
     saver = _Saver(words.out, words.save_every, setup.config, tokenizer, display.saving)
     tracer = _Tracer(words.trace)
+    reporter = _Reporter(words, setup.seq, model) if words.report is not None else None
     try:
-        losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver, tracer)
+        losses = _steps(words, setup.seq, tokens, model, optimizer, display, saver, tracer, reporter)
         seconds = time.monotonic() - begin
         status = fields_of(protrain.status(model))
         saved_bytes = 0
@@ -203,12 +207,16 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     except BaseException:
         with contextlib.suppress(OSError):  # the error that is under way is the one to tell
             tracer.write()
+            if reporter is not None:
+                reporter.write(ended_early=True)
         raise
     tracer.write()
+    if reporter is not None:
+        reporter.write()
     display.finish(
         Summary(
             losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status,
-            words.trace,
+            words.trace, words.report,
         )
     )  # fmt: skip
 
@@ -230,7 +238,15 @@ def _refuse_early(words: Words, seq: int, model: Any) -> None:
 
 
 def _steps(
-    words: Words, seq: int, tokens: Any, model: Any, optimizer: Any, display: Display, saver: _Saver, tracer: _Tracer
+    words: Words,
+    seq: int,
+    tokens: Any,
+    model: Any,
+    optimizer: Any,
+    display: Display,
+    saver: _Saver,
+    tracer: _Tracer,
+    reporter: _Reporter | None,
 ) -> list[float]:
     """The loop; returns the loss of the first and of the last step."""
     import torch
@@ -258,6 +274,8 @@ def _steps(
         first = last if number == start else first
         now = protrain.status(model)
         tracer.after(now)
+        if reporter is not None:
+            reporter.after(last, now)
         display.step(
             Step(
                 number,
@@ -294,6 +312,41 @@ class _Tracer:
 
         if self._file is not None and self._timelines:
             write_file(self._file, chrome_trace(self._timelines).encode())
+
+
+class _Reporter:
+    """Writes --report: what was measured so far, where there was a step."""
+
+    def __init__(self, words: Words, seq: int, model: Any) -> None:
+        self._words, self._seq = words, seq
+        self._recorder = Recorder(model)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def after(self, loss: float, status: Any) -> None:
+        """After a step."""
+        self._recorder.after(loss, status)
+
+    def write(self, ended_early: bool = False) -> None:
+        """Raises OSError."""
+        words, found = self._words, self._recorder.recorded()
+        if found is None or words.report is None:
+            return
+        tokens = words.batch * self._seq * words.accumulate
+        passes = f" × {words.accumulate} passes" if words.accumulate > 1 else ""
+        facts = [
+            ("Model", f"{words.model_name}, {self._parameters:,} parameters, {words.precision}"),
+            ("Step", f"{words.batch} × {self._seq} tokens{passes}, {tokens / found.steps[-1].seconds:,.0f} tokens/s in the last"),
+            ("Budget", f"{size_text(found.budget_bytes)} of memory" + ("" if words.memory else ", what was free less a reserve")),
+            ("Away from memory", f"{size_text(found.plan['disk_bytes'])} on disk by the plan"),
+            ("Knobs", "none: the plan was chosen by protrain"),
+            ("Training", f"AdamW, learning rate {words.lr:g}, seed {words.seed}"),
+            *machine_facts(self._recorder.disk),
+        ]
+        first, last = found.steps[0].step, found.steps[-1].step
+        span = f"step {last}" if first == last else f"steps {first} to {last}"
+        notes = [f"Training ended after step {last} of {words.steps}."] if ended_early and last < words.steps else []
+        subtitle = f"{words.model_name} in {size_text(found.budget_bytes)}, {words.batch} × {self._seq} tokens{passes}, {span}"
+        write(words.report, Page("protrain train", subtitle, facts, {words.model_name: found}, notes=notes))
 
 
 class _Saver:

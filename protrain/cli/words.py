@@ -184,6 +184,17 @@ def model_options(command: _Command) -> _Command:
     return command
 
 
+def report_option(what: str) -> Callable[[_Command], _Command]:
+    """--report of a command. Args: what, the report is about."""
+    return click.option(
+        "--report",
+        type=click.Path(),
+        metavar="FILE.html",
+        help=f"Write a page about {what}: memory and lanes of a step, plan, predictions, loss. Needs the extra report. "
+        "Written after Ctrl-C too. [default: no report]",
+    )
+
+
 def plan_options(command: _Command) -> _Command:
     """The options that plan has beside those of train: where its figures come from, and a sweep over budgets."""
     options = [

@@ -1,0 +1,266 @@
+"""The report: what is on the page is what was measured, it fetches nothing, and a browser shows it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from conftest import LanguageModel, TokenBatches
+from twins import adamw, loss_of
+
+import protrain
+from protrain.cli import report, words
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+# ---- memory by kind ----
+
+
+def watched(model: Any, optimizer: Any, batches: list[Any]) -> Any:
+    samples = protrain.session_of(model).watch_memory()
+    for ids in batches:
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return samples
+
+
+@pytest.mark.parametrize("modes", [["keep"] * 4, ["checkpoint"] * 4, ["swap", "keep", "checkpoint", "swap"]])
+def test_the_kinds_of_memory_make_all_of_it(
+    causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path, modes: list[str]
+) -> None:
+    model = causal_lm("gpt2", hidden=128)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="14MiB", disk=fresh_disk, block_modes=modes)
+    found = watched(model, optimizer, token_batches(3)).last
+    assert found.step == 3
+    assert [s.moment for s in found.samples if "forward of" in s.moment] == [f"after forward of block {i}" for i in range(4)]
+    assert all(sum(getattr(s, part) for part in PARTS) == s.live_bytes <= s.highest_bytes for s in found.samples)
+    first, last = found.samples[0], found.samples[-1]
+    plan = found.plan
+    assert first.slot_bytes == plan.slot_bytes
+    assert first.ring_bytes == plan.ring_bytes
+    assert first.parameter_bytes + first.state_bytes == plan.persistent_bytes
+    assert first.rest_bytes < 64 << 10  # between steps: nothing but the batch
+    assert last.rest_bytes < 64 << 10
+    assert max(s.gradient_bytes for s in found.samples) > 0
+    assert found.peak_bytes <= protrain.status(model).peak_memory_bytes <= 14 << 20
+    protrain.unwrap(model)
+
+
+def test_a_step_without_a_watch_takes_no_sample(causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path) -> None:
+    model = causal_lm("gpt2", hidden=128)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="14MiB", disk=fresh_disk)
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer.step()
+    session = protrain.session_of(model)
+    assert session.samples is None
+    assert session.clock.sampler is None
+    protrain.unwrap(model)
+
+
+# ---- bad input ----
+
+
+def test_a_report_that_cannot_be_made_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report.check_report(None)
+    with pytest.raises(words.CommandError, match=r"ends in \.html"):
+        report.check_report(str(tmp_path / "a.json"))
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(words.CommandError, match=r"pip install 'protrain\[report\]'"):
+        report.check_report(str(tmp_path / "a.html"))
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(words.CommandError, match="nowhere"):
+        report.check_report(str(tmp_path / "nowhere" / "a.html"))
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(words.CommandError, match="no ordinary file"):
+        report.check_report(str(tmp_path / "folder.html"))
+
+
+# ---- the page ----
+
+
+class Tags(HTMLParser):
+    """What a page has: its tags with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def command(folder: Path, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", "protrain", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model's config and a text."""
+    pytest.importorskip("vl_convert", reason="no vl-convert-python: pip install 'protrain[report]'")
+    folder = tmp_path_factory.mktemp("report")
+    config = transformers.GPT2Config(
+        vocab_size=300, bos_token_id=0, eos_token_id=0, n_embd=64, n_layer=4, n_head=4, n_positions=128
+    )
+    config.save_pretrained(folder / "tiny")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text() * 4)
+    return folder
+
+
+WORDS = ("train", "--model", "tiny", "--data", "text.txt", "--seq", 32, "--batch", 2, "--memory", "4MiB")
+
+
+@pytest.fixture(scope="module")
+def trained(work: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The page of a training of four steps, and its JSON lines."""
+    result = subprocess.run(
+        command(work, *WORDS, "--steps", 4, "--json", "--report", "page.html"),
+        cwd=work, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return work / "page.html", [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_the_page_has_each_part_with_its_figures(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    page = Tags(trained[0].read_text())
+    *steps, last = trained[1]
+    sections = [attrs["class"] for tag, attrs in page.tags if tag == "section"]
+    assert sections == ["memory", "lanes", "plan", "prediction", "loss", "facts"]
+    assert f"{steps[-1]['loss']:.4f}" in page.text
+    assert f"From {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f} in 4 steps" in page.text
+    assert f"of a budget of {words.size_text(4 << 20)}" in page.text
+    assert words.size_text(last["plan"]["peak_bytes"]) in page.text
+    assert "none: the plan was chosen by protrain" in page.text
+    strips = [attrs for tag, attrs in page.tags if tag == "li" and re.match(r"(block|chunk) \d+: ", attrs.get("title") or "")]
+    assert len(strips) == 4 + last["plan"]["n_chunks"]
+    drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(drawings) == 2 * 5  # wide and narrow
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in drawings)
+    for word in ("forward", "backward", "after forward of block 3", "planned", "measured"):
+        assert word in page.text, word
+
+
+def test_the_page_fetches_nothing_and_runs_nothing(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    text = trained[0].read_text()
+    page = Tags(text)
+    assert "http:" not in text
+    assert "https:" not in text
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "image", "object"}
+    assert not [attrs for _, attrs in page.tags if any(name.startswith("on") or name in ("src", "href") for name in attrs)]
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert {path.name for path in trained[0].parent.iterdir()} == {"page.html", "text.txt", "tiny"}
+
+
+def test_an_interrupted_training_leaves_a_page_of_what_was_measured(work: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(work, *WORDS, "--steps", 1000000, "--report", tmp_path / "page.html"),
+        cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith("step 2/"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert re.search(r"Training ended after step \d+ of 1000000\.", Tags((tmp_path / "page.html").read_text()).text)
+
+
+def test_bench_step_writes_both_sides(work: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = subprocess.run(
+        command(work, "bench", "step", "--model", "tiny", "--seq", 32, "--rounds", 2, "--memory", "4MiB", "--json")
+        + ["--report", str(page)],
+        cwd=work, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found, text = json.loads(result.stdout), Tags(page.read_text()).text
+    assert "recorded" not in found["protrain"]
+    assert f"protrain takes {found['ratio']:.2f} times as long a step" in text
+    assert words.duration_text(found["plain"]["median_seconds"]) in text
+
+
+# ---- in a browser ----
+
+LOOK = """
+<script>
+addEventListener('load', () => {
+  const shown = [...document.querySelectorAll('.chart svg')].filter(s => s.getBoundingClientRect().width > 0);
+  const faults = [];
+  if (document.documentElement.scrollWidth > innerWidth) faults.push('the page scrolls sideways');
+  for (const svg of shown) {
+    const box = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent && +getComputedStyle(t).opacity > 0)
+      .map(t => [t.textContent, t.getBoundingClientRect()]).filter(([, b]) => b.width > 0);
+    for (const [name, b] of texts)
+      if (b.left < 0 || b.right > innerWidth || b.top < box.top - 2 || b.bottom > box.bottom + 2) faults.push('clipped: ' + name);
+    texts.forEach(([a, p], i) => texts.slice(i + 1).forEach(([b, q]) => {
+      const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+      const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (wide > 1 && high > 4) faults.push('overlap: ' + a + ' and ' + b);
+    }));
+  }
+  const ground = getComputedStyle(document.body).backgroundColor;
+  document.body.setAttribute('data-look', JSON.stringify({width: innerWidth, charts: shown.length, faults, ground}));
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_it_whole(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path, width: int, theme: str) -> None:
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    text = re.sub(r"<meta http-equiv[^>]*>", "", trained[0].read_text())  # which forbids scripts, as the one that looks
+    # A window is no narrower than 500 pixels; a frame is.
+    (tmp_path / "inner.html").write_text(text.replace("</body>", LOOK + "</body>"))
+    (tmp_path / "outer.html").write_text(
+        f'<body><iframe src="inner.html" style="width:{width}px;height:3000px;border:0"></iframe><script>'
+        "addEventListener('load', () => document.body.setAttribute('data-look', "
+        "frames[0].document.body.getAttribute('data-look')))</script></body>"
+    )
+    result = subprocess.run(
+        [
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+            "--allow-file-access-from-files", "--window-size=1400,3100", "--enable-logging=stderr",
+            f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}", "--dump-dom",
+            f"file://{tmp_path / 'outer.html'}",
+        ],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    look = next(json.loads(attrs["data-look"] or "") for tag, attrs in Tags(result.stdout).tags if tag == "body")
+    assert look["width"] == width
+    assert look["charts"] == 5
+    assert look["faults"] == []
+    assert (look["ground"] == "rgb(18, 22, 27)") == (theme == "dark")
+    assert "CONSOLE" not in result.stderr
