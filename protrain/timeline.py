@@ -24,7 +24,7 @@ from .errors import StepError
 from .replacing import replaced_file
 
 #: Lanes and kinds, numbered as csrc/base/trace.h numbers them.
-LANES = ("step", "compute", "wait", "read", "write", "update")
+LANES = ("step", "compute", "wait", "read", "write", "update", "upload", "offload")
 KINDS = (
     "step", "forward", "backward", "recompute", "parameters", "state", "gradients", "activations", "update", "memory",
 )  # fmt: skip
@@ -315,9 +315,11 @@ class Timeline:
         lines = [f"step {self.step}: {self.seconds:.3f} s"]
         for lane in LANES[1:]:
             seconds = length(busy[lane])
+            if lane in ("upload", "offload") and seconds == 0:
+                continue  # nothing crosses where the CPU computes
             share = seconds / self.seconds if self.seconds > 0 else 0.0
             line = f"{lane:<8} {seconds:.3f} s, {share:.1%} of the step"
-            if lane in ("read", "write", "update") and seconds > 0:
+            if lane not in ("compute", "wait") and seconds > 0:
                 hidden = length(both(busy[lane], behind))
                 if lane != "update":
                     line += f", {sum(e.bytes for e in self.events if e.lane == lane) / 1e6:,.1f} MB"

@@ -19,6 +19,8 @@ typedef enum ptn_trace_lane {
   PTN_LANE_READ,
   PTN_LANE_WRITE,
   PTN_LANE_UPDATE,
+  PTN_LANE_UPLOAD,   /* to the device */
+  PTN_LANE_OFFLOAD,  /* from it */
 } ptn_trace_lane;
 
 typedef enum ptn_trace_kind {
@@ -26,9 +28,9 @@ typedef enum ptn_trace_kind {
   PTN_TRACE_FORWARD,     /* compute: of a block */
   PTN_TRACE_BACKWARD,
   PTN_TRACE_RECOMPUTE,
-  PTN_TRACE_PARAMETERS,  /* read, write, wait: of a chunk */
+  PTN_TRACE_PARAMETERS,  /* read, write, upload, wait: of a chunk */
   PTN_TRACE_STATE,       /* optimizer state and updated parameters of a chunk */
-  PTN_TRACE_GRADIENTS,
+  PTN_TRACE_GRADIENTS,   /* read, write, offload: of a chunk */
   PTN_TRACE_ACTIVATIONS, /* read, write, wait: of a block */
   PTN_TRACE_UPDATE,      /* update: of a chunk; wait: for updates under way */
   PTN_TRACE_MEMORY,      /* wait: until memory is free */

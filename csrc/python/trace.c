@@ -42,8 +42,8 @@ PyObject *ptn_python_trace_add(PyObject *module, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "OiiiLL:trace_add", &object, &lane, &kind, &number, &start_ns, &end_ns)) return NULL;
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
-  if (lane < PTN_LANE_STEP || lane > PTN_LANE_UPDATE)
-    return PyErr_Format(PyExc_ValueError, "lane %d: a lane of the trace is %d to %d", lane, PTN_LANE_STEP, PTN_LANE_UPDATE);
+  if (lane < PTN_LANE_STEP || lane > PTN_LANE_OFFLOAD)
+    return PyErr_Format(PyExc_ValueError, "lane %d: a lane of the trace is %d to %d", lane, PTN_LANE_STEP, PTN_LANE_OFFLOAD);
   if (kind < PTN_TRACE_STEP || kind > PTN_TRACE_MEMORY)
     return PyErr_Format(PyExc_ValueError, "kind %d: a kind of the trace is %d to %d", kind, PTN_TRACE_STEP, PTN_TRACE_MEMORY);
   ptn_trace_add(

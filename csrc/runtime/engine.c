@@ -96,12 +96,14 @@ ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config) 
   ptn_mutex_create(&engine->mutex);
   ptn_condition_create(&engine->changed);
   ptn_condition_create(&engine->lane_work);
+  ptn_condition_create(&engine->over.lane_work);
   ptn_status status = copy_config(engine, config);
   if (status == PTN_OK) status = ptn_trace_create(&engine->trace, TRACE_EVENTS_COUNT);
   if (status == PTN_OK) status = ptn_store_create(&engine->store, config->folder, config->disk_engine);
   if (status == PTN_OK) status = ptn_stash_create(&engine->stash, engine->store, engine->account, engine->trace);
   if (status == PTN_OK) status = ptn_team_create(&engine->team, 0);
   if (status == PTN_OK) status = ptn_lane_start(engine);
+  if (status == PTN_OK && config->device) status = ptn_over_open(engine, config->device);
   if (status != PTN_OK) {
     ptn_error error;
     ptn_error_save(&error);
@@ -122,15 +124,18 @@ void ptn_engine_destroy(ptn_engine *engine) {
   }
   if (engine->owners) ptn_engine_collect(engine);
   for (uint32_t i = 0; engine->chunks && i < engine->n_chunks; i++) {
+    if (engine->over.device) ptn_over_drop_home(engine, &engine->chunks[i]);
     ptn_region_release(engine->chunks[i].params);
     ptn_arena_free(engine->chunks[i].states);
     ptn_arena_free(engine->chunks[i].master);
   }
+  ptn_over_close(engine);
   ptn_stash_close(engine->stash);
   ptn_store_destroy(engine->store);
   ptn_stash_release(engine->stash);
   ptn_team_destroy(engine->team);
   ptn_trace_destroy(engine->trace); /* no thread is left that adds to it */
+  ptn_condition_destroy(&engine->over.lane_work);
   ptn_condition_destroy(&engine->lane_work);
   ptn_condition_destroy(&engine->changed);
   ptn_mutex_destroy(&engine->mutex);
@@ -165,5 +170,6 @@ void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
     const chunk *chunk = &engine->chunks[i];
     out->disk_bytes += chunk->extents[0].bytes + chunk->extents[1].bytes + chunk->grads.bytes;
   }
+  if (engine->over.device) ptn_over_count(engine, out);
   ptn_unlock(&engine->mutex);
 }

@@ -1,7 +1,7 @@
 /* The engine: where a model's states are at each moment of a training step.
  *
- * Words (design.md): a chunk is the unit of movement; its home is memory (persistent) or disk; chunks with their home on disk
- * share slots, fixed buffers at which their parameters are permanent views; the update lane reads state, updates, writes.
+ * Words (design.md): a chunk is the unit of movement; its home is memory (persistent), the host or disk; chunks whose home is not
+ * memory share slots, fixed buffers at which their parameters are permanent views; the update lane reads state, updates, writes.
  *
  * Who calls: one thread at a time drives a step (torch's thread); the store's threads and the update lane work beside it and
  * never need anything that the driving thread may hold. Python is unknown here: a gradient's owner is an opaque handle that
@@ -13,6 +13,11 @@
  *
  * Nothing is irrevocable before ptn_engine_commit: an update writes the other extent of the chunk (its shadow), commit turns
  * shadows into homes, ptn_engine_drop forgets them. Eviction from a slot is dropping: home is always current.
+ *
+ * Over a device (device/device.h) memory is the device's: slots and persistent chunks lie there, and the host is a home of its own,
+ * in pinned memory. Parameters come up and gradients go down in two lanes of transfers, ordered against the compute stream by events,
+ * so that the driving thread waits for neither; docs/decisions/0011-engine-over-a-device.md says how. Then addresses of regions and
+ * of gradients are the device's, and the account counts only what the engine has in ordinary memory.
  */
 #ifndef PTN_RUNTIME_ENGINE_H
 #define PTN_RUNTIME_ENGINE_H
@@ -25,6 +30,7 @@
 #include "base/status.h"
 #include "base/threads.h"
 #include "base/trace.h"
+#include "device/device.h"
 #include "disk/store.h"
 #include "memory/arena.h"
 #include "optim/optim.h"
@@ -35,11 +41,13 @@ typedef struct ptn_engine ptn_engine;
 /* ---- memory that tensors may outlive the engine with (runtime/region.c) ---- */
 
 typedef struct ptn_region {
-  void *memory; /* page-aligned */
+  void *memory; /* page-aligned; on a device as its kind aligns */
   uint64_t bytes;
+  ptn_device *device; /* NULL: ordinary memory; outlives the region */
   atomic_int references;
 } ptn_region;
 ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out); /* one reference */
+ptn_status ptn_region_create_on(ptn_device *device, uint64_t bytes, ptn_region **out); /* the same; holds anything */
 ptn_region *ptn_region_acquire(ptn_region *region);
 void ptn_region_release(ptn_region *region); /* NULL is allowed */
 
@@ -68,6 +76,7 @@ typedef struct ptn_engine_config {
   uint32_t n_states;    /* arrays of optimizer state, 0 to PTN_STATE_MAX */
   bool bf16;            /* parameters and gradients; false: fp32 */
   void (*release)(void *owner); /* called on the driving thread for each gradient's owner */
+  ptn_device *device; /* what computes; NULL: the CPU, in memory of the account. Outlives the engine and its regions */
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
@@ -76,6 +85,8 @@ typedef struct ptn_engine_stats {
   uint64_t loaded_bytes;   /* parameters read into slots */
   uint64_t loads, hits;    /* demands that had to load, that found the chunk there or under way */
   uint64_t disk_bytes;     /* reserved extents */
+  uint64_t host_bytes;     /* pinned; 0 without a device */
+  uint64_t device_bytes;   /* slots and persistent chunks on the device; 0 without one */
 } ptn_engine_stats;
 
 /* What the engine has of the account's live bytes, as the arena counts them. Gradients count until the driving thread has released them;
@@ -94,6 +105,20 @@ ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */
 ptn_stash *ptn_engine_stash(ptn_engine *engine); /* borrowed */
 ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine did when, the last 64 Ki events */
 
+/* ---- the device (runtime/device_memory.c) ---- */
+
+/* The stream on which the caller's operations are ordered from now on: demand, unuse and gradient act on it. Before the first call it
+ * is NULL. What a stream did with a chunk is waited for whichever stream gives the chunk back. At most 32 of them. */
+ptn_status ptn_engine_set_stream(ptn_engine *engine, ptn_stream *stream);
+/* Pinned memory in which gradients wait for their update: at least the largest of a chunk on the host or on disk. When it is full
+ * the driving thread waits. Between steps; 0: none. */
+ptn_status ptn_engine_set_gradient_memory(ptn_engine *engine, uint64_t bytes);
+/* Pinned memory through which parameters on disk go to the device, in n_pieces of piece_bytes, a multiple of PTN_PAGE_BYTES. Between
+ * steps; 0: none. */
+ptn_status ptn_engine_set_staging(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces);
+/* One line that says why some of the engine's host memory is not locked, so that copies are slower; "": all is. */
+const char *ptn_engine_unlocked_reason(const ptn_engine *engine);
+
 /* ---- homes and slots; between steps only (runtime/homes.c) ---- */
 
 bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk);
@@ -101,6 +126,12 @@ bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk);
  * with_state: a memory home gets its state arrays now, not at its first update. */
 ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t chunk, bool with_state);
 ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t chunk);
+/* Over a device: pinned memory of the host. with_shadow: twice, and updates run behind backward; else they run after commit, behind
+ * the next forward, and gradients are kept on the host until then. Again, with another answer, makes the shadow or drops it. */
+ptn_status ptn_engine_to_host(ptn_engine *engine, uint32_t chunk, bool with_shadow);
+/* Over a device: where fp32 array `array` of a chunk in memory lies there, as numbered in ptn_engine_transfer from 1 on; laid out as
+ * the parameters. NULL: it was not made. */
+void *ptn_engine_state(ptn_engine *engine, uint32_t chunk, uint32_t array);
 /* slot_of_chunk: n_chunks entries, -1 where the home is memory. Slots are allocated; there must be none. */
 ptn_status ptn_engine_set_slots(ptn_engine *engine, const int32_t *slot_of_chunk, const uint64_t *slot_bytes, uint32_t n_slots);
 void ptn_engine_drop_slots(ptn_engine *engine);
@@ -135,7 +166,7 @@ void ptn_engine_seek(ptn_engine *engine, uint32_t moment); /* a step begins (0):
 
 /* Returns when the chunk is in its slot, current, and in use: it stays there until as many calls of unuse as of demand;
  * orders the next chunks. *conflict: the slot holds another chunk that is in use; nothing changed. Chunks in memory are always
- * there. */
+ * there. Over a device the chunk is there for what is ordered on the compute stream from now on. */
 ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t chunk, bool *conflict);
 void ptn_engine_unuse(ptn_engine *engine, uint32_t chunk);
 
@@ -147,30 +178,33 @@ void ptn_engine_expect(ptn_engine *engine, uint32_t param, bool expected);
 
 typedef enum ptn_gradient_use {
   PTN_GRADIENT_UPDATE, /* the last of this step: update the chunk when it is complete */
-  PTN_GRADIENT_SPILL,  /* add it to the chunk's gradients on disk when it is complete */
-  PTN_GRADIENT_SPILL_TOTAL, /* replaces what the chunk's gradients on disk hold for this parameter */
+  PTN_GRADIENT_SPILL, /* add it to the chunk's gradients on disk, or on the host, when it is complete */
+  PTN_GRADIENT_SPILL_TOTAL, /* replaces what they hold for this parameter */
 } ptn_gradient_use;
 
-/* Takes a gradient over: count elements at data stay valid until release(owner). For parameters of chunks on disk. Waits while
- * too much is pending. A chunk's gradients of one pass have one use. */
+/* Takes a gradient over: count elements at data stay valid until release(owner). For parameters of chunks on disk or the host. Waits
+ * while too much is pending. A chunk's gradients of one pass have one use. Over a device the gradient is what the compute stream has
+ * made of data when it has done all that is ordered on it so far; its owner is released when it has been copied. */
 ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t param, const void *data, void *owner, ptn_gradient_use use);
-/* The gradient that lies on disk for this parameter; zeros where there is none. */
+/* The gradient that lies on disk, or on the host, for this parameter, into ordinary memory. */
 ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t param, void *memory, bool *found);
 /* A step begins whose gradients are all for updates: state is read while they are still being made, in the order in which the
  * chunks were complete in the step before. */
 void ptn_engine_read_ahead(ptn_engine *engine, bool on);
 /* Backward is over: chunks that lack a gradient go on with those they have. */
 ptn_status ptn_engine_flush(ptn_engine *engine);
-/* Queues the update of every chunk that has gradients on disk and no update yet; grad_scale multiplies them. */
+/* Queues the update of every chunk that has gradients on disk or on the host and no update yet; grad_scale multiplies them. */
 ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale);
 /* Waits for every update under way; the lane's error, if any. */
 ptn_status ptn_engine_wait(ptn_engine *engine);
-/* Updates one parameter of a chunk in memory, at once; not undone by drop. */
+/* Updates one parameter of a chunk in memory, at once; not undone by drop. Not over a device, where the caller's kernels do it, on
+ * ptn_engine_region and ptn_engine_state, and ptn_engine_set_steps says so. */
 ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const void *grad, float grad_scale);
 
 /* ---- updates that the caller computes (runtime/staging.c); after a successful wait ---- */
 
-/* The new values of one trained parameter of a chunk on disk: written to the chunk's shadow, they count from commit on. */
+/* The new values of one trained parameter of a chunk on disk, or on the host with a shadow, in ordinary memory: written to the
+ * chunk's shadow, they count from commit on. */
 ptn_status ptn_engine_stage(ptn_engine *engine, uint32_t param, const float *values);
 /* Completes the shadows with the parameters that were not staged; commit comes next. */
 ptn_status ptn_engine_stage_rest(ptn_engine *engine);

@@ -35,7 +35,9 @@ void ptn_engine_expect(ptn_engine *engine, uint32_t number, bool expected) {
   recount(engine, &engine->chunks[param->chunk]);
 }
 
+/* Where a gradient that is not the last of its step is kept. */
 static ptn_status reserve_grads(ptn_engine *engine, chunk *chunk) {
+  if (chunk->home == HOME_HOST) return ptn_host_make_sum(engine, chunk, false);
   if (chunk->grads.bytes) return PTN_OK;
   return ptn_store_reserve(engine->store, chunk->param_bytes, &chunk->grads);
 }
@@ -51,37 +53,86 @@ static job *new_job(ptn_engine *engine, chunk *chunk, uint32_t n_grads, bool upd
   return job;
 }
 
-/* Locked. Moves the chunk's gradients to a job on the lane. */
+static void queue(ptn_engine *engine, job *job) {
+  if (engine->chunks[job->chunk].home == HOME_HOST) ptn_host_enqueue(engine, job);
+  else ptn_lane_enqueue(engine, job);
+}
+
+/* One gradient that the chunk holds joins the job that is made for them, or, where it goes to the host's sum without one, is only
+ * noted as an update that is made after commit. */
+static ptn_status add_gradient(ptn_engine *engine, chunk *chunk, uint32_t number, job *job, ptn_gradient_use use) {
+  param *param = &engine->params[number];
+  if (use == PTN_GRADIENT_UPDATE && is_late(chunk)) PTN_TRY(ptn_host_note_late(engine, chunk, number, 1.0f));
+  if (param->offload && ptn_offload_is_direct(param->offload)) return PTN_OK;
+  job_grad *grad = &job->grads[job->n_grads++];
+  *grad = (job_grad){.param = number, .data = param->grad, .owner = param->owner, .offload = param->offload};
+  grad->total = param->use == PTN_GRADIENT_SPILL_TOTAL;
+  if (!job->update) return PTN_OK;
+  return ptn_update_prepare(&grad->update, &engine->hypers[param->group], param->steps + 1, 1.0f);
+}
+
+/* The chunk no longer holds its gradients: the job does. */
+static void hand_over(ptn_engine *engine, chunk *chunk, job *job) {
+  for (uint32_t i = 0; i < job->n_grads; i++)
+    if (job->grads[i].offload) ptn_offload_await(job->grads[i].offload, job);
+  for (uint32_t i = 0; i < chunk->n_params; i++) {
+    param *param = &engine->params[engine->order_params[chunk->first_param + i]];
+    if (param->offload && ptn_offload_is_direct(param->offload)) ptn_offload_release(engine, param->offload);
+    param->grad = NULL;
+    param->offload = NULL;
+  }
+  chunk->arrived = 0;
+  chunk->arrived_bytes = 0;
+}
+
+/* Locked. Moves the chunk's gradients to a job on a lane. */
 static ptn_status enqueue(ptn_engine *engine, chunk *chunk) {
   ptn_gradient_use use = PTN_GRADIENT_UPDATE;
   for (uint32_t i = 0; i < chunk->n_params; i++) {
     const param *param = &engine->params[engine->order_params[chunk->first_param + i]];
     if (param->grad) use = param->use;
   }
-  bool update = use == PTN_GRADIENT_UPDATE;
-  job *job = new_job(engine, chunk, chunk->arrived, update);
+  job *job = new_job(engine, chunk, chunk->arrived, use == PTN_GRADIENT_UPDATE && !is_late(chunk));
   if (!job) return PTN_MEMORY;
-  for (uint32_t i = 0; i < chunk->n_params; i++) {
+  ptn_status status = PTN_OK;
+  for (uint32_t i = 0; i < chunk->n_params && status == PTN_OK; i++) {
     uint32_t number = engine->order_params[chunk->first_param + i];
-    param *param = &engine->params[number];
-    if (!param->grad) continue;
-    job_grad *grad = &job->grads[job->n_grads++];
-    *grad = (job_grad){.param = number, .data = param->grad, .owner = param->owner};
-    grad->total = param->use == PTN_GRADIENT_SPILL_TOTAL;
-    if (update) {
-      ptn_status status = ptn_update_prepare(&grad->update, &engine->hypers[param->group], param->steps + 1, 1.0f);
-      if (status != PTN_OK) {
-        free(job);
-        return status;
-      }
-    }
+    if (engine->params[number].grad) status = add_gradient(engine, chunk, number, job, use);
   }
-  for (uint32_t i = 0; i < job->n_grads; i++) engine->params[job->grads[i].param].grad = NULL;
+  if (status != PTN_OK) {
+    free(job);
+    return status;
+  }
   job->grad_bytes = chunk->arrived_bytes;
-  chunk->arrived = 0;
-  chunk->arrived_bytes = 0;
-  ptn_lane_enqueue(engine, job);
+  hand_over(engine, chunk, job);
+  if (job->n_grads > 0) queue(engine, job);
+  else free(job);
   return PTN_OK;
+}
+
+ptn_status ptn_gradients_enqueue_some(ptn_engine *engine, bool *found) {
+  *found = false;
+  for (uint32_t c = 0; c < engine->n_chunks && !*found; c++) {
+    if (engine->chunks[c].arrived == 0) continue;
+    PTN_TRY(enqueue(engine, &engine->chunks[c]));
+    *found = true;
+  }
+  return PTN_OK;
+}
+
+void ptn_gradients_end_job(ptn_engine *engine, job *job) {
+  chunk *chunk = &engine->chunks[job->chunk];
+  for (uint32_t i = 0; i < job->n_grads; i++) {
+    param *param = &engine->params[job->grads[i].param];
+    if (!job->failed && job->update && !job->late) param->updated = true;
+    if (!job->failed && !job->update) param->spilled = true;
+    ptn_lane_owner(engine, job->grads[i].owner);
+    ptn_offload_release(engine, job->grads[i].offload);
+  }
+  if (job->late) chunk->late = false;
+  else if (!job->failed && !job->cancelled && job->update) chunk->has_shadow = engine->any_shadow = true;
+  if (!job->cancelled) chunk->jobs--;
+  free(job);
 }
 
 /* The driving thread waits while the lane holds more gradients than it may, and gives back what the lane is done with. */
@@ -96,17 +147,22 @@ static void wait_for_room(ptn_engine *engine) {
   ptn_engine_collect(engine);
 }
 
-ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
-  param *param = &engine->params[number];
-  chunk *chunk = &engine->chunks[param->chunk];
-  if (!param->trained || chunk->home != HOME_DISK) return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
-  if (engine->n_pieces == 0) return ptn_fail(PTN_STEP, "a gradient came before the update lane has its ring");
-  if (use != PTN_GRADIENT_UPDATE && !engine->ring_has_grads)
+static ptn_status check_gradient(const ptn_engine *engine, uint32_t number, ptn_gradient_use use) {
+  const param *param = &engine->params[number];
+  const chunk *chunk = &engine->chunks[param->chunk];
+  bool on_disk = chunk->home == HOME_DISK;
+  if (!param->trained || !has_slot_home(chunk)) return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
+  if (on_disk && engine->n_pieces == 0) return ptn_fail(PTN_STEP, "a gradient came before the update lane has its ring");
+  if (on_disk && use != PTN_GRADIENT_UPDATE && !engine->ring_has_grads)
     return ptn_fail(PTN_STEP, "a gradient is to be kept on disk and the ring was made without room for that");
   if (param->grad) return ptn_fail(PTN_STEP, "parameter %u has two gradients in one backward pass", number);
-  if (use != PTN_GRADIENT_UPDATE) PTN_TRY(reserve_grads(engine, chunk));
-  wait_for_room(engine);
-  ptn_lock(&engine->mutex);
+  return PTN_OK;
+}
+
+/* Locked. The gradient counts from here on, and may complete its chunk. Where that fails it does not count. */
+static ptn_status hold(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
+  param *param = &engine->params[number];
+  chunk *chunk = &engine->chunks[param->chunk];
   param->grad = data;
   param->owner = owner;
   param->use = use;
@@ -119,10 +175,39 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *
   if (status != PTN_OK && param->grad) { /* the caller keeps the owner of what was not taken */
     param->grad = NULL;
     param->owner = NULL;
+    param->offload = NULL;
     chunk->arrived--;
     chunk->arrived_bytes -= param->count * engine->element_bytes;
     engine->gradients--;
   }
+  return status;
+}
+
+/* The device brings it to the host, and the owner is released when it has. */
+static ptn_status take_from_device(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
+  param *param = &engine->params[number];
+  struct offload *offload;
+  PTN_TRY(ptn_offload_take(engine, number, data, &offload));
+  ptn_lock(&engine->mutex);
+  param->offload = offload;
+  bool kept = ptn_offload_keep(offload, owner);
+  ptn_status status = hold(engine, number, ptn_offload_data(offload), NULL, use);
+  if (status == PTN_OK) param->summed |= use != PTN_GRADIENT_UPDATE || is_late(&engine->chunks[param->chunk]);
+  if (status == PTN_OK && !kept) ptn_lane_owner(engine, owner);
+  if (status != PTN_OK && kept) ptn_offload_keep(offload, NULL);
+  ptn_unlock(&engine->mutex);
+  if (status != PTN_OK) ptn_offload_abandon(engine, offload);
+  return status;
+}
+
+ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
+  PTN_TRY(check_gradient(engine, number, use));
+  chunk *chunk = &engine->chunks[engine->params[number].chunk];
+  if (use != PTN_GRADIENT_UPDATE) PTN_TRY(reserve_grads(engine, chunk));
+  if (engine->over.device) return take_from_device(engine, number, data, owner, use);
+  wait_for_room(engine);
+  ptn_lock(&engine->mutex);
+  ptn_status status = hold(engine, number, data, owner, use);
   ptn_unlock(&engine->mutex);
   return status;
 }
@@ -144,43 +229,59 @@ ptn_status ptn_engine_flush(ptn_engine *engine) {
   return status;
 }
 
-/* No job is under way here, so the flags hold still. */
-ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale) {
-  PTN_TRY(ptn_engine_wait(engine));
-  for (uint32_t c = 0; c < engine->n_chunks; c++) {
-    chunk *chunk = &engine->chunks[c];
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < chunk->n_params; i++) {
-      const param *param = &engine->params[engine->order_params[chunk->first_param + i]];
-      count += param->spilled && !param->updated;
-    }
-    if (count == 0) continue;
-    job *job = new_job(engine, chunk, count, true);
-    if (!job) return PTN_MEMORY;
-    ptn_status status = PTN_OK;
-    for (uint32_t i = 0; i < chunk->n_params && status == PTN_OK; i++) {
-      uint32_t number = engine->order_params[chunk->first_param + i];
-      const param *param = &engine->params[number];
-      if (!param->spilled || param->updated) continue;
-      job_grad *grad = &job->grads[job->n_grads++];
-      *grad = (job_grad){.param = number};
-      status = ptn_update_prepare(&grad->update, &engine->hypers[param->group], param->steps + 1, grad_scale);
-    }
-    if (status != PTN_OK) {
-      free(job);
-      return status;
-    }
-    ptn_lock(&engine->mutex);
-    ptn_lane_enqueue(engine, job);
-    ptn_unlock(&engine->mutex);
+static bool waits_in_sum(const param *param) { return param->spilled && !param->updated; }
+
+static ptn_status update_chunk_spilled(ptn_engine *engine, chunk *chunk, uint32_t count, float grad_scale) {
+  job *job = new_job(engine, chunk, count, true);
+  if (!job) return PTN_MEMORY;
+  ptn_status status = PTN_OK;
+  for (uint32_t i = 0; i < chunk->n_params && status == PTN_OK; i++) {
+    uint32_t number = engine->order_params[chunk->first_param + i];
+    const param *param = &engine->params[number];
+    if (!waits_in_sum(param)) continue;
+    job_grad *grad = &job->grads[job->n_grads++];
+    *grad = (job_grad){.param = number};
+    status = ptn_update_prepare(&grad->update, &engine->hypers[param->group], param->steps + 1, grad_scale);
+  }
+  if (status != PTN_OK) {
+    free(job);
+    return status;
+  }
+  queue(engine, job);
+  return PTN_OK;
+}
+
+static ptn_status note_chunk_late(ptn_engine *engine, chunk *chunk, float grad_scale) {
+  for (uint32_t i = 0; i < chunk->n_params; i++) {
+    uint32_t number = engine->order_params[chunk->first_param + i];
+    if (waits_in_sum(&engine->params[number])) PTN_TRY(ptn_host_note_late(engine, chunk, number, grad_scale));
   }
   return PTN_OK;
+}
+
+/* No job is under way when it begins, so the flags hold still. */
+ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale) {
+  PTN_TRY(ptn_engine_wait(engine));
+  ptn_status status = PTN_OK;
+  ptn_lock(&engine->mutex);
+  for (uint32_t c = 0; c < engine->n_chunks && status == PTN_OK; c++) {
+    chunk *chunk = &engine->chunks[c];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < chunk->n_params; i++)
+      count += waits_in_sum(&engine->params[engine->order_params[chunk->first_param + i]]);
+    if (count == 0) continue;
+    if (is_late(chunk)) status = note_chunk_late(engine, chunk, grad_scale);
+    else status = update_chunk_spilled(engine, chunk, count, grad_scale);
+  }
+  ptn_unlock(&engine->mutex);
+  return status;
 }
 
 ptn_status ptn_engine_wait(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   int64_t begin = ptn_now_ns();
   ptn_lane_settle(engine);
+  ptn_over_settle(engine);
   engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);
   ptn_status status = engine->lane_status == PTN_OK ? PTN_OK : ptn_error_restore(&engine->lane_error);
   ptn_unlock(&engine->mutex);
@@ -193,6 +294,8 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
   chunk *chunk = &engine->chunks[param->chunk];
   if (!param->trained || chunk->home != HOME_MEMORY)
     return ptn_fail(PTN_INVALID, "parameter %u has no home in memory or is not trained", number);
+  if (engine->over.device)
+    return ptn_fail(PTN_INVALID, "parameter %u lies on the device, where the CPU updates nothing: update it there", number);
   PTN_TRY(ptn_engine_to_memory(engine, param->chunk, true));
   ptn_update update;
   PTN_TRY(ptn_update_prepare(&update, &engine->hypers[param->group], param->steps + 1, grad_scale));
@@ -230,12 +333,13 @@ void ptn_engine_commit(ptn_engine *engine) {
     slot *slot = chunk->slot >= 0 ? &engine->slots[chunk->slot] : NULL;
     if (!slot || slot->chunk != c) continue;
     if (slot->shadow) slot->shadow = false; /* what the update made in place is the home's now */
-    else if (slot->state == SLOT_LOADED) slot->state = SLOT_EMPTY; /* read before the update: out of date now */
+    else if (slot->state >= SLOT_ORDERED) slot->state = SLOT_EMPTY; /* read before the update: out of date now */
   }
+  if (engine->over.device) ptn_host_queue_late(engine);
   for (uint32_t i = 0; i < engine->n_params; i++) {
     param *param = &engine->params[i];
     param->steps += param->updated;
-    param->updated = param->spilled = false;
+    param->updated = param->spilled = param->summed = false;
   }
   engine->gradients = 0;
   engine->any_shadow = false;
@@ -258,14 +362,17 @@ void ptn_engine_read_ahead(ptn_engine *engine, bool on) {
 
 void ptn_engine_drop(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
-  if (engine->lane_status == PTN_OK && engine->n_jobs) { /* jobs that did not start need not */
+  if (engine->lane_status == PTN_OK && (engine->n_jobs || engine->over.n_jobs)) { /* jobs that did not start need not */
     engine->lane_status = PTN_STEP;
     memset(&engine->lane_error, 0, sizeof engine->lane_error);
     engine->lane_error.code = PTN_STEP;
   }
   ptn_lane_settle(engine);
+  ptn_over_settle(engine);
   for (uint32_t c = 0; c < engine->n_chunks; c++) {
     chunk *chunk = &engine->chunks[c];
+    free(chunk->late_job);
+    chunk->late_job = NULL;
     if (chunk->has_shadow && chunk->slot >= 0) {
       slot *slot = &engine->slots[chunk->slot];
       if (slot->chunk == c && slot->shadow) ptn_residency_forget(engine, chunk);
@@ -278,9 +385,11 @@ void ptn_engine_drop(ptn_engine *engine) {
   for (uint32_t i = 0; i < engine->n_params; i++) {
     param *param = &engine->params[i];
     if (param->grad) ptn_lane_owner(engine, param->owner);
+    ptn_offload_release(engine, param->offload);
+    param->offload = NULL;
     param->grad = NULL;
     param->owner = NULL;
-    param->spilled = param->updated = false;
+    param->spilled = param->updated = param->summed = false;
   }
   engine->lane_status = PTN_OK;
   engine->n_updates = 0;
@@ -308,7 +417,13 @@ bool ptn_engine_relieve(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   bool useful = engine->n_owners > 0;
   uint64_t held = engine->job_bytes;
-  if (!useful && held) {
+  uint32_t moving = engine->over.offloads;
+  if (!useful && engine->over.device && moving) { /* what a device is done with goes */
+    int64_t begin = ptn_now_ns();
+    while (engine->over.offloads >= moving) ptn_wait(&engine->changed, &engine->mutex);
+    engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
+    useful = true;
+  } else if (!useful && held) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);

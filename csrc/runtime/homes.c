@@ -1,6 +1,6 @@
 /* Homes, slots and the ring: what is arranged between steps, and the transfer of single parameters.
  *
- * A home on disk is an extent of parameters followed by the state arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and
+ * Over a device homes in memory and on the host are device_homes.c's. A home on disk is an extent of parameters followed by the state arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and
  * its shadow, reserved together so that no step fails for lack of space. A home in memory is a region for the parameters,
  * one block for the state and one for the master, made when they are first written or the first update needs them.
  */
@@ -21,27 +21,28 @@ static uint64_t master_bytes(const ptn_engine *engine, const chunk *chunk) {
   return chunk->trained && engine->bf16 ? engine->widening * chunk->param_bytes : 0;
 }
 
-static ptn_status quiet(ptn_engine *engine, const char *what) {
+ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what) {
   ptn_lock(&engine->mutex);
   if (engine->ahead && engine->n_jobs == 1) ptn_lane_settle(engine); /* what was read ahead only */
+  if (!engine->gradients) ptn_over_settle(engine); /* updates of the step before */
   ptn_unlock(&engine->mutex);
   if (engine->n_jobs || engine->any_shadow || engine->gradients)
     return ptn_fail(PTN_STEP, "%s in the middle of a step: call step() or zero_grad() first", what);
   return PTN_OK;
 }
 
-static void release_extents(ptn_engine *engine, chunk *chunk) {
+void ptn_homes_release(ptn_engine *engine, chunk *chunk) {
   ptn_store_release(engine->store, &chunk->extents[0]);
   ptn_store_release(engine->store, &chunk->extents[1]);
   ptn_store_release(engine->store, &chunk->grads);
 }
 
-static ptn_status reserve_extents(ptn_engine *engine, chunk *chunk) {
+ptn_status ptn_homes_reserve(ptn_engine *engine, chunk *chunk) {
   uint64_t bytes = extent_bytes(engine, chunk);
   chunk->current = 0;
   ptn_status status = ptn_store_reserve(engine->store, bytes, &chunk->extents[0]);
   if (status == PTN_OK && chunk->trained) status = ptn_store_reserve(engine->store, bytes, &chunk->extents[1]);
-  if (status != PTN_OK) release_extents(engine, chunk);
+  if (status != PTN_OK) ptn_homes_release(engine, chunk);
   return status;
 }
 
@@ -80,8 +81,9 @@ static ptn_status read_home(ptn_engine *engine, chunk *chunk, ptn_region *region
 
 ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_state) {
   chunk *chunk = &engine->chunks[number];
+  if (engine->over.device) return ptn_over_move(engine, number, HOME_MEMORY, with_state);
   if (chunk->home == HOME_MEMORY) return with_state ? make_states(engine, chunk) : PTN_OK;
-  PTN_TRY(quiet(engine, "a chunk cannot change its home"));
+  PTN_TRY(ptn_homes_quiet(engine, "a chunk cannot change its home"));
   if (chunk->slot >= 0) return ptn_fail(PTN_INVALID, "chunk %u has a slot and cannot move to memory", number);
   ptn_region *region;
   PTN_TRY(ptn_region_create(engine->account, chunk->param_bytes, &region));
@@ -97,17 +99,18 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
     free_states(chunk);
     return status;
   }
-  release_extents(engine, chunk);
+  ptn_homes_release(engine, chunk);
   chunk->params = region;
   chunk->home = HOME_MEMORY;
   return PTN_OK;
 }
 
 ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
-  PTN_TRY(quiet(engine, "a chunk cannot change its home"));
+  if (engine->over.device) return ptn_over_move(engine, number, HOME_DISK, false);
+  PTN_TRY(ptn_homes_quiet(engine, "a chunk cannot change its home"));
   chunk *chunk = &engine->chunks[number];
   if (chunk->home == HOME_DISK) return PTN_OK;
-  PTN_TRY(reserve_extents(engine, chunk));
+  PTN_TRY(ptn_homes_reserve(engine, chunk));
   if (chunk->home == HOME_MEMORY) {
     uint64_t offset = chunk->extents[0].offset;
     ptn_status status = ptn_store_transfer(engine->store, chunk->params->memory, offset, chunk->param_bytes, true);
@@ -117,7 +120,7 @@ ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
       status = ptn_store_transfer(engine->store, chunk->master, offset + array_offset(engine, chunk, engine->n_states),
                                   master_bytes(engine, chunk), true);
     if (status != PTN_OK) {
-      release_extents(engine, chunk);
+      ptn_homes_release(engine, chunk);
       return status;
     }
     chunk->zero_state = !chunk->states;
@@ -132,18 +135,23 @@ ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
 
 /* ---- slots ---- */
 
-static ptn_status make_slot(ptn_engine *engine, uint64_t bytes) {
-  slot *slot = &engine->slots[engine->n_slots];
+static ptn_status new_slot(ptn_engine *engine, slot *slot, uint64_t bytes) {
   memset(slot, 0, sizeof *slot);
   slot->chunk = NO_CHUNK;
   slot->engine = engine;
-  PTN_TRY(ptn_region_create(engine->account, bytes, &slot->region));
+  if (engine->over.device) return ptn_upload_make_slot(engine, slot, bytes);
+  return ptn_region_create(engine->account, bytes, &slot->region);
+}
+
+static ptn_status make_slot(ptn_engine *engine, uint64_t bytes) {
+  slot *slot = &engine->slots[engine->n_slots];
+  PTN_TRY(new_slot(engine, slot, bytes));
   engine->n_slots++;
   return PTN_OK;
 }
 
 ptn_status ptn_engine_set_slots(ptn_engine *engine, const int32_t *slot_of_chunk, const uint64_t *slot_bytes, uint32_t n_slots) {
-  PTN_TRY(quiet(engine, "slots cannot change"));
+  PTN_TRY(ptn_homes_quiet(engine, "slots cannot change"));
   if (engine->n_slots) return ptn_fail(PTN_INVALID, "slots are there already");
   if (n_slots > engine->n_chunks) return ptn_fail(PTN_INVALID, "%u slots for %u chunks", n_slots, engine->n_chunks);
   for (uint32_t i = 0; i < engine->n_chunks; i++) {
@@ -167,7 +175,11 @@ void ptn_engine_drop_slots(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   ptn_residency_settle(engine);
   ptn_unlock(&engine->mutex);
-  for (uint32_t i = 0; i < engine->n_slots; i++) ptn_region_release(engine->slots[i].region);
+  ptn_over_finish(engine);
+  for (uint32_t i = 0; i < engine->n_slots; i++) {
+    if (engine->over.device) ptn_upload_drop_slot(engine, &engine->slots[i]);
+    else ptn_region_release(engine->slots[i].region);
+  }
   engine->n_slots = 0;
   for (uint32_t i = 0; i < engine->n_chunks; i++) engine->chunks[i].slot = -1;
 }
@@ -175,10 +187,7 @@ void ptn_engine_drop_slots(ptn_engine *engine) {
 ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t number) {
   if (engine->n_slots == engine->max_slots) return ptn_fail(PTN_INVALID, "no more than %u slots", engine->max_slots);
   slot fresh;
-  memset(&fresh, 0, sizeof fresh);
-  fresh.chunk = NO_CHUNK;
-  fresh.engine = engine;
-  PTN_TRY(ptn_region_create(engine->account, engine->chunks[number].param_bytes, &fresh.region));
+  PTN_TRY(new_slot(engine, &fresh, engine->chunks[number].param_bytes));
   ptn_lock(&engine->mutex);
   engine->slots[engine->n_slots] = fresh;
   engine->chunks[number].slot = (int32_t)engine->n_slots++;
@@ -194,7 +203,7 @@ static uint64_t ring_bytes(const ptn_engine *engine, uint64_t piece_bytes, uint3
 }
 
 ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
-  PTN_TRY(quiet(engine, "the ring cannot change"));
+  PTN_TRY(ptn_homes_quiet(engine, "the ring cannot change"));
   if (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || n_pieces == 0)
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
                     (unsigned long long)piece_bytes);
@@ -277,7 +286,7 @@ ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t number) {
 /* ---- filling ---- */
 
 ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t number) {
-  PTN_TRY(quiet(engine, "parameters cannot be filled"));
+  PTN_TRY(ptn_homes_quiet(engine, "parameters cannot be filled"));
   chunk *chunk = &engine->chunks[number];
   if (chunk->home == HOME_MEMORY) return PTN_OK;
   if (chunk->slot < 0) return ptn_fail(PTN_INVALID, "chunk %u has no slot to fill", number);
@@ -293,16 +302,22 @@ ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t number) {
   }
   ptn_unlock(&engine->mutex);
   if (taken) return ptn_fail(PTN_STEP, "the slot of chunk %u is in use", number);
+  if (engine->over.device) return ptn_over_begin_fill(engine, slot, chunk->param_bytes);
   memset(slot->region->memory, 0, chunk->param_bytes);
   return PTN_OK;
+}
+
+static ptn_status write_slot(ptn_engine *engine, slot *slot, chunk *chunk) {
+  if (engine->over.device) return ptn_over_end_fill(engine, slot, chunk);
+  uint64_t offset = chunk->extents[chunk->current].offset;
+  return ptn_store_transfer(engine->store, slot->region->memory, offset, chunk->param_bytes, true);
 }
 
 ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
   chunk *chunk = &engine->chunks[number];
   if (chunk->home == HOME_MEMORY) return PTN_OK;
   slot *slot = &engine->slots[chunk->slot];
-  ptn_status status =
-      ptn_store_transfer(engine->store, slot->region->memory, chunk->extents[chunk->current].offset, chunk->param_bytes, true);
+  ptn_status status = write_slot(engine, slot, chunk);
   ptn_lock(&engine->mutex);
   slot->in_use = 0;
   if (status != PTN_OK) ptn_residency_forget(engine, chunk);
@@ -414,10 +429,12 @@ ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_
   if (first > param->count || count > param->count - first)
     return ptn_fail(PTN_INVALID, "parameter %u has %llu elements, %llu from number %llu on are asked for", number,
                     (unsigned long long)param->count, (unsigned long long)count, (unsigned long long)first);
-  if (write) PTN_TRY(quiet(engine, "values cannot be written"));
+  if (write) PTN_TRY(ptn_homes_quiet(engine, "values cannot be written"));
   if (count == 0) return PTN_OK;
   uint64_t widening = array > 0 ? engine->widening : 1, size = widening * engine->element_bytes;
   stretch part = {.array = array, .offset_bytes = widening * param->offset_bytes + first * size, .bytes = count * size};
+  if (engine->over.device && chunk->home != HOME_DISK)
+    return ptn_over_transfer(engine, chunk, array, part.offset_bytes, memory, part.bytes, write);
   if (chunk->home == HOME_MEMORY) return transfer_in_memory(engine, chunk, &part, memory, write);
   return transfer_on_disk(engine, chunk, &part, memory, write);
 }
@@ -433,6 +450,10 @@ ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, void *memory,
   PTN_TRY(ptn_engine_wait(engine));
   if (!param->spilled) return PTN_OK;
   *found = true;
+  if (chunk->home == HOME_HOST) {
+    memcpy(memory, chunk->sum + param->offset_bytes, param->count * engine->element_bytes);
+    return PTN_OK;
+  }
   return ptn_homes_transfer(engine, chunk->grads.offset + param->offset_bytes, memory, param->count * engine->element_bytes,
                             false);
 }

@@ -4,11 +4,18 @@
 #define PTN_RUNTIME_INTERNAL_H
 
 #include "base/bytes.h"
+#include "device/transfers.h"
 #include "runtime/engine.h"
 
 #define NO_CHUNK UINT32_MAX
+#define MAX_STREAMS 32 /* compute streams that one engine knows; bits of a mask */
 
-typedef enum home_kind { HOME_NOWHERE, HOME_MEMORY, HOME_DISK } home_kind;
+/* MEMORY is where it is computed: RAM under the account, or the device's memory. HOST: pinned, beside a device. */
+typedef enum home_kind { HOME_NOWHERE, HOME_MEMORY, HOME_HOST, HOME_DISK } home_kind;
+
+struct job;
+struct offload;
+struct staged;
 
 typedef struct chunk {
   uint64_t param_bytes;
@@ -20,8 +27,15 @@ typedef struct chunk {
   float *master; /* the same */
   /* home on disk: the extent in use and its shadow hold parameters, then the state arrays, then the master */
   ptn_extent extents[2];
+  /* home on the host: the set in use and, where it has one, the other; each laid out as an extent */
+  ptn_pinned host[2];
+  char *sum;             /* on the host: gradients of this step, laid out as the parameters; NULL: none yet */
+  ptn_pinned sum_pinned; /* its memory where the chunk has no shadow; else it is of the account */
+  struct job *late_job;  /* updates of this step that are made after commit; not on a lane yet */
+  bool late;             /* such a job is on the lane: the home is not current before it ends */
+  uint32_t uploads;      /* from the set in use, or from what it was, under way */
   int current;
-  bool has_shadow;  /* extents[1 - current] holds this step's update */
+  bool has_shadow;  /* extents or host[1 - current] hold this step's update */
   bool zero_state;  /* the state of the current extent was never written: zeros */
   bool zero_master; /* the same */
   ptn_extent grads; /* gradients on disk, laid out as the parameters */
@@ -41,13 +55,36 @@ typedef struct param {
   bool spilled;    /* its gradient on disk counts */
   bool updated;    /* in this step's shadow */
   bool counted;    /* came in this pass */
+  bool summed;     /* over a device: a gradient of this step went to the host's sum, or to the disk's */
   uint64_t steps;
-  const void *grad; /* held, not yet queued */
+  const void *grad; /* held, not yet queued; in host memory */
   void *owner;
+  struct offload *offload; /* over a device: what brings grad */
   ptn_gradient_use use;
 } param;
 
-typedef enum slot_state { SLOT_EMPTY, SLOT_LOADING, SLOT_LOADED } slot_state;
+/* LOADING: its bytes are read from the disk, or being handed to the device. ORDERED: the device will bring them, before whatever
+ * follows the slot's event `loaded`. LOADED: they are there. */
+typedef enum slot_state { SLOT_EMPTY, SLOT_LOADING, SLOT_ORDERED, SLOT_LOADED } slot_state;
+
+/* Over a device (runtime/uploads.c). */
+typedef struct slot_device {
+  ptn_event *free;   /* behind the last use of what was there, on the compute stream */
+  ptn_event *loaded; /* behind the last transfer of the newest load */
+  bool used;         /* free was recorded */
+  bool unmarked;     /* recording it failed: nothing is loaded before that was made good */
+  uint32_t streams;  /* compute streams that use what is there, since free was recorded */
+  uint32_t followed; /* compute streams that are ordered behind loaded */
+  uint64_t load;     /* number of the newest load */
+  bool ended;        /* its last transfer ended before it was known to be ordered */
+  const char *source; /* of a load from the host */
+  /* of a load from the disk */
+  uint64_t read_bytes, ordered_bytes; /* begun to be read; handed to the upload lane */
+  uint32_t reads;                     /* under way */
+  bool ordering;                      /* a thread hands over what is in ready */
+  struct staged *ready;               /* read, not handed over */
+  struct slot *next;                  /* in the queue of loads that have bytes left to read */
+} slot_device;
 
 typedef struct slot {
   ptn_region *region;
@@ -60,6 +97,7 @@ typedef struct slot {
   struct ptn_engine *engine;
   ptn_status status;
   ptn_error error;
+  slot_device device;
 } slot;
 
 /* One gradient of a job. */
@@ -69,6 +107,7 @@ typedef struct job_grad {
   void *owner;
   bool total;        /* data replaces what is on disk */
   bool add_disk;     /* the sum on disk comes first: total = disk + data */
+  struct offload *offload; /* over a device: what brings data, which is the pool's until the job ends */
   ptn_update update;
 } job_grad;
 
@@ -84,6 +123,8 @@ typedef struct job {
   bool open;            /* read ahead: its gradients have not come */
   bool cancelled;       /* read ahead in vain */
   bool failed;
+  bool late;            /* of a step that is committed: changes the home in place */
+  uint32_t arriving;    /* gradients that the device has not brought yet: nothing is computed before */
   uint64_t grad_bytes;
   uint64_t next_offset; /* of the next piece to start */
   uint32_t pieces;      /* started, not yet finished */
@@ -104,10 +145,50 @@ typedef struct piece {
   void *arrays[PIECE_ARRAYS];  /* in the ring */
   ptn_io io[PIECE_ARRAYS];
   bool has_params; /* in the ring or in the slot */
+  ptn_team *team;  /* that computes it; NULL: the lane's thread alone */
   uint32_t in_flight;
   ptn_status status;
   ptn_error error;
 } piece;
+
+/* Pinned memory through which parameters on disk go to the device (runtime/uploads.c). */
+typedef struct staged {
+  ptn_transfer transfer; /* first member */
+  struct staged *next;   /* free, or ready */
+  slot *slot;
+  void *memory;
+  ptn_io io;
+  uint64_t load, offset_bytes, bytes; /* in the chunk */
+  uint32_t chunk;
+} staged;
+
+/* What an engine over a device has beside the rest. */
+typedef struct engine_device {
+  ptn_device *device; /* NULL: there is none, and nothing below is used */
+  const ptn_device_kind *kind;
+  ptn_transfers *upload, *offload;
+  ptn_stream *streams[MAX_STREAMS]; /* compute streams that were told of */
+  uint32_t n_streams, stream;       /* stream: number of the present one */
+  ptn_event *made, *joined;
+  uint64_t loads;
+  uint32_t uploads, offloads; /* transfers under way */
+  char reason[256];           /* why some host memory is not locked; "": all is */
+  /* gradients on their way to an update */
+  ptn_pinned pool;
+  struct offload *first_range; /* by offset */
+  /* loads from the disk */
+  ptn_pinned staging;
+  staged *pieces, *free_pieces;
+  uint32_t n_pieces;
+  uint64_t piece_bytes;
+  slot *first_load;
+  /* the lane that updates on the host */
+  pthread_t lane;
+  bool lane_started, stop;
+  ptn_condition lane_work;
+  job *first_job, *last_job;
+  uint32_t n_jobs;
+} engine_device;
 
 struct ptn_engine {
   ptn_mutex mutex;
@@ -166,6 +247,7 @@ struct ptn_engine {
   bool any_shadow;
   int64_t wait_ns, update_ns;
   uint64_t loaded_bytes, loads, hits;
+  engine_device over;
 };
 
 /* residency.c */
@@ -173,8 +255,15 @@ void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */
 void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is under way */
 
-/* homes.c: between memory and a stretch of the disk that need not lie on pages */
+/* homes.c: between memory and a stretch of the disk that need not lie on pages; the extents of a home on disk */
 ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write);
+ptn_status ptn_homes_reserve(ptn_engine *engine, chunk *chunk);
+void ptn_homes_release(ptn_engine *engine, chunk *chunk);
+ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what); /* PTN_STEP in the middle of a step */
+
+/* gradients.c */
+ptn_status ptn_gradients_enqueue_some(ptn_engine *engine, bool *found); /* locked: a chunk that holds a part of its gradients */
+void ptn_gradients_end_job(ptn_engine *engine, job *job); /* locked: what became of its gradients; frees it */
 
 /* lane.c */
 ptn_status ptn_lane_start(ptn_engine *engine);
@@ -184,6 +273,70 @@ void ptn_lane_read_ahead(ptn_engine *engine);        /* locked: opens a job for 
 void ptn_lane_cancel(ptn_engine *engine);            /* locked: the open job, if any, comes to nothing */
 void ptn_lane_settle(ptn_engine *engine);            /* locked: waits until no job is left */
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
+void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error); /* locked: this step's first failure */
+
+/* compute.c */
+bool ptn_piece_overlaps(const ptn_engine *engine, const piece *piece, const param *param, uint64_t *begin, uint64_t *end);
+bool ptn_piece_wanted(const ptn_engine *engine, const job *job, uint64_t offset, uint64_t bytes);
+void ptn_piece_compute(ptn_engine *engine, piece *piece, char *values);
+bool ptn_spilled_any(const ptn_engine *engine, const chunk *chunk); /* locked */
+void ptn_job_open(ptn_engine *engine, job *job); /* locked: what each gradient is added to */
+
+/* ---- over a device ---- */
+
+/* device_memory.c: memory, streams, and copies that the caller waits for; between steps */
+ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device);
+void ptn_over_close(ptn_engine *engine);
+ptn_status ptn_over_pin(ptn_engine *engine, uint64_t bytes, ptn_pinned *out);
+void ptn_over_unpin(ptn_engine *engine, ptn_pinned *pinned);
+ptn_status ptn_over_copy(ptn_engine *engine, void *to, const void *from, uint64_t bytes);
+ptn_status ptn_over_zero(ptn_engine *engine, void *memory, uint64_t bytes);
+void ptn_over_settle(ptn_engine *engine);    /* locked: waits for transfers and late updates */
+void ptn_over_finish(ptn_engine *engine);    /* waits for transfers, late updates and the compute streams */
+ptn_stream *ptn_over_stream(const ptn_engine *engine);
+
+/* device_homes.c */
+ptn_status ptn_over_move(ptn_engine *engine, uint32_t number, home_kind to, bool extra); /* extra: state now, or a shadow */
+void ptn_over_drop_home(ptn_engine *engine, chunk *chunk);
+void ptn_over_count(const ptn_engine *engine, ptn_engine_stats *out);
+ptn_status ptn_over_transfer(ptn_engine *engine, chunk *chunk, uint32_t array, uint64_t offset_bytes, void *memory,
+                             uint64_t bytes, bool write);
+ptn_status ptn_over_begin_fill(ptn_engine *engine, slot *slot, uint64_t bytes);
+ptn_status ptn_over_end_fill(ptn_engine *engine, slot *slot, chunk *chunk);
+
+/* uploads.c */
+ptn_status ptn_upload_make_slot(ptn_engine *engine, slot *slot, uint64_t bytes);
+void ptn_upload_drop_slot(ptn_engine *engine, slot *slot);
+void ptn_upload_prepare(ptn_engine *engine, slot *slot, uint32_t number); /* locked */
+void ptn_upload_start(ptn_engine *engine, slot *slot);                    /* locked; unlocks while it submits */
+ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot);   /* locked, on the driving thread: records free; unlocks */
+ptn_status ptn_upload_follow(ptn_engine *engine, slot *slot); /* the same: the compute stream comes behind loaded */
+
+/* offloads.c */
+ptn_status ptn_offload_take(ptn_engine *engine, uint32_t number, const void *data, struct offload **out);
+bool ptn_offload_keep(struct offload *offload, void *owner); /* locked: hands the owner back at its end; false: it has ended */
+void ptn_offload_abandon(ptn_engine *engine, struct offload *offload);           /* waits for its end */
+const void *ptn_offload_data(const struct offload *offload);
+bool ptn_offload_is_direct(const struct offload *offload);
+void ptn_offload_await(struct offload *offload, job *job); /* locked: the job is told when it has come */
+void ptn_offload_release(ptn_engine *engine, struct offload *offload); /* locked: its memory goes back; NULL is allowed */
+
+/* host_lane.c */
+ptn_status ptn_host_start(ptn_engine *engine);
+void ptn_host_stop(ptn_engine *engine);
+void ptn_host_enqueue(ptn_engine *engine, job *job); /* locked; takes the job */
+void ptn_host_settle(ptn_engine *engine);            /* locked: waits until no job is left */
+ptn_status ptn_host_make_sum(ptn_engine *engine, chunk *chunk, bool pinned);
+void ptn_host_drop_sum(ptn_engine *engine, chunk *chunk);
+ptn_status ptn_host_note_late(ptn_engine *engine, chunk *chunk, uint32_t number, float grad_scale); /* locked */
+void ptn_host_queue_late(ptn_engine *engine); /* locked: the step is committed */
+
+static inline bool has_slot_home(const chunk *chunk) { return chunk->home == HOME_HOST || chunk->home == HOME_DISK; }
+
+/* A chunk on the host without a shadow is updated after commit. */
+static inline bool is_late(const chunk *chunk) {
+  return chunk->home == HOME_HOST && chunk->trained && !chunk->host[1 - chunk->current].memory;
+}
 
 /* Where fp32 array `array` begins in a chunk's extent: behind the parameters, and the arrays before it. */
 static inline uint64_t array_offset(const ptn_engine *engine, const chunk *chunk, uint32_t array) {

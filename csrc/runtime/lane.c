@@ -35,12 +35,6 @@ static void take_slot(ptn_engine *engine, job *job) {
   }
 }
 
-static bool spilled_any(const ptn_engine *engine, const chunk *chunk) {
-  for (uint32_t i = 0; i < chunk->n_params; i++)
-    if (engine->params[engine->order_params[chunk->first_param + i]].spilled) return true;
-  return false;
-}
-
 static void append(ptn_engine *engine, job *job) {
   engine->n_jobs++;
   if (engine->last_job) engine->last_job->next = job;
@@ -53,7 +47,7 @@ static void append(ptn_engine *engine, job *job) {
 /* The chunk's parameters are taken from its slot where they are there and nobody else uses them; then the slot is pinned. */
 static void pin_slot(ptn_engine *engine, job *job) {
   const chunk *chunk = &engine->chunks[job->chunk];
-  if (!job->update || chunk->slot < 0) return;
+  if (!job->update || chunk->slot < 0 || engine->over.device) return; /* the CPU cannot work in a device's slot */
   slot *slot = &engine->slots[chunk->slot];
   if (slot->chunk != job->chunk || slot->state != SLOT_LOADED || slot->in_use > 0) return;
   job->in_slot = true;
@@ -69,6 +63,9 @@ static void join(ptn_engine *engine, job *open, job *from) {
   open->n_grads = from->n_grads;
   memcpy(open->grads, from->grads, from->n_grads * sizeof from->grads[0]);
   open->grad_bytes = from->grad_bytes;
+  open->failed = from->failed;
+  for (uint32_t i = 0; i < open->n_grads; i++)
+    if (open->grads[i].offload) ptn_offload_await(open->grads[i].offload, open);
   free(from);
   open->open = false;
   engine->ahead = NULL;
@@ -81,7 +78,7 @@ void ptn_lane_enqueue(ptn_engine *engine, job *job) {
   chunk->jobs++;
   engine->job_bytes += job->grad_bytes;
   if (job->update) note_order(engine, job->chunk);
-  if (ahead && ahead->chunk == job->chunk && job->update && !chunk->has_shadow && !spilled_any(engine, chunk)) {
+  if (ahead && ahead->chunk == job->chunk && job->update && !chunk->has_shadow && !ptn_spilled_any(engine, chunk)) {
     join(engine, ahead, job);
     if (ahead->opened) take_slot(engine, ahead);
     ptn_signal(&engine->lane_work);
@@ -119,6 +116,12 @@ void ptn_lane_owner(ptn_engine *engine, void *owner) {
   if (!owner) return;
   if (engine->n_owners == engine->max_owners) abort(); /* at most two gradients of a parameter are ever held */
   engine->owners[engine->n_owners++] = owner;
+}
+
+void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error) {
+  if (engine->lane_status != PTN_OK) return;
+  engine->lane_status = status;
+  engine->lane_error = *error;
 }
 
 void ptn_lane_settle(ptn_engine *engine) {
@@ -186,6 +189,10 @@ static char *slot_memory(const ptn_engine *engine, const piece *piece) {
   return (char *)engine->slots[engine->chunks[piece->job->chunk].slot].region->memory + piece->offset_bytes;
 }
 
+static char *values_of(const ptn_engine *engine, const piece *piece) {
+  return piece->job->in_slot ? slot_memory(engine, piece) : piece->arrays[PIECE_PARAM];
+}
+
 static uint32_t n_arrays_of(const ptn_engine *engine, const job *job) { return job->update ? engine->n_arrays : 0; }
 
 /* Prepares the reads of a piece, zeroes what was never written; returns the mask of requests. */
@@ -222,8 +229,7 @@ static uint32_t prepare_writes(ptn_engine *engine, piece *piece) {
     return 1u << PIECE_GRAD;
   }
   uint64_t target = chunk->extents[1 - chunk->current].offset;
-  void *values = job->in_slot ? (void *)slot_memory(engine, piece) : piece->arrays[PIECE_PARAM];
-  prepare_io(piece, PIECE_PARAM, values, target, true);
+  prepare_io(piece, PIECE_PARAM, values_of(engine, piece), target, true);
   uint32_t mask = 1u << PIECE_PARAM;
   for (uint32_t i = 0; i < engine->n_arrays; i++) {
     prepare_io(piece, PIECE_STATE + i, piece->arrays[PIECE_STATE + i], target + array_offset(engine, chunk, i), true);
@@ -232,72 +238,12 @@ static uint32_t prepare_writes(ptn_engine *engine, piece *piece) {
   return mask;
 }
 
-/* The part of a parameter that lies in this piece, in elements of the parameter; false when there is none. */
-static bool overlap(const ptn_engine *engine, const piece *piece, const param *param, uint64_t *begin, uint64_t *end) {
-  uint64_t size = engine->element_bytes, first = ptn_max_u64(piece->offset_bytes, param->offset_bytes);
-  uint64_t last = ptn_min_u64(piece->offset_bytes + piece->bytes, param->offset_bytes + param->count * size);
-  if (first >= last) return false;
-  *begin = (first - param->offset_bytes) / size;
-  *end = (last - param->offset_bytes) / size;
-  return true;
-}
-
-/* One stretch of a parameter in a piece: `inside` elements into the piece's arrays, span in the parameter. */
-static void run_update(ptn_engine *engine, piece *piece, const job_grad *grad, char *values, const char *data, uint64_t inside,
-                       ptn_span span) {
-  float *states[PTN_STATE_MAX] = {0};
-  for (uint32_t i = 0; i < engine->n_states; i++) states[i] = (float *)piece->arrays[PIECE_STATE + i] + inside;
-  void *param = values + inside * engine->element_bytes;
-  if (engine->bf16) {
-    float *master = (float *)piece->arrays[PIECE_STATE + engine->n_states] + inside;
-    ptn_update_run_bf16(NULL, &grad->update, param, master, states, (const ptn_bf16 *)(const void *)data, span);
-  } else {
-    ptn_update_run(NULL, &grad->update, param, states, (const float *)(const void *)data, span);
-  }
-}
-
-static void compute_grad(ptn_engine *engine, piece *piece, const job_grad *grad, char *values) {
-  const param *param = &engine->params[grad->param];
-  uint64_t begin, end;
-  if (!overlap(engine, piece, param, &begin, &end)) return;
-  uint64_t size = engine->element_bytes, inside = (param->offset_bytes + begin * size - piece->offset_bytes) / size;
-  const char *data = grad->data ? (const char *)grad->data + begin * size : NULL;
-  char *sum = piece->arrays[PIECE_GRAD] ? (char *)piece->arrays[PIECE_GRAD] + inside * size : NULL;
-  size_t count = (size_t)(end - begin);
-  if (grad->add_disk && data) {
-    if (engine->bf16) ptn_accumulate_bf16((ptn_bf16 *)(void *)sum, (const ptn_bf16 *)(const void *)data, count);
-    else ptn_accumulate((float *)(void *)sum, (const float *)(const void *)data, count);
-    data = NULL;
-  } else if (!piece->job->update) {
-    memcpy(sum, data, count * size);
-  }
-  if (!piece->job->update) return;
-  run_update(engine, piece, grad, values, data ? data : sum, inside, (ptn_span){(size_t)begin, count, (size_t)param->count});
-}
-
-static void compute_piece(ptn_engine *engine, piece *piece) {
-  char *values = piece->job->in_slot ? slot_memory(engine, piece) : (char *)piece->arrays[PIECE_PARAM];
-  for (uint32_t i = 0; i < piece->job->n_grads; i++) compute_grad(engine, piece, &piece->job->grads[i], values);
-}
-
 /* ---- a job ---- */
 
 /* Locked. Decides what the job works on, at its start: earlier jobs of the chunk have ended. */
 static void open_job(ptn_engine *engine, job *job) {
-  chunk *chunk = &engine->chunks[job->chunk];
-  job->from_shadow = job->update && chunk->has_shadow;
-  job->zero_state = chunk->zero_state && !job->from_shadow;
-  job->zero_master = chunk->zero_master && !job->from_shadow;
-  job->opened = true;
+  ptn_job_open(engine, job);
   take_slot(engine, job);
-  for (uint32_t i = 0; i < job->n_grads; i++) {
-    job_grad *grad = &job->grads[i];
-    grad->add_disk = engine->params[grad->param].spilled && !grad->total;
-    job->reads_grads |= grad->add_disk;
-  }
-  if (!job->update) { /* what other parameters have on disk must survive the write of whole pieces */
-    job->reads_grads |= spilled_any(engine, chunk);
-  }
 }
 
 static void close_job(ptn_engine *engine, job *job) {
@@ -309,21 +255,13 @@ static void close_job(ptn_engine *engine, job *job) {
     slot->shadow = true;
     if (job->failed) slot->state = SLOT_EMPTY;
   }
-  for (uint32_t i = 0; i < job->n_grads; i++) {
-    param *param = &engine->params[job->grads[i].param];
-    if (!job->failed && job->update) param->updated = true;
-    if (!job->failed && !job->update) param->spilled = true;
-    ptn_lane_owner(engine, job->grads[i].owner);
-  }
-  if (!job->failed && !job->cancelled && job->update) chunk->has_shadow = engine->any_shadow = true;
-  if (!job->cancelled) chunk->jobs--;
   engine->n_jobs--;
   engine->job_bytes -= job->grad_bytes;
   engine->owner_bytes += job->grad_bytes;
   if (engine->first_job != job) abort(); /* jobs end in order: one that was passed by would never end */
   engine->first_job = job->next;
   if (!engine->first_job) engine->last_job = NULL;
-  free(job);
+  ptn_gradients_end_job(engine, job);
   ptn_broadcast(&engine->changed);
   ptn_residency_advance(engine);
 }
@@ -334,15 +272,6 @@ static bool first_of_its_chunk(const ptn_engine *engine, const job *job) {
   return true;
 }
 
-static bool wanted(const ptn_engine *engine, const job *job, uint64_t offset, uint64_t bytes) {
-  if (!job->from_shadow) return true; /* the whole chunk goes to its other extent */
-  piece probe = {.offset_bytes = offset, .bytes = bytes};
-  uint64_t begin, end;
-  for (uint32_t i = 0; i < job->n_grads; i++)
-    if (overlap(engine, &probe, &engine->params[job->grads[i].param], &begin, &end)) return true;
-  return false;
-}
-
 /* Locked. Starts the next piece, or ends the start of a job; false when there is nothing to start. */
 static bool start_piece(ptn_engine *engine) {
   job *job = engine->starting;
@@ -351,19 +280,19 @@ static bool start_piece(ptn_engine *engine) {
     if (!first_of_its_chunk(engine, job)) return false;
     open_job(engine, job);
     if (engine->lane_status != PTN_OK && job->open) ptn_lane_cancel(engine);
-    job->failed = engine->lane_status != PTN_OK;
+    job->failed |= engine->lane_status != PTN_OK;
   }
   bool useless = job->failed || job->cancelled;
   uint64_t end = engine->chunks[job->chunk].param_bytes;
   uint64_t bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
-  while (!useless && job->next_offset < end && !wanted(engine, job, job->next_offset, bytes)) {
+  while (!useless && job->next_offset < end && !ptn_piece_wanted(engine, job, job->next_offset, bytes)) {
     job->next_offset += bytes;
     bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
   }
   if (useless || job->next_offset == end) {
     job->all_started = true;
     engine->starting = job->next;
-    if (job->pieces == 0 && engine->first_job == job) close_job(engine, job);
+    if (job->pieces == 0 && job->arriving == 0 && engine->first_job == job) close_job(engine, job);
     return true;
   }
   piece *piece = piece_at(engine, engine->piece_head++);
@@ -394,9 +323,7 @@ static bool start_piece(ptn_engine *engine) {
 static void note_failure(ptn_engine *engine, piece *piece) {
   if (piece->status == PTN_OK) return;
   piece->job->failed = true;
-  if (engine->lane_status != PTN_OK || piece->job->cancelled) return; /* nobody needs what was read ahead in vain */
-  engine->lane_status = piece->status;
-  engine->lane_error = piece->error;
+  if (!piece->job->cancelled) ptn_lane_fail(engine, piece->status, &piece->error); /* else nobody needs it */
 }
 
 /* Locked. A piece that was read ahead without its parameters turns out to need them: the slot does not have them. */
@@ -415,7 +342,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   piece *piece = piece_at(engine, *middle);
   if (piece->state != PIECE_READING || piece->in_flight) return false;
   if (piece->status != PTN_OK && piece->job->open) ptn_lane_cancel(engine);
-  if (piece->job->open) return false;
+  if (piece->job->open || piece->job->arriving > 0) return false;
   if (piece->status == PTN_OK && !piece->has_params && !piece->job->in_slot && !piece->job->failed && !piece->job->cancelled) {
     read_params(engine, piece);
     return true;
@@ -427,7 +354,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   piece->in_flight = 1;
   ptn_unlock(&engine->mutex);
   int64_t begin = ptn_now_ns();
-  compute_piece(engine, piece);
+  ptn_piece_compute(engine, piece, values_of(engine, piece));
   int64_t end = ptn_now_ns();
   note_computed(engine, piece, begin, end);
   uint32_t mask = prepare_writes(engine, piece);
@@ -459,7 +386,7 @@ static bool finish_oldest(ptn_engine *engine, uint32_t middle) {
  * before it. */
 static bool close_empty(ptn_engine *engine) {
   job *job = engine->first_job;
-  if (!job || !job->all_started || job->pieces) return false;
+  if (!job || !job->all_started || job->pieces || job->arriving) return false;
   close_job(engine, job);
   return true;
 }

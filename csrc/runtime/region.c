@@ -22,6 +22,22 @@ ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **
   return PTN_OK;
 }
 
+ptn_status ptn_region_create_on(ptn_device *device, uint64_t bytes, ptn_region **out) {
+  *out = NULL;
+  ptn_region *region = calloc(1, sizeof *region);
+  if (!region) return ptn_fail(PTN_MEMORY, "no memory to describe a region of %llu bytes", (unsigned long long)bytes);
+  region->bytes = ptn_max_u64(ptn_round_up(bytes, PTN_PAGE_BYTES), PTN_PAGE_BYTES);
+  region->device = device;
+  ptn_status status = device->kind->allocate(device, region->bytes, &region->memory);
+  if (status != PTN_OK) {
+    free(region);
+    return status;
+  }
+  atomic_init(&region->references, 1);
+  *out = region;
+  return PTN_OK;
+}
+
 ptn_region *ptn_region_acquire(ptn_region *region) {
   atomic_fetch_add_explicit(&region->references, 1, memory_order_relaxed);
   return region;
@@ -29,6 +45,7 @@ ptn_region *ptn_region_acquire(ptn_region *region) {
 
 void ptn_region_release(ptn_region *region) {
   if (!region || atomic_fetch_sub_explicit(&region->references, 1, memory_order_acq_rel) != 1) return;
-  ptn_arena_free(region->memory);
+  if (region->device) region->device->kind->free(region->device, region->memory);
+  else ptn_arena_free(region->memory);
   free(region);
 }

@@ -1,6 +1,6 @@
 /* Residency: which chunk each slot holds, and what is read next.
  *
- * A slot is empty, loading or loaded. A demand waits for its chunk and starts the read itself where nobody did. After each
+ * A slot is empty, loading or loaded; over a device it may be ordered, which is as good. A demand waits for its chunk and starts the load itself where nobody did. After each
  * demand the recorded order is followed from that moment on: a chunk needed soon is read into its slot as soon as the chunk
  * there is not needed before it, not in use, and not under an update. Reading ahead stops at the end of a step: what follows are parameters
  * that the step is about to change.
@@ -46,6 +46,10 @@ static void on_loaded(ptn_io *io) {
 
 /* Locked. The slot changes hands; the caller submits slot->io after unlocking. */
 static void prepare_load(ptn_engine *engine, slot *slot, uint32_t number) {
+  if (engine->over.device) {
+    ptn_upload_prepare(engine, slot, number);
+    return;
+  }
   const chunk *chunk = &engine->chunks[number];
   slot->chunk = number;
   slot->state = SLOT_LOADING;
@@ -63,7 +67,8 @@ static void prepare_load(ptn_engine *engine, slot *slot, uint32_t number) {
 }
 
 static void submit_all(ptn_engine *engine, slot *const *slots, uint32_t count) {
-  if (count == 0) return;
+  for (uint32_t i = 0; engine->over.device && i < count; i++) ptn_upload_start(engine, slots[i]);
+  if (count == 0 || engine->over.device) return;
   ptn_unlock(&engine->mutex);
   for (uint32_t i = 0; i < count; i++) ptn_store_submit(engine->store, &slots[i]->io);
   ptn_lock(&engine->mutex);
@@ -73,13 +78,17 @@ static bool holds(const slot *slot, uint32_t number) {
   return slot->chunk == number && !slot->shadow && !slot->broken && slot->state != SLOT_EMPTY;
 }
 
-/* May the chunk in this slot go for a read ahead? Not when the scan met it: it is needed before. */
+/* May the chunk in this slot go for a read ahead? Not when the scan met it: it is needed before. Where its gradients come, the lane
+ * will soon update it in the slot; not in a device's. */
 static bool replaceable(const ptn_engine *engine, const slot *slot) {
-  if (slot->state == SLOT_EMPTY) return slot->in_use == 0 && slot->pins == 0;
+  if (slot->in_use > 0 || slot->pins > 0 || slot->device.unmarked) return false;
+  if (slot->state == SLOT_EMPTY) return true;
   const chunk *there = &engine->chunks[slot->chunk];
-  return slot->state == SLOT_LOADED && slot->in_use == 0 && slot->pins == 0 && there->arrived == 0 &&
-         engine->seen[slot->chunk] != engine->scan;
+  return slot->state >= SLOT_ORDERED && (there->arrived == 0 || engine->over.device) && engine->seen[slot->chunk] != engine->scan;
 }
+
+/* What is read ahead now would be out of date at once. */
+static bool changing(const chunk *chunk) { return chunk->has_shadow || chunk->jobs > 0; }
 
 void ptn_residency_advance(ptn_engine *engine) {
   slot *starting[READ_AHEAD_MAX];
@@ -89,7 +98,7 @@ void ptn_residency_advance(ptn_engine *engine) {
     uint32_t number = engine->order[i];
     if (engine->seen[number] == engine->scan) continue;
     const chunk *chunk = &engine->chunks[number];
-    slot *slot = chunk->home == HOME_DISK && !chunk->has_shadow && chunk->jobs == 0 ? slot_of(engine, number) : NULL;
+    slot *slot = has_slot_home(chunk) && !changing(chunk) ? slot_of(engine, number) : NULL;
     if (slot && !holds(slot, number) && replaceable(engine, slot)) {
       prepare_load(engine, slot, number);
       starting[n_starting++] = slot;
@@ -135,44 +144,60 @@ static void follow(ptn_engine *engine, uint32_t number) {
   }
 }
 
-ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict) {
-  *conflict = false;
-  chunk *chunk = &engine->chunks[number];
-  if (chunk->home == HOME_MEMORY) return PTN_OK;
-  ptn_lock(&engine->mutex);
-  slot *slot = slot_of(engine, number);
-  if (chunk->home != HOME_DISK || !slot) {
-    ptn_unlock(&engine->mutex);
-    return ptn_fail(PTN_STEP, "chunk %u was asked for and has no slot", number);
-  }
-  int64_t begin = 0;
+static bool there(const slot *slot, uint32_t number) { return holds(slot, number) && slot->state >= SLOT_ORDERED; }
+
+/* Its load failed after it was given out. */
+static bool lost(const slot *slot, uint32_t number) {
+  return slot->chunk == number && slot->state == SLOT_EMPTY && slot->in_use > 0 && slot->status != PTN_OK;
+}
+
+/* Locked. Returns when the chunk is in its slot, or the slot is taken. */
+static ptn_status await_chunk(ptn_engine *engine, slot *slot, uint32_t number, bool *conflict) {
   bool loaded = false;
-  ptn_status status = PTN_OK;
-  for (;;) {
-    if (holds(slot, number) && slot->state == SLOT_LOADED) break;
-    if (begin == 0) begin = ptn_now_ns();
+  while (!there(slot, number)) {
     bool ours = holds(slot, number);
-    if (loaded && !ours && slot->chunk == number && slot->status != PTN_OK) {
-      status = ptn_error_restore(&slot->error);
-      break;
-    }
-    if (slot->state == SLOT_LOADING || slot->pins > 0) {
+    if (lost(slot, number) || (loaded && !ours && slot->chunk == number && slot->status != PTN_OK))
+      return ptn_error_restore(&slot->error);
+    if (slot->state == SLOT_LOADING || slot->pins > 0 || engine->chunks[number].late) {
       loaded |= ours;
       ptn_wait(&engine->changed, &engine->mutex);
       continue;
     }
     if (slot->in_use > 0) {
       *conflict = true;
-      break;
+      return PTN_OK;
     }
+    if (slot->device.unmarked) PTN_TRY(ptn_upload_mark(engine, slot));
     prepare_load(engine, slot, number);
     loaded = true;
     submit_all(engine, &slot, 1);
   }
+  return PTN_OK;
+}
+
+/* Locked. Why a chunk cannot come to its slot. */
+static ptn_status check_demand(const ptn_engine *engine, uint32_t number) {
+  const chunk *chunk = &engine->chunks[number];
+  if (!has_slot_home(chunk) || chunk->slot < 0) return ptn_fail(PTN_STEP, "chunk %u was asked for and has no slot", number);
+  if (engine->over.device && chunk->home == HOME_DISK && engine->over.n_pieces == 0)
+    return ptn_fail(PTN_STEP, "chunk %u is on disk and there is no staging for the device: set it first", number);
+  return PTN_OK;
+}
+
+ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict) {
+  *conflict = false;
+  if (engine->chunks[number].home == HOME_MEMORY) return PTN_OK;
+  PTN_TRY(check_demand(engine, number));
+  ptn_lock(&engine->mutex);
+  slot *slot = slot_of(engine, number);
+  int64_t begin = there(slot, number) ? 0 : ptn_now_ns();
+  ptn_status status = await_chunk(engine, slot, number, conflict);
   if (begin) engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_PARAMETERS, (int32_t)number, begin);
   else engine->hits++;
   if (status == PTN_OK && !*conflict) {
     slot->in_use++;
+    if (engine->over.device) status = ptn_upload_follow(engine, slot);
+    if (status != PTN_OK) slot->in_use--;
     follow(engine, number);
     ptn_residency_advance(engine);
   }
@@ -180,9 +205,11 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
   return status;
 }
 
+/* A mark that fails is the step's failure, and is made good before the slot changes hands. */
 void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {
   ptn_lock(&engine->mutex);
   slot *slot = slot_of(engine, number);
+  if (slot && slot->in_use == 1 && engine->over.device) ptn_upload_mark(engine, slot);
   if (slot && slot->in_use > 0) slot->in_use--;
   ptn_unlock(&engine->mutex);
 }
@@ -190,7 +217,7 @@ void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk) {
   uint32_t number = (uint32_t)(chunk - engine->chunks);
   slot *slot = slot_of(engine, number);
-  if (slot && slot->chunk == number && slot->state == SLOT_LOADED) {
+  if (slot && slot->chunk == number && slot->state >= SLOT_ORDERED) {
     slot->state = SLOT_EMPTY;
     slot->shadow = slot->broken = false;
   }

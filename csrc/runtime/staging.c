@@ -8,6 +8,8 @@
  *
  * Invariants: a shadow is read by nobody before ptn_engine_stage_rest has completed it; a parameter is staged once in a step.
  */
+#include <string.h>
+
 #include "runtime/internal.h"
 
 #define COPY_BYTES ((uint64_t)1 << 20)
@@ -16,20 +18,31 @@ ptn_status ptn_engine_stage(ptn_engine *engine, uint32_t number, const float *va
   if (number >= engine->n_params) return ptn_fail(PTN_INVALID, "parameter %u of %u", number, engine->n_params);
   param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
-  if (!param->trained || chunk->home != HOME_DISK || engine->n_arrays > 0)
+  if (!param->trained || !has_slot_home(chunk) || engine->n_arrays > 0)
     return ptn_fail(PTN_INVALID, "parameter %u cannot be staged: its home is memory, or a kernel updates it", number);
+  if (is_late(chunk))
+    return ptn_fail(PTN_INVALID, "parameter %u cannot be staged: its chunk lies on the host without a shadow", number);
   if (engine->n_jobs) return ptn_fail(PTN_STEP, "a parameter is staged while updates are under way: wait first");
   if (param->updated) return ptn_fail(PTN_STEP, "parameter %u is staged twice in one step", number);
   ptn_lock(&engine->mutex);
   chunk->has_shadow = engine->any_shadow = true;
+  while (chunk->uploads > 0) ptn_wait(&engine->changed, &engine->mutex); /* out of what is the shadow now, it may be */
   ptn_unlock(&engine->mutex);
+  uint64_t bytes = param->count * engine->element_bytes;
   uint64_t offset = chunk->extents[1 - chunk->current].offset + param->offset_bytes;
-  PTN_TRY(ptn_homes_transfer(engine, offset, (char *)(uintptr_t)values, param->count * engine->element_bytes, true));
+  if (chunk->home == HOME_HOST) memcpy((char *)chunk->host[1 - chunk->current].memory + param->offset_bytes, values, bytes);
+  else PTN_TRY(ptn_homes_transfer(engine, offset, (char *)(uintptr_t)values, bytes, true));
   param->updated = true;
   return PTN_OK;
 }
 
 static ptn_status copy_to_shadow(ptn_engine *engine, const chunk *chunk, const param *param, char *memory) {
+  if (chunk->home == HOME_HOST) {
+    const char *set = chunk->host[chunk->current].memory;
+    char *shadow = chunk->host[1 - chunk->current].memory;
+    memcpy(shadow + param->offset_bytes, set + param->offset_bytes, param->count * engine->element_bytes);
+    return PTN_OK;
+  }
   uint64_t from = chunk->extents[chunk->current].offset + param->offset_bytes;
   uint64_t to = chunk->extents[1 - chunk->current].offset + param->offset_bytes;
   for (uint64_t done = 0, left = param->count * engine->element_bytes; left;) {

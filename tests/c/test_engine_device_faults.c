@@ -1,0 +1,343 @@
+/* The engine over a device that goes wrong: each call of the driver fails in turn, and training goes on where that passes; the GPU
+ * breaks; memory is refused; the driver will not lock memory; what cannot be is refused in one line.
+ *
+ * Last, the proof that the test of equality sees what it is for: the driver ignores one of the engine's own recordings or waits, each
+ * in turn, and where somebody would have waited for it what is trained must be wrong. */
+/* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
+/* library: tests/c/fake_cuda.c tests/c/fake_gpu.c tests/c/fake_control.c */
+/* threads */
+#include "engine_world.h"
+
+#define CUDA_LAUNCH_FAILED 719
+
+static const home mixed[CHUNKS] = {ON_HOST, ON_HOST_LATE, ON_DISK, ON_HOST, ON_DEVICE, ON_HOST, ON_DISK, ON_HOST_LATE};
+static world memory;
+
+static world *fresh_world(uint64_t seed, fake_mode mode) {
+  world *w = &memory;
+  *w = (world){.ground = OVER_CUDA, .seed = seed, .bf16 = seed % 2};
+  memcpy(w->homes, mixed, sizeof mixed);
+  CHECK_OK(subject_open(&w->subject, true, seed, mode));
+  return w;
+}
+
+static void end_world(world *w) {
+  fake_fail(NULL, 0, 0);
+  fake_break(0, 0);
+  close_world(w);
+  subject_close(&w->subject);
+}
+
+/* Steps until they are made; how often one was not. Each failure is the driver's. */
+static int train_on(world *w, int steps_count, const char *entry) {
+  int failed_count = 0;
+  for (int i = 0; i < steps_count;) {
+    ptn_status status = one_step(w, &(plan){.passes = 1 + i % 2, .spill = i % 3 == 2, .scale = 1.0f});
+    if (status == PTN_OK) {
+      i++;
+      continue;
+    }
+    CHECK(status == PTN_DEVICE && strncmp(ptn_last_error()->message, entry, strlen(entry)) == 0);
+    CHECK(++failed_count <= 2);
+  }
+  return failed_count;
+}
+
+/* ---- each call fails ---- */
+
+/* When the call is one of making the world, that is refused, and nothing is left. */
+static bool fails_in_the_making(const char *entry, uint64_t nth) {
+  world *w = fresh_world(nth, (fake_mode)(nth % 3));
+  fake_fail(entry, nth, CUDA_LAUNCH_FAILED);
+  ptn_status status = open_world(w);
+  CHECK(status == PTN_OK || (status == PTN_DEVICE && strncmp(ptn_last_error()->message, entry, strlen(entry)) == 0));
+  end_world(w);
+  return status != PTN_OK;
+}
+
+/* When it is one of a step, the step is not made, can be made again, and the bytes are right. */
+static bool fails_in_a_step(const char *entry, uint64_t nth) {
+  world *w = fresh_world(nth, (fake_mode)(nth % 3));
+  CHECK_OK(open_world(w));
+  uint64_t calls_count = fake_calls(entry);
+  fake_fail(entry, nth, CUDA_LAUNCH_FAILED);
+  train_on(w, 2, entry);
+  bool reached = fake_calls(entry) - calls_count >= nth;
+  fake_fail(NULL, 0, 0);
+  bool equal;
+  CHECK_OK(compare(w, &equal));
+  CHECK(equal);
+  end_world(w);
+  return reached;
+}
+
+static void each_call_fails_once(void) {
+  static const char *const makers[] = {"cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate", "cuMemHostRegister_v2",
+                                       "cuMemcpyAsync"};
+  static const char *const steps[] = {"cuEventRecord", "cuMemcpyAsync", "cuStreamWaitEvent", "cuEventSynchronize"};
+  uint64_t failed_count = 0;
+  for (size_t i = 0; i < sizeof makers / sizeof makers[0]; i++)
+    for (uint64_t n = 1; fails_in_the_making(makers[i], n); n += i == 4 ? 9 : 1) failed_count++;
+  fprintf(stderr, "makers %d\n", (int)failed_count);
+  CHECK(failed_count > 25);
+  for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++)
+    for (uint64_t n = 1; fails_in_a_step(steps[i], n); n += 5) failed_count++;
+  fprintf(stderr, "all %d\n", (int)failed_count);
+  CHECK(failed_count > 60);
+}
+
+static void each_copy_breaks_the_gpu(void) {
+  int broken_count = 0;
+  for (uint64_t n = 1;; n += 7) {
+    world *w = fresh_world(n, (fake_mode)(n % 3));
+    CHECK_OK(open_world(w));
+    fake_break(n, CUDA_LAUNCH_FAILED);
+    ptn_status status = PTN_OK;
+    for (int i = 0; i < 2 && status == PTN_OK; i++) status = one_step(w, &(plan){.passes = 1, .scale = 1.0f});
+    CHECK(status == PTN_OK || (status == PTN_DEVICE && strstr(ptn_last_error()->message, "CUDA_ERROR_LAUNCH_FAILED")));
+    w->subject.broke = status != PTN_OK;
+    end_world(w);
+    if (status == PTN_OK) break;
+    broken_count++;
+  }
+  CHECK(broken_count > 5);
+}
+
+/* ---- what is refused ---- */
+
+static void no_memory_is_an_error(void) {
+  world *w = fresh_world(3, FAKE_ANY);
+  fake_limit(60000, (uint64_t)1 << 40);
+  CHECK(open_world(w) == PTN_MEMORY);
+  end_world(w);
+}
+
+static void memory_that_is_not_locked_is_told(void) {
+  for (uint64_t seed = 1; seed <= 3; seed++) {
+    world *w = fresh_world(seed, (fake_mode)(seed % 3));
+    bool equal;
+    fake_limit((uint64_t)1 << 40, 1);
+    CHECK_OK(open_world(w));
+    CHECK(strstr(ptn_engine_unlocked_reason(w->engine), "not locked"));
+    CHECK(train_on(w, 2, "") == 0);
+    CHECK_OK(compare(w, &equal));
+    CHECK(equal);
+    end_world(w);
+  }
+}
+
+static void what_cannot_be_is_refused(void) {
+  world *w = fresh_world(2, FAKE_ANY);
+  CHECK_OK(open_world(w));
+  CHECK(ptn_engine_unlocked_reason(w->engine)[0] == 0);
+  ptn_engine_stats stats;
+  ptn_engine_get_stats(w->engine, &stats);
+  CHECK(stats.host_bytes > 0 && stats.device_bytes > 0);
+  int known_count = 0; /* NULL is known from the start */
+  while (known_count < 64 && ptn_engine_set_stream(w->engine, fake_stream()) == PTN_OK) known_count++;
+  CHECK(known_count == 31);
+  CHECK_OK(ptn_engine_set_stream(w->engine, w->streams[0]));
+  end_world(w);
+}
+
+/* ---- each wait is missing ---- */
+
+/* A device around the GPU's, which lets the driver ignore one recording or one wait of those that the engine itself asks for. Those
+ * of its lanes' threads are of TIME events, and are test_transfers.c's. */
+static struct shim {
+  ptn_device base;
+  ptn_device *inner;
+  ptn_mutex mutex;
+  ptn_event *order_events[2 * (SLOTS + 2)];
+  uint32_t events_count;
+  const char *entry;
+  uint64_t nth, seen_count; /* of the calls of this entry */
+} shim;
+
+static const ptn_device_kind *inner_kind(void) { return shim.inner->kind; }
+
+static ptn_status shim_allocate(ptn_device *device, uint64_t bytes, void **out) {
+  (void)device;
+  return inner_kind()->allocate(shim.inner, bytes, out);
+}
+
+static void shim_free(ptn_device *device, void *address) {
+  (void)device;
+  inner_kind()->free(shim.inner, address);
+}
+
+static ptn_status shim_pin(ptn_device *device, uint64_t bytes, ptn_pinned *out) {
+  (void)device;
+  return inner_kind()->pin(shim.inner, bytes, out);
+}
+
+static void shim_unpin(ptn_device *device, ptn_pinned *pinned) {
+  (void)device;
+  inner_kind()->unpin(shim.inner, pinned);
+}
+
+static ptn_status shim_create_stream(ptn_device *device, ptn_stream **out) {
+  (void)device;
+  return inner_kind()->create_stream(shim.inner, out);
+}
+
+static void shim_destroy_stream(ptn_device *device, ptn_stream *stream) {
+  (void)device;
+  inner_kind()->destroy_stream(shim.inner, stream);
+}
+
+static ptn_status shim_create_event(ptn_device *device, ptn_event_use use, ptn_event **out) {
+  (void)device;
+  PTN_TRY(inner_kind()->create_event(shim.inner, use, out));
+  ptn_lock(&shim.mutex);
+  CHECK(use != PTN_EVENT_ORDER || shim.events_count < sizeof shim.order_events / sizeof shim.order_events[0]);
+  if (use == PTN_EVENT_ORDER) shim.order_events[shim.events_count++] = *out;
+  ptn_unlock(&shim.mutex);
+  return PTN_OK;
+}
+
+static void shim_destroy_event(ptn_device *device, ptn_event *event) {
+  (void)device;
+  inner_kind()->destroy_event(shim.inner, event);
+}
+
+/* Under the mutex. */
+static void count(const char *entry, ptn_event *event) {
+  bool ours = false;
+  for (uint32_t i = 0; i < shim.events_count; i++) ours |= shim.order_events[i] == event;
+  if (ours && shim.entry == entry && ++shim.seen_count == shim.nth) fake_ignore(entry, 1);
+}
+
+static const char recording[] = "cuEventRecord", waiting[] = "cuStreamWaitEvent";
+
+static ptn_status shim_record(ptn_device *device, ptn_event *event, ptn_stream *stream) {
+  (void)device;
+  ptn_lock(&shim.mutex);
+  count(recording, event);
+  ptn_status status = inner_kind()->record(shim.inner, event, stream);
+  ptn_unlock(&shim.mutex);
+  return status;
+}
+
+static ptn_status shim_follow(ptn_device *device, ptn_stream *stream, ptn_event *event) {
+  (void)device;
+  ptn_lock(&shim.mutex);
+  count(waiting, event);
+  ptn_status status = inner_kind()->follow(shim.inner, stream, event);
+  ptn_unlock(&shim.mutex);
+  return status;
+}
+
+static ptn_status shim_wait(ptn_device *device, ptn_event *event) {
+  (void)device;
+  return inner_kind()->wait(shim.inner, event);
+}
+
+static ptn_status shim_finish(ptn_device *device, ptn_stream *stream) {
+  (void)device;
+  return inner_kind()->finish(shim.inner, stream);
+}
+
+static ptn_status shim_elapsed(ptn_device *device, ptn_event *first, ptn_event *last, int64_t *out_ns) {
+  (void)device;
+  return inner_kind()->elapsed(shim.inner, first, last, out_ns);
+}
+
+static ptn_status shim_copy(ptn_device *device, ptn_stream *stream, void *to, const void *from, uint64_t bytes) {
+  (void)device;
+  return inner_kind()->copy(shim.inner, stream, to, from, bytes);
+}
+
+static const ptn_device_kind shim_kind = {
+    .name = "shim",
+    .allocate = shim_allocate,
+    .free = shim_free,
+    .pin = shim_pin,
+    .unpin = shim_unpin,
+    .create_stream = shim_create_stream,
+    .destroy_stream = shim_destroy_stream,
+    .create_event = shim_create_event,
+    .destroy_event = shim_destroy_event,
+    .record = shim_record,
+    .follow = shim_follow,
+    .wait = shim_wait,
+    .finish = shim_finish,
+    .elapsed = shim_elapsed,
+    .copy = shim_copy,
+};
+
+typedef struct outcome {
+  bool equal, counts;
+  uint64_t calls_count;
+} outcome;
+
+/* Calls that wait for all of a stream, or may. */
+static uint64_t waiting_calls(void) {
+  return fake_calls("cuStreamSynchronize") + fake_calls("cuMemAlloc_v2") + fake_calls("cuMemFree_v2") +
+         fake_calls("cuMemHostRegister_v2") + fake_calls("cuMemHostUnregister");
+}
+
+/* Two steps, each ordered as a whole before the device does anything, which shows that ordering waits for nothing. */
+static outcome run(fake_mode mode, const char *entry, uint64_t nth) {
+  world *w = fresh_world(5, mode);
+  shim = (struct shim){.base = {.kind = &shim_kind}, .inner = w->subject.device};
+  ptn_mutex_create(&shim.mutex);
+  w->device = &shim.base;
+  w->frozen = w->by_order = true;
+  w->buffers_count = BUFFERS_MAX;
+  w->staging_bytes = 16 * PTN_PAGE_BYTES;
+  w->staging_pieces = 64;
+  w->gradient_bytes = 4 * PTN_MIB;
+  CHECK_OK(open_world(w));
+  ptn_lock(&shim.mutex);
+  shim.entry = entry;
+  shim.nth = nth;
+  ptn_unlock(&shim.mutex);
+  uint64_t waiting_count = waiting_calls();
+  fake_freeze();
+  CHECK_OK(order_step(w, &(plan){.passes = 1}));
+  CHECK(waiting_calls() == waiting_count);
+  fake_thaw();
+  CHECK_OK(end_step(w, &(plan){.scale = 1.0f}));
+  CHECK_OK(update_persistent(w, 1.0f));
+  ptn_engine_commit(w->engine);
+  finish_streams(w);
+  update_twins(w, 1.0f);
+  CHECK_OK(one_step(w, &(plan){.passes = 1, .scale = 1.0f}));
+  outcome outcome = {.counts = fake_ignored_counts()};
+  CHECK_OK(compare(w, &outcome.equal));
+  end_world(w);
+  outcome.calls_count = shim.seen_count;
+  ptn_mutex_destroy(&shim.mutex);
+  return outcome;
+}
+
+/* Threads hand over in an order of their own, so the nth call is not always the same one. */
+static void each_is_missing(const char *entry, int least_count) {
+  int counted = 0, caught = 0;
+  for (fake_mode mode = FAKE_EARLY; mode <= FAKE_LATE; mode++) {
+    outcome all = run(mode, entry, 0);
+    CHECK(all.equal && all.calls_count > 20);
+    for (uint64_t n = 1; n <= all.calls_count; n++) {
+      outcome missed = run(mode, entry, n);
+      counted += missed.counts;
+      caught += missed.counts && !missed.equal;
+      if (missed.counts && missed.equal) fprintf(stderr, "%s number %d of mode %d was not caught\n", entry, (int)n, (int)mode);
+      CHECK(missed.counts || missed.equal);
+    }
+  }
+  fprintf(stderr, "%s: %d count, %d caught\n", entry, counted, caught);
+  CHECK(counted >= least_count && caught * 10 >= counted * 9);
+}
+
+int main(void) {
+  each_call_fails_once();
+  each_copy_breaks_the_gpu();
+  no_memory_is_an_error();
+  memory_that_is_not_locked_is_told();
+  what_cannot_be_is_refused();
+  each_is_missing(recording, 30);
+  each_is_missing(waiting, 30);
+  fake_reset(0, FAKE_ANY);
+  return 0;
+}
