@@ -25,6 +25,8 @@ from .replacing import replaced_file
 
 #: Lanes and kinds, numbered as csrc/base/trace.h numbers them.
 LANES = ("step", "compute", "wait", "read", "write", "update", "upload", "offload")
+#: Lanes that are empty, and not shown, where the CPU computes.
+TRANSFERS = LANES[-2:]
 KINDS = (
     "step", "forward", "backward", "recompute", "parameters", "state", "gradients", "activations", "update", "memory",
 )  # fmt: skip
@@ -315,8 +317,8 @@ class Timeline:
         lines = [f"step {self.step}: {self.seconds:.3f} s"]
         for lane in LANES[1:]:
             seconds = length(busy[lane])
-            if lane in ("upload", "offload") and seconds == 0:
-                continue  # nothing crosses where the CPU computes
+            if lane in TRANSFERS and seconds == 0:
+                continue
             share = seconds / self.seconds if self.seconds > 0 else 0.0
             line = f"{lane:<8} {seconds:.3f} s, {share:.1%} of the step"
             if lane not in ("compute", "wait") and seconds > 0:
@@ -440,6 +442,8 @@ def chrome_trace(timelines: Iterable[Timeline]) -> str:
     out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "protrain"}}]
     tid = 0
     for lane, events in lanes.items():
+        if lane in TRANSFERS and not events:
+            continue
         for number, row in enumerate(_rows(sorted(events)) or [[]]):
             tid += 1
             name = lane if number == 0 else f"{lane} {number + 1}"

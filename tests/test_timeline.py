@@ -18,7 +18,7 @@ from twins import adamw, loss_of
 
 import protrain
 from protrain import _core
-from protrain.timeline import LANES, BlockClock, Event, Timeline, both, chrome_trace, make_timeline, union, without
+from protrain.timeline import LANES, TRANSFERS, BlockClock, Event, Timeline, both, chrome_trace, make_timeline, union, without
 
 MIB = 1 << 20
 MODES = ["keep", "checkpoint", "keep", "checkpoint"]
@@ -101,14 +101,14 @@ def check_trace(found: list[dict[str, Any]]) -> None:
     names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert set(rows) <= set(names)
     order = [names[tid].split()[0] for tid in sorted(names)]
-    assert list(dict.fromkeys(order)) == list(LANES)
+    assert list(dict.fromkeys(order)) == [lane for lane in LANES if lane in order or lane not in TRANSFERS]
     assert order == sorted(order, key=LANES.index)
 
 
 def test_a_text_says_what_was_hidden(trained: Any) -> None:
     lines = protrain.status(trained[0]).timeline().explain().splitlines()
     assert lines[0].startswith("step 4: ")
-    assert [line.split()[0] for line in lines[1:]] == [name for name in LANES[1:] if name not in ("upload", "offload")]
+    assert [line.split()[0] for line in lines[1:]] == list(LANES[1 : -len(TRANSFERS)])
     assert "hidden behind compute" in lines[3]
 
 
@@ -205,6 +205,17 @@ def test_hidden_is_what_lies_between_blocks_while_nobody_waits() -> None:
         "write    3.000 s, 30.0% of the step, 0.0 MB, 33.3% of it hidden behind compute",
         "update   0.000 s, 0.0% of the step",
     ]
+
+
+def test_what_crosses_to_a_device_has_lanes_of_its_own() -> None:
+    crossing = [(11 * SECOND, 12 * SECOND, 4000, 1, 6, 4), (12 * SECOND, 13 * SECOND, 2000, 1, 7, 6)]
+    timeline = make_timeline([*RECORDED, *crossing], 2, 10 * SECOND, 20 * SECOND)
+    assert [event.name for event in timeline.events if event.lane in TRANSFERS] == ["parameters chunk 1", "gradients chunk 1"]
+    lines = timeline.explain().splitlines()
+    assert [line.split(",")[0] for line in lines[-2:]] == ["upload   1.000 s", "offload  1.000 s"]
+    found = json.loads(timeline.to_json())["traceEvents"]
+    check_trace(found)
+    assert [event["args"]["bytes"] for event in found if event.get("cat") in TRANSFERS] == [4000, 2000]
 
 
 def test_reads_at_the_same_time_get_rows_of_their_own() -> None:

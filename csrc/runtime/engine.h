@@ -140,7 +140,8 @@ ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t chunk);
 /* The ring of pieces through which updates stream; piece_bytes is a multiple of PTN_PAGE_BYTES. */
 ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads);
 void ptn_engine_drop_ring(ptn_engine *engine);
-/* Gradients that may wait for the update lane before the driving thread does: bytes, beside those of the chunk being made. */
+/* Gradients that may wait for the update lane before the driving thread does: bytes, beside those of the chunk being made. Over a
+ * device ptn_engine_set_gradient_memory says it. */
 void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes);
 /* The memory at which the chunk's parameters lie when they are there; borrowed, NULL where it has neither home nor slot. */
 ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t chunk);

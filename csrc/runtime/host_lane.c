@@ -14,7 +14,7 @@
 
 #include "runtime/internal.h"
 
-#define PIECE_BYTES ((uint64_t)1 << 20)
+#define PIECE_BYTES ((uint64_t)64 << 10) /* with its state it lies in a core's cache */
 
 /* ---- sums ---- */
 
@@ -89,16 +89,6 @@ void ptn_host_settle(ptn_engine *engine) {
   while (engine->over.n_jobs) ptn_wait(&engine->changed, &engine->mutex);
 }
 
-typedef struct copying {
-  char *to;
-  const char *from;
-} copying;
-
-static void copy_range(void *context, size_t begin, size_t end) {
-  const copying *copy = context;
-  memcpy(copy->to + begin, copy->from + begin, end - begin);
-}
-
 /* Where the arrays of a piece are; those of a shadow that is made by this job are brought from the set in use. */
 static void place_piece(ptn_engine *engine, const chunk *chunk, piece *piece) {
   const job *job = piece->job;
@@ -109,21 +99,32 @@ static void place_piece(ptn_engine *engine, const chunk *chunk, piece *piece) {
     uint64_t widening = a == 0 ? 1 : engine->widening;
     uint64_t at = (a == 0 ? 0 : array_offset(engine, chunk, a - 1)) + widening * piece->offset_bytes;
     piece->arrays[a == 0 ? PIECE_PARAM : PIECE_STATE + a - 1] = to + at;
-    if (from == to || job->from_shadow) continue;
-    ptn_team_run(engine->team, widening * piece->bytes, PTN_PAGE_BYTES, copy_range, &(copying){to + at, from + at});
+    if (from != to && !job->from_shadow) memcpy(to + at, from + at, widening * piece->bytes);
+  }
+}
+
+typedef struct working {
+  ptn_engine *engine;
+  job *job;
+} working;
+
+/* One thread's part of a job, piece by piece. */
+static void run_range(void *context, size_t begin, size_t end) {
+  const working *working = context;
+  ptn_engine *engine = working->engine;
+  piece *piece = &(struct piece){.engine = engine, .job = working->job};
+  for (uint64_t offset = begin; offset < end; offset += PIECE_BYTES) {
+    piece->offset_bytes = offset;
+    piece->bytes = ptn_min_u64(PIECE_BYTES, end - offset);
+    if (!ptn_piece_wanted(engine, piece->job, offset, piece->bytes)) continue;
+    place_piece(engine, &engine->chunks[piece->job->chunk], piece);
+    ptn_piece_compute(engine, piece, piece->arrays[PIECE_PARAM]);
   }
 }
 
 static void run_job(ptn_engine *engine, job *job) {
-  const chunk *chunk = &engine->chunks[job->chunk];
-  piece *piece = &(struct piece){.engine = engine, .job = job, .team = engine->team};
-  for (uint64_t offset = 0; offset < chunk->param_bytes; offset += PIECE_BYTES) {
-    piece->offset_bytes = offset;
-    piece->bytes = ptn_min_u64(PIECE_BYTES, chunk->param_bytes - offset);
-    if (!ptn_piece_wanted(engine, job, offset, piece->bytes)) continue;
-    place_piece(engine, chunk, piece);
-    ptn_piece_compute(engine, piece, piece->arrays[PIECE_PARAM]);
-  }
+  working working = {engine, job};
+  ptn_team_run(engine->team, engine->chunks[job->chunk].param_bytes, PTN_PAGE_BYTES, run_range, &working);
 }
 
 /* Locked. The job is the first. */

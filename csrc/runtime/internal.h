@@ -145,7 +145,6 @@ typedef struct piece {
   void *arrays[PIECE_ARRAYS];  /* in the ring */
   ptn_io io[PIECE_ARRAYS];
   bool has_params; /* in the ring or in the slot */
-  ptn_team *team;  /* that computes it; NULL: the lane's thread alone */
   uint32_t in_flight;
   ptn_status status;
   ptn_error error;

@@ -346,9 +346,14 @@ static ptn_status change_stream(world *w) {
   return ptn_engine_set_stream(w->engine, w->streams[w->stream]);
 }
 
+/* A chunk whose slot is in use gets one of its own. */
 static ptn_status demand(world *w, uint32_t c) {
   bool conflict;
   PTN_TRY(ptn_engine_demand(w->engine, c, &conflict));
+  if (conflict) {
+    PTN_TRY(ptn_engine_own_slot(w->engine, c));
+    PTN_TRY(ptn_engine_demand(w->engine, c, &conflict));
+  }
   CHECK(!conflict);
   w->in_use[c]++;
   return PTN_OK;
@@ -389,6 +394,10 @@ static ptn_status forward(world *w, uint32_t c) {
   PTN_TRY(demand(w, c));
   mix(w, c);
   if (!w->by_order && w->peeks_count < PEEKS && draw(w, 6) == 0) PTN_TRY(peek(w, c));
+  uint32_t other = !w->by_order && draw(w, 12) == 0 ? (c + SLOTS) % CHUNKS : c; /* at the same moment */
+  if (other != c) PTN_TRY(demand(w, other));
+  if (other != c) mix(w, other);
+  if (other != c) unuse(w, other);
   unuse(w, c);
   return PTN_OK;
 }
@@ -402,6 +411,7 @@ static void add_to_twin(world *w, twin *t, const void *gradient) {
 
 static ptn_status make_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   twin *t = &w->twins[number];
+  if (use == PTN_GRADIENT_SPILL_TOTAL) t->has_sum = false;
   uint32_t c = w->params[number].chunk;
   kernel *kernel = new_kernel(w, c);
   kernel->noise = (uint32_t)check_random(&w->seed);
@@ -426,6 +436,8 @@ static ptn_status backward(world *w, uint32_t c, ptn_gradient_use use) {
   PTN_TRY(demand(w, c));
   mix(w, c);
   uint32_t first = (uint32_t)draw(w, PER_CHUNK);
+  bool total = w->homes[c] != ON_DEVICE && !w->by_order && draw(w, 6) == 0;
+  if (use == PTN_GRADIENT_SPILL && total) use = PTN_GRADIENT_SPILL_TOTAL;
   for (uint32_t i = 0; i < PER_CHUNK; i++) {
     uint32_t number = c * PER_CHUNK + (w->by_order ? PER_CHUNK - 1 - i : (first + i) % PER_CHUNK);
     bool unused = !w->by_order && draw(w, 8) == 0;
@@ -518,8 +530,25 @@ static void give_up(world *w) {
   w->peeks_count = 0;
 }
 
+/* The sums that a norm is taken of. */
+static ptn_status check_sums(world *w) {
+  for (uint32_t i = 0; i < PARAMS; i += 1 + (uint32_t)draw(w, 5)) {
+    const twin *t = &w->twins[i];
+    bool found;
+    void *sum = malloc(t->count * w->element_bytes);
+    ptn_status status = ptn_engine_spilled(w->engine, i, sum, &found);
+    bool expected = t->has_sum && w->homes[w->params[i].chunk] != ON_DEVICE;
+    bool right = status != PTN_OK || (found == expected && (!found || memcmp(sum, t->sum, t->count * w->element_bytes) == 0));
+    free(sum);
+    CHECK(right);
+    PTN_TRY(status);
+  }
+  return PTN_OK;
+}
+
 static ptn_status end_step(world *w, const plan *plan) {
   PTN_TRY(ptn_engine_flush(w->engine));
+  if (plan->spill) PTN_TRY(check_sums(w));
   PTN_TRY(ptn_engine_update_spilled(w->engine, plan->scale));
   ptn_engine_seek(w->engine, (uint32_t)draw(w, 2 * CHUNKS)); /* loads while updates are under way */
   return ptn_engine_wait(w->engine);
