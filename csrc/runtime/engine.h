@@ -16,7 +16,7 @@
  *
  * Over a device (device/device.h) memory is the device's: slots and persistent chunks lie there, and the host is a home of its own,
  * in pinned memory. Parameters come up and gradients go down in two lanes of transfers, ordered against the compute stream by events,
- * so that the driving thread waits for neither; docs/decisions/0011-engine-over-a-device.md says how. Then addresses of regions and
+ * so that the driving thread waits for neither; docs/decisions/0012-engine-over-a-device.md says how. Then addresses of regions and
  * of gradients are the device's, and the account counts only what the engine has in ordinary memory.
  */
 #ifndef PTN_RUNTIME_ENGINE_H

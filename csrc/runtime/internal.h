@@ -77,7 +77,9 @@ typedef struct slot_device {
   uint32_t followed; /* compute streams that are ordered behind loaded */
   uint64_t load;     /* number of the newest load */
   bool ended;        /* its last transfer ended before it was known to be ordered */
-  const char *source; /* of a load from the host */
+  /* of a load from the host */
+  const char *source;
+  bool prepared; /* nobody hands it over yet */
   /* of a load from the disk */
   uint64_t read_bytes, ordered_bytes; /* begun to be read; handed to the upload lane */
   uint32_t reads;                     /* under way */

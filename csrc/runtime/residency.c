@@ -87,6 +87,11 @@ static bool replaceable(const ptn_engine *engine, const slot *slot) {
   return slot->state >= SLOT_ORDERED && (there->arrived == 0 || engine->over.device) && engine->seen[slot->chunk] != engine->scan;
 }
 
+/* To a device nothing comes from the disk without staging. */
+static bool has_way(const ptn_engine *engine, const chunk *chunk) {
+  return has_slot_home(chunk) && (!engine->over.device || chunk->home != HOME_DISK || engine->over.n_pieces > 0);
+}
+
 /* What is read ahead now would be out of date at once. */
 static bool changing(const chunk *chunk) { return chunk->has_shadow || chunk->jobs > 0; }
 
@@ -98,7 +103,7 @@ void ptn_residency_advance(ptn_engine *engine) {
     uint32_t number = engine->order[i];
     if (engine->seen[number] == engine->scan) continue;
     const chunk *chunk = &engine->chunks[number];
-    slot *slot = has_slot_home(chunk) && !changing(chunk) ? slot_of(engine, number) : NULL;
+    slot *slot = has_way(engine, chunk) && !changing(chunk) ? slot_of(engine, number) : NULL;
     if (slot && !holds(slot, number) && replaceable(engine, slot)) {
       prepare_load(engine, slot, number);
       starting[n_starting++] = slot;
@@ -179,7 +184,7 @@ static ptn_status await_chunk(ptn_engine *engine, slot *slot, uint32_t number, b
 static ptn_status check_demand(const ptn_engine *engine, uint32_t number) {
   const chunk *chunk = &engine->chunks[number];
   if (!has_slot_home(chunk) || chunk->slot < 0) return ptn_fail(PTN_STEP, "chunk %u was asked for and has no slot", number);
-  if (engine->over.device && chunk->home == HOME_DISK && engine->over.n_pieces == 0)
+  if (!has_way(engine, chunk))
     return ptn_fail(PTN_STEP, "chunk %u is on disk and there is no staging for the device: set it first", number);
   return PTN_OK;
 }

@@ -305,6 +305,7 @@ void ptn_upload_prepare(ptn_engine *engine, slot *slot, uint32_t number) {
   engine->loaded_bytes += chunk->param_bytes;
   if (chunk->home == HOME_HOST) {
     device->source = chunk->host[chunk->current].memory;
+    device->prepared = true;
     chunk->uploads++;
     return;
   }
@@ -314,7 +315,10 @@ void ptn_upload_prepare(ptn_engine *engine, slot *slot, uint32_t number) {
   *at = slot;
 }
 
+/* While other loads that were prepared with this one are handed over, it may be started, and end, and the slot get another one. */
 void ptn_upload_start(ptn_engine *engine, slot *slot) {
-  if (engine->chunks[slot->chunk].home == HOME_HOST) start_lift(engine, slot);
+  bool lifted = slot->device.prepared;
+  slot->device.prepared = false;
+  if (lifted) start_lift(engine, slot);
   else read_pieces(engine);
 }

@@ -341,8 +341,8 @@ static ptn_status change_stream(world *w) {
   if (w->ground != OVER_CUDA) return PTN_OK;
   const subject *subject = &w->subject;
   PTN_TRY(subject->kind->record(subject->device, w->switched, w->streams[w->stream]));
+  PTN_TRY(subject->kind->follow(subject->device, w->streams[1 - w->stream], w->switched));
   w->stream = 1 - w->stream;
-  PTN_TRY(subject->kind->follow(subject->device, w->streams[w->stream], w->switched));
   return ptn_engine_set_stream(w->engine, w->streams[w->stream]);
 }
 

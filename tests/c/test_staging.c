@@ -1,4 +1,5 @@
-/* Staged updates: whole or not made, what was not staged stays; extents of the caller's own; equal to the bit. */
+/* Staged updates: whole or not made, what was not staged stays; extents of the caller's own; equal to the bit. Without a device, and
+ * over the host as one, where the CPU reads a slot as it reads its memory. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +11,7 @@
 enum { CHUNKS = 4, PER_CHUNK = 3, PARAMS = CHUNKS * PER_CHUNK, LAST = CHUNKS - 1, ROUNDS = 30 };
 
 typedef struct world {
+  ptn_device *device; /* NULL: none */
   ptn_engine *engine;
   ptn_account *account;
   ptn_engine_param params[PARAMS];
@@ -124,8 +126,27 @@ static void check_moves(world *w) {
   CHECK(after.disk_bytes == before.disk_bytes);
 }
 
-int main(void) {
-  world w = {0};
+/* Over a device chunk 0 lies on the host, with a shadow. */
+static void place(world *w) {
+  for (uint32_t c = 0; c < LAST; c++) {
+    if (c == 0 && w->device) CHECK_OK(ptn_engine_to_host(w->engine, c, true));
+    else CHECK_OK(ptn_engine_to_disk(w->engine, c));
+  }
+  CHECK_OK(ptn_engine_to_memory(w->engine, LAST, true));
+  make_slots(w);
+  if (w->device) CHECK_OK(ptn_engine_set_staging(w->engine, PTN_PAGE_BYTES * 16, 2));
+}
+
+/* Without a shadow values have no place before the step is made. */
+static void check_no_shadow(world *w) {
+  CHECK_OK(ptn_engine_to_host(w->engine, 0, false));
+  CHECK(ptn_engine_stage(w->engine, 0, w->staged[0]) == PTN_INVALID);
+  CHECK_OK(ptn_engine_to_host(w->engine, 0, true));
+  check_values(w);
+}
+
+static void run(ptn_device *device) {
+  world w = {.device = device};
   describe(&w);
   CHECK_OK(ptn_account_create(&w.account, 64 * PTN_MIB, NULL, NULL));
   ptn_engine_config config = {.folder = ".",
@@ -134,17 +155,17 @@ int main(void) {
                               .n_params = PARAMS,
                               .n_groups = 1,
                               .chunks = w.chunks,
-                              .params = w.params};
+                              .params = w.params,
+                              .device = device};
   CHECK_OK(ptn_engine_create(&w.engine, &config));
-  for (uint32_t c = 0; c < LAST; c++) CHECK_OK(ptn_engine_to_disk(w.engine, c));
-  CHECK_OK(ptn_engine_to_memory(w.engine, LAST, true));
-  make_slots(&w);
+  place(&w);
   for (uint32_t i = 0; i < PARAMS; i++) CHECK_OK(ptn_engine_transfer(w.engine, i, 0, w.values[i], true));
   for (int round = 0; round < ROUNDS; round++) {
     one_step(&w, check_random(&seed) % 3 > 0);
     check_values(&w);
   }
   check_refusals(&w);
+  if (device) check_no_shadow(&w);
   check_moves(&w);
   ptn_engine_destroy(w.engine);
   ptn_account_destroy(w.account);
@@ -152,6 +173,14 @@ int main(void) {
     free(w.values[i]);
     free(w.staged[i]);
   }
-  printf("staging: %d steps equal\n", ROUNDS);
+}
+
+int main(void) {
+  ptn_device *host;
+  run(NULL);
+  CHECK_OK(ptn_device_open_host(&host));
+  run(host);
+  host->kind->destroy(host);
+  printf("staging: %d steps equal, and over a device\n", ROUNDS);
   return 0;
 }
