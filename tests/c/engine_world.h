@@ -393,7 +393,8 @@ static void mix(world *w, uint32_t c) {
 static ptn_status forward(world *w, uint32_t c) {
   PTN_TRY(demand(w, c));
   mix(w, c);
-  if (!w->by_order && w->peeks_count < PEEKS && draw(w, 6) == 0) PTN_TRY(peek(w, c));
+  bool peeked = !w->by_order && w->peeks_count < PEEKS && w->homes[c] != ON_DEVICE; /* there it is the caller's to order */
+  if (peeked && draw(w, 6) == 0) PTN_TRY(peek(w, c));
   uint32_t other = !w->by_order && draw(w, 12) == 0 ? (c + SLOTS) % CHUNKS : c; /* at the same moment */
   if (other != c) PTN_TRY(demand(w, other));
   if (other != c) mix(w, other);
