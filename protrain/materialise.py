@@ -148,7 +148,7 @@ class Filler:
         self.left[chunk].discard(number)
         if chunk in self.open and not self.left[chunk]:
             self.session.engine.end_fill(chunk)
-            del self._originals[chunk]
+            self._originals.pop(chunk, None)  # a chunk that was entered again has none
             self.open.discard(chunk)
             self.written.add(chunk)
 
