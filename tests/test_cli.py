@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -380,7 +382,9 @@ def test_activations_are_measured_and_drawn(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.png"
     words = ("--model", "tiny", "--seq", 64, "--batch", 2, "--rounds", 1, "--mixes", 0, "--memory", "1GiB")
-    result = run(work, "bench", "activations", *words, "--out", picture, "--json")
+    page = tmp_path / "page.html"
+    reported = ("--report", page) if importlib.util.find_spec("vl_convert") else ()
+    result = run(work, "bench", "activations", *words, "--out", picture, *reported, "--json")
     assert result.returncode == 0, result.stderr
     *rows, summary = [json.loads(line) for line in result.stdout.splitlines()]
     assert {row["name"]: row["block_modes"] for row in rows} == {
@@ -391,6 +395,10 @@ def test_activations_are_measured_and_drawn(work: Path, tmp_path: Path) -> None:
     assert 0 < peaks["checkpoint"] < peaks["keep"]
     assert all(row["tokens_per_second"] == pytest.approx(128 / row["median_seconds"]) for row in rows)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    if reported:
+        text = page.read_text()
+        assert re.findall('<h2 class="of">(.*?)</h2>', text) == ["keep", "swap", "checkpoint", "checkpoint_swap"]
+        assert all(f"<td>{row['tokens_per_second']:,.0f}</td>" in text for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import transformers
@@ -20,9 +21,11 @@ from twins import adamw, loss_of
 
 import protrain
 from protrain.cli import report, words
+from protrain.homes import Homes
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
+WIDTHS = [1280, 390]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -69,6 +72,16 @@ def test_a_step_without_a_watch_takes_no_sample(causal_lm: LanguageModel, token_
     assert session.samples is None
     assert session.clock.sampler is None
     protrain.unwrap(model)
+
+
+def test_marks_that_samples_take_still_tell_the_headroom() -> None:
+    headrooms: list[int] = []
+    engine = SimpleNamespace(mark=lambda: 10, set_headroom=headrooms.append)
+    homes = Homes(*cast("tuple[Any, ...]", (None, engine, None, None, SimpleNamespace(rise_bytes=0, headroom_bytes=50))))
+    for marked_bytes in (100, 60):
+        homes._goal, homes._headroom = 100, 40
+        homes.adjust_headroom(marked_bytes)
+    assert headrooms == [40, 10]  # nothing left under the goal; of 40 left three quarters
 
 
 # ---- bad input ----
@@ -234,33 +247,33 @@ addEventListener('load', () => {
 """
 
 
-@pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_shows_it_whole(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path, width: int, theme: str) -> None:
+def test_a_browser_shows_it_whole(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path, theme: str) -> None:
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         pytest.skip("no Chromium on this machine")
     text = re.sub(r"<meta http-equiv[^>]*>", "", trained[0].read_text())  # which forbids scripts, as the one that looks
-    # A window is no narrower than 500 pixels; a frame is.
     (tmp_path / "inner.html").write_text(text.replace("</body>", LOOK + "</body>"))
+    # A window has a least width; a frame has none.
+    frames = "".join(f'<iframe src="inner.html" style="width:{width}px;height:3000px;border:0"></iframe>' for width in WIDTHS)
     (tmp_path / "outer.html").write_text(
-        f'<body><iframe src="inner.html" style="width:{width}px;height:3000px;border:0"></iframe><script>'
-        "addEventListener('load', () => document.body.setAttribute('data-look', "
-        "frames[0].document.body.getAttribute('data-look')))</script></body>"
+        f"<body>{frames}<script>addEventListener('load', () => document.body.setAttribute('data-look', '[' + "
+        "[0, 1].map(i => frames[i].document.body.getAttribute('data-look')).join() + ']'))</script></body>"
     )
     result = subprocess.run(
         [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-            "--allow-file-access-from-files", "--window-size=1400,3100", "--enable-logging=stderr",
+            "--allow-file-access-from-files", "--window-size=1800,3100", "--enable-logging=stderr",
             f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}", "--dump-dom",
             f"file://{tmp_path / 'outer.html'}",
         ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    look = next(json.loads(attrs["data-look"] or "") for tag, attrs in Tags(result.stdout).tags if tag == "body")
-    assert look["width"] == width
-    assert look["charts"] == 5
-    assert look["faults"] == []
-    assert (look["ground"] == "rgb(18, 22, 27)") == (theme == "dark")
+    looks = next(json.loads(attrs["data-look"] or "") for tag, attrs in Tags(result.stdout).tags if tag == "body")
+    assert [look["width"] for look in looks] == WIDTHS
+    for look in looks:
+        assert look["charts"] == 5
+        assert look["faults"] == []
+        assert (look["ground"] == "rgb(18, 22, 27)") == (theme == "dark")
     assert "CONSOLE" not in result.stderr

@@ -154,7 +154,7 @@ def _plan(found: Recorded) -> str:
         + (f"; {_count(plan['n_buffer'], 'slot')} take turns" if plan["n_buffer"] else "")
         + "</p>"
     )
-    return _section("plan", "Plan", f"As it was chosen for step {found.last_step}, and carried out.", "".join(parts))
+    return _section("plan", "Plan", f"The plan in use in step {found.last_step}.", "".join(parts))
 
 
 def _homes(plan: dict[str, int]) -> list[str]:
