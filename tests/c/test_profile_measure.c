@@ -1,7 +1,6 @@
 /* Traffic and workers: what they count is what was moved and where, they end when told, every failure comes back as one error
  * after which nothing is in flight, nothing is lost and the disk can be measured again. */
-/* sources: csrc/profile/measure.c csrc/disk/store.c csrc/disk/engine_threads.c csrc/disk/engine_uring.c csrc/disk/file.c
- *          csrc/disk/space.c */
+/* sources: csrc/profile/measure.c csrc/disk/?*.c */
 /* threads */
 #define _GNU_SOURCE
 #include "profile/measure.h"
