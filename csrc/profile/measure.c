@@ -24,6 +24,7 @@
 typedef struct request {
   ptn_io io;
   ptn_traffic *traffic;
+  bool running;
 } request;
 
 /* One direction: its half of the file, and where its next request goes. */
@@ -66,12 +67,27 @@ static void count_processor(ptn_traffic *traffic, uint64_t bytes) {
   before_ns = now_ns;
 }
 
-/* Locked. */
-static void aim(ptn_traffic *traffic, ptn_io *io) {
+static uint64_t places(const way *way, uint64_t request_bytes) { return (way->end - way->begin) / request_bytes; }
+
+static bool being_written(const ptn_traffic *traffic, uint64_t offset) {
+  for (uint32_t i = 0; i < traffic->n_requests; i++) {
+    const request *other = &traffic->requests[i];
+    if (other->running && other->io.write && other->io.offset == offset) return true;
+  }
+  return false;
+}
+
+/* Locked. The next place in turn; of writes one that no other is under way to, since the store takes one of a page at a time. */
+static void aim(ptn_traffic *traffic, request *request) {
+  ptn_io *io = &request->io;
   way *way = &traffic->ways[io->write];
-  if (way->next + io->bytes > way->end) way->next = way->begin;
-  io->offset = way->next;
-  way->next += io->bytes;
+  request->running = false;
+  do {
+    if (way->next + io->bytes > way->end) way->next = way->begin;
+    io->offset = way->next;
+    way->next += io->bytes;
+  } while (io->write && being_written(traffic, io->offset));
+  request->running = true;
 }
 
 static void on_done(ptn_io *io) {
@@ -86,8 +102,9 @@ static void on_done(ptn_io *io) {
     traffic->stopping = true;
   }
   bool again = !traffic->stopping;
-  if (again) aim(traffic, io);
+  if (again) aim(traffic, io->context);
   else traffic->running_count--;
+  ((request *)io->context)->running = again;
   ptn_broadcast(&traffic->ended);
   ptn_unlock(&traffic->mutex);
   if (again) ptn_store_submit(traffic->store, io);
@@ -100,6 +117,21 @@ static bool under_way(const ptn_traffic *traffic, const uint64_t *before_bytes, 
   return true;
 }
 
+/* Locked. Who reads and who writes: as many writers at most as there are places for them; the others rest. */
+static void choose(ptn_traffic *traffic, bool reads, bool writes) {
+  uint64_t most = places(&traffic->ways[1], traffic->request_bytes);
+  uint32_t wish = !writes ? 0 : reads ? traffic->n_requests / 2 : traffic->n_requests;
+  uint32_t writers = (uint32_t)ptn_min_u64(wish, most), readers = reads ? traffic->n_requests - wish : 0;
+  traffic->running_count = readers + writers;
+  for (uint32_t i = 0; i < traffic->running_count; i++) { /* in turns, as long as there are both */
+    request *request = &traffic->requests[i];
+    request->io.write = readers == 0 || (writers > 0 && i % 2 == 1);
+    if (request->io.write) writers--;
+    else readers--;
+    aim(traffic, request);
+  }
+}
+
 ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes) {
   const bool wanted[2] = {reads, writes};
   if (!reads && !writes) return ptn_fail(PTN_INVALID, "traffic of neither reads nor writes: at least one is wanted");
@@ -109,16 +141,12 @@ ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes) {
   if (!running) {
     traffic->stopping = false;
     traffic->status = PTN_OK;
-    traffic->running_count = traffic->n_requests;
-    for (uint32_t i = 0; i < traffic->n_requests; i++) {
-      ptn_io *io = &traffic->requests[i].io;
-      io->write = writes && (!reads || i % 2 == 1);
-      aim(traffic, io);
-    }
+    choose(traffic, reads, writes);
   }
+  uint32_t starting = traffic->running_count;
   ptn_unlock(&traffic->mutex);
   if (running) return ptn_fail(PTN_STEP, "disk traffic was started twice: stop it first");
-  for (uint32_t i = 0; i < traffic->n_requests; i++) ptn_store_submit(traffic->store, &traffic->requests[i].io);
+  for (uint32_t i = 0; i < starting; i++) ptn_store_submit(traffic->store, &traffic->requests[i].io);
   ptn_lock(&traffic->mutex);
   while (!traffic->stopping && !under_way(traffic, before_bytes, wanted)) ptn_wait(&traffic->ended, &traffic->mutex);
   bool failed = traffic->stopping;
