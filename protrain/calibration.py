@@ -282,8 +282,9 @@ class _Calibration:
     def _drag(self, lane: _Lane) -> float:
         """Seconds of compute lost for each byte: see the head of this file."""
         checksums = lane.checksum_seconds_per_byte + (self.colder if lane is self.write else 0.0)
-        processor = lane.processor_seconds_per_byte + checksums
-        expected, least = (EXPECTED_DRAG * (processor - checksums) + checksums, processor) if self.full else (0.0, 0.0)
+        own = lane.processor_seconds_per_byte
+        processor = own + checksums
+        expected, least = (EXPECTED_DRAG * own + checksums, processor) if self.full else (0.0, 0.0)
         seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
         doubt, noise = DOUBT * processor, self._noise(lane, seen)
         weight = doubt**2 / (doubt**2 + noise**2)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from rows import Rows, adamw
 
 import protrain
 
@@ -44,24 +44,8 @@ PATIENCE_SECONDS = 600.0
 PR_SET_PDEATHSIG = 1
 
 
-class Model(nn.Module):
-    """Six blocks, called with rows of 128."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128), nn.LayerNorm(128)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def make() -> Rows:
+    return Rows(256)
 
 
 def batch(number: int) -> torch.Tensor:
@@ -86,7 +70,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 def reference() -> dict[str, Any]:
     """What plain torch gives: the loss of each step, and the weights after it."""
     torch.set_num_threads(1)
-    model = Model()
+    model = make()
     optimizer = adamw(model)
     losses, digests = [], [digest(model.state_dict())]
     for number in range(STEPS + 1):
@@ -170,7 +154,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 def warm_up(disk: Path) -> None:
     """Import what a first step imports, in one thread, so that children can be forked after it."""
     torch.set_num_threads(1)
-    model: Any = Model()
+    model: Any = make()
     model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk)
     train_one(model, optimizer, 0)
     protrain.unwrap(model)
@@ -182,7 +166,7 @@ def live(tell: Callable[[Any], None], disk: Path, folder: Path, stop: Path, paus
     losses: dict[int, float] = {}
     while not stop.exists():
         tell("wrap")
-        model: Any = Model()
+        model: Any = make()
         model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk)
         begin = 0
         if folder.exists():
@@ -191,7 +175,7 @@ def live(tell: Callable[[Any], None], disk: Path, folder: Path, stop: Path, paus
             begin = protrain.status(model).steps
         if begin >= STEPS:
             protrain.unwrap(model)
-            model = Model()
+            model = make()
             model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk)
             begin = 0
         for number in range(begin, STEPS):
@@ -214,7 +198,7 @@ def go_on(disk: Path, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     step = json.loads((folder / "protrain.json").read_text())["steps"]
     if digest(load_file(folder / "model.safetensors")) != expected["digests"][step]:
         raise AssertionError(f"the weights of step {step} are not those of plain torch")
-    model: Any = Model()
+    model: Any = make()
     model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk)
     protrain.load(model, optimizer, folder)
     if protrain.status(model).steps != step:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rows import Rows, adamw
 from torch import nn
 
 MIB = 1 << 20
@@ -103,24 +104,8 @@ class Disk:
         return int(self._library.disk_count(KINDS.index(kind)))
 
 
-class Model(nn.Module):
-    """Six blocks, called with rows of 128: what a block saves is large enough for the stash."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 512), nn.Tanh(), nn.Linear(512, 128), nn.LayerNorm(128)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def make() -> Rows:
+    return Rows(512)  # what a block saves is large enough for the stash
 
 
 def bits(model: nn.Module) -> dict[str, bytes]:
@@ -144,10 +129,10 @@ class Pair:
         self.store.mkdir(exist_ok=True)
         self.own_options, self.clip = options, options.get("max_grad_norm")
         self.options = {"memory": MEMORY, "disk": self.store, **options}
-        self.plain: Any = Model()
+        self.plain: Any = make()
         self.plain_optimizer = adamw(self.plain)
         self.steps = 0
-        self.wrap(Model())
+        self.wrap(make())
 
     def wrap(self, model: Any) -> None:
         self.model, self.optimizer = self.protrain.wrap(model, adamw(model), **self.options)
@@ -409,7 +394,7 @@ class Run:
         def wrap(model: Any) -> None:
             protrain.wrap(model, adamw(model), memory=MEMORY, disk=store)
 
-        models = [Model() for _ in WRAP_FAULTS]
+        models = [make() for _ in WRAP_FAULTS]
         for model, fault in zip(models, WRAP_FAULTS, strict=True):
             before = bits(model)
             count = self.counted((fault.kind,), partial(wrap, model))[fault.kind]
