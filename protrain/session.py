@@ -158,7 +158,8 @@ class Session:
             largest = self.fitter.plan_for(args, kwargs, shapes)
             if self.foreign is None:  # what the update of another takes, and when, is not simulated: its plan is by memory alone
                 self.pacer.begin(*largest)
-        if not under_way and self.fitter.must_recompute():
+        beyond_plan = self.gradients.passes >= self.wrapped.settings.accumulate  # gradients wait for a step
+        if (beyond_plan or not under_way) and self.fitter.must_recompute():
             self.runner.recompute_all()
 
     def _backward_begins(self) -> None:
