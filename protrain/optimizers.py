@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -107,6 +107,13 @@ class Optimizer(torch.optim.Optimizer):
         if self._session is None or self._session.closed:
             raise PlanError("optimizer: the model was unwrapped; make a torch optimizer over its parameters again")
         return self._session
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """Refused: a pickle, and a copy of what it would hold, is of the whole model's state at once."""
+        raise PlanError(
+            "a wrapped optimizer cannot be copied or pickled: take its state_dict(), which a torch optimizer loads, or call "
+            "protrain.save"
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         """Refused once the model is wrapped: chunks and their state are laid out by then."""

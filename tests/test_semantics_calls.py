@@ -221,8 +221,8 @@ def test_a_deep_copy_is_a_plain_model(wrapped: Any) -> None:
     assert state_of(model) == state_of(plain_after(3))
 
 
-def test_pickles_of_parameters_and_of_the_model(wrapped: Any) -> None:
-    model, _ = wrapped
+def test_pickles_of_parameters_of_the_model_and_of_the_optimizer(wrapped: Any) -> None:
+    model, optimizer = wrapped
     want = dict(plain_after(2).named_parameters())
     for name, p in model.named_parameters():
         for tensor in (p, p.detach(), p.data[:1]):
@@ -234,6 +234,9 @@ def test_pickles_of_parameters_and_of_the_model(wrapped: Any) -> None:
     for given in (model, model.blocks[2]):
         with pytest.raises(protrain.PlanError, match="state_dict"):
             pickle.dumps(given)
+    for make in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(protrain.PlanError, match="optimizer cannot be copied or pickled"):
+            make(optimizer)
 
 
 @pytest.mark.parametrize("how", ["half", "bfloat16", "double", "meta", "part"])
