@@ -413,7 +413,7 @@ def _rehearsed(given: nn.Module, model: nn.Module, args: Any, kwargs: Any, block
     described = tree_map_only(torch.Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs))
     key = (
         repr(described),
-        tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()),
+        tuple((tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for p in model.parameters()),
         tuple(module.training for module in model.modules()),
         torch.get_num_threads(),
     )

@@ -16,6 +16,8 @@ from torch import nn
 from .counting import uncounted
 from .errors import PlanError
 from .parameters import DisableTorchFunction
+from .precision import has_master
+from .strides import dense_strides
 
 if TYPE_CHECKING:
     from .values import Values
@@ -25,7 +27,12 @@ _AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
 _KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
 
 
-def _check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor) -> None:
+def check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor) -> None:
+    """Whether a parameter can be given this value by `.data`.
+
+    Raises:
+        PlanError: it is of another shape, type or device.
+    """
     if value.shape != shape or value.dtype != dtype or value.device.type != "cpu" or value.layout != torch.strided:
         raise PlanError(
             f"parameter {name} of shape {tuple(shape)}, {dtype} on cpu, was given data of shape {tuple(value.shape)}, "
@@ -34,25 +41,28 @@ def _check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.
 
 
 def set_data(values: Values, number: int, value: torch.Tensor) -> None:
-    """`p.data = value` of a parameter on disk: its values are taken over.
+    """`p.data = value` of a parameter on disk: its values are taken over, and its strides.
 
     Raises:
         PlanError: the value is of another shape, type or device.
+        StepError: a step is under way.
     """
     p, layout = values.wrapped.params[number], values.wrapped.layout
     if value is p:
         return
-    _check_value(layout.entries[number].name, p.shape, layout.dtype, value)
+    check_value(layout.entries[number].name, p.shape, layout.dtype, value)
     with torch.no_grad(), uncounted():
-        values.put(number, value.clone())
+        _take_over(values, number, value.clone())
+    torch.autograd.graph.increment_version(p)  # what autograd saved of it is gone
 
 
 def adopt(values: Values, only: int | None = None) -> None:
-    """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now: their values are taken over, and
-    their place is again that in their chunk.
+    """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now, or otherwise: their values are
+    taken over, and their strides, and their place is again that in their chunk.
 
     Raises:
         PlanError: they are of another shape, type or device.
+        StepError: a step is under way.
     """
     params, layout = values.wrapped.params, values.wrapped.layout
     for number in range(len(params)) if only is None else (only,):
@@ -60,12 +70,47 @@ def adopt(values: Values, only: int | None = None) -> None:
         address = values.residency.address(number)
         if address is None or not entry.count or not values.engine.in_memory(entry.chunk):
             continue
-        if p.data_ptr() == address and p.dtype == layout.dtype:
+        if p.data_ptr() == address and p.dtype == layout.dtype and p.stride() == entry.strides:
             continue
-        _check_value(entry.name, entry.shape, layout.dtype, p.data)
-        values.put(number, p.data)
-        with DisableTorchFunction():
+        given = p.data
+        check_value(entry.name, entry.shape, layout.dtype, given)
+        with DisableTorchFunction(), uncounted():
             p.data = values.residency.place(number)
+            inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
+            try:
+                _take_over(values, number, given.clone() if inside else given)
+            except BaseException:
+                p.data = given
+                raise
+
+
+def _take_over(values: Values, number: int, value: torch.Tensor) -> None:
+    """The parameter has these values, of memory of their own, and lies as they do; its state and its master lie likewise."""
+    entry, strides = values.wrapped.layout.entries[number], dense_strides(value)
+    if strides == entry.strides:
+        values.write(number, value)
+        return
+    before = entry.strides
+    states = [(array, values.get(number, array)) for array in _arrays(values, number)]
+    entry.strides = strides
+    try:
+        for array, tensor in (*states, (0, value)):
+            values.write(number, tensor, array)
+    except BaseException:
+        entry.strides = before
+        raise
+    values.strides_changed = True
+    if values.residency.address(number) is not None:
+        with DisableTorchFunction():
+            values.wrapped.params[number].data = values.residency.place(number)
+
+
+def _arrays(values: Values, number: int) -> list[int]:
+    """The parameter's state and its master, as far as there is something in them."""
+    entry, wrapped = values.wrapped.layout.entries[number], values.wrapped
+    trained = entry.group >= 0 and values.engine.steps(number) > 0
+    masters = [wrapped.master_array] if has_master(wrapped, number) else []
+    return [*range(1, wrapped.n_states + 1), *masters] if trained else masters
 
 
 def check_parameters(wrapped: Wrapped) -> None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from . import _core
 from .errors import BudgetError, PlanError
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
+from .strides import dense_like, dense_strides
 from .workspace import workspace_bytes
 
 Group = dict[str, Any]
@@ -391,8 +392,8 @@ def _measure(optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, devi
     shared = Shared.of(optimizer)
     watch = _Watch()
     with watch, without_hooks(other):
-        stand_in = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device))
-        stand_in.grad = torch.zeros(p.shape, dtype=p.dtype, device=device)
+        stand_in = nn.Parameter(dense_like(p, device=device).zero_())
+        stand_in.grad = dense_like(p, device=device).zero_()
         state = _stand_in_state(optimizer, p, tuple(p.shape), device)
         for _ in range(TRIED_STEPS):  # a part of the state may come later than with the first step
             state, shared = run_narrowed(other, shared, groups, group, stand_in, state)
@@ -431,7 +432,7 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
             if not p.requires_grad or id(p) not in group_of:
                 rows.append((0, 0, 0))
                 continue
-            key = (tuple(p.shape), p.dtype, group_of[id(p)])
+            key = (tuple(p.shape), dense_strides(p), p.dtype, group_of[id(p)])
             if key not in found:
                 found[key] = _measured(optimizer, group_of[id(p)], p, folder, budget_bytes)
             rows.append(found[key])

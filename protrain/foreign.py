@@ -31,6 +31,7 @@ from .errors import Error, StepError
 from .footprint import Footprint, Shared, check_on_cpu, one_line, run_narrowed, without_hooks
 from .parameters import DisableTorchFunction
 from .parking import Parked, Space, Tree, clone, described, same, tensors_of
+from .strides import laid
 
 if TYPE_CHECKING:
     from .session import Session
@@ -269,11 +270,11 @@ class _Step:
 
     def _from_disk(self, group: int, number: int) -> None:
         session, foreign = self._session, self._foreign
-        shape = session.layout.entries[number].shape
-        value, grad = torch.empty(shape), torch.empty(shape)
+        entry = session.layout.entries[number]
+        value, grad = (torch.empty_strided(entry.shape, entry.strides) for _ in range(2))
         session.engine.transfer(number, 0, value.data_ptr(), False)
         if not session.engine.spilled(number, grad.data_ptr()):
-            raise StepError(f"the gradient of {session.layout.entries[number].name} was lost")
+            raise StepError(f"the gradient of {entry.name} was lost")
         if self._scale != 1.0:
             grad.mul_(self._scale)
         state = foreign._parked[number].fetch() if number in foreign._parked else None
@@ -320,7 +321,7 @@ class _Step:
             foreign._live.pop(number, None)
 
     def _checked(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """What the step left as the parameter's value, contiguous.
+        """What the step left as the parameter's value, with the parameter's strides.
 
         Raises:
             StepError: it is another kind of tensor now.
@@ -328,7 +329,7 @@ class _Step:
         entry = self._session.layout.entries[number]
         if value.shape != entry.shape or value.dtype != torch.float32 or value.layout != torch.strided:
             raise StepError(f"optimizer {self._foreign.name}: its step made {entry.name} a {value.dtype} of {tuple(value.shape)}")
-        return value.contiguous()
+        return laid(value, entry.strides)
 
     # ---- both ends ----
 

@@ -18,6 +18,7 @@ from .activations import check_not_nested
 from .errors import PlanError, StepError
 from .parameters import DisableTorchFunction
 from .residency import Residency
+from .strides import laid
 from .timeline import BlockClock
 from .updates import Updates
 from .wrapped import Wrapped
@@ -95,15 +96,18 @@ class Gradients:
             self.taken.add(number)
 
     def _dense(self, number: int, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient as the kernels take it.
+        """A gradient as the kernels take it: it lies as its parameter does. One that autograd makes does so already.
 
         Raises:
             PlanError: it is sparse, or not of the parameters' type.
         """
+        entry = self._layout.entries[number]
         if grad.layout != torch.strided or grad.dtype != self._layout.dtype:
-            name, wanted = self._layout.entries[number].name, str(self._layout.dtype).removeprefix("torch.")
-            raise PlanError(f"the gradient of {name} is {grad.layout} {grad.dtype}; only dense {wanted} gradients are supported")
-        return grad.contiguous()
+            wanted = str(self._layout.dtype).removeprefix("torch.")
+            raise PlanError(
+                f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense {wanted} gradients are supported"
+            )
+        return laid(grad, entry.strides)
 
     def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
         """The sum of this step's gradients of one parameter: those on disk came first."""
@@ -200,7 +204,8 @@ class Gradients:
 
     def _norm_on_disk(self, number: int) -> torch.Tensor:
         """The norm of a gradient that is whole on disk: the step's last pass added nothing, or there were fewer passes."""
-        grad = torch.empty(self._layout.entries[number].shape, dtype=self._layout.dtype)
+        entry = self._layout.entries[number]
+        grad = torch.empty_strided(entry.shape, entry.strides, dtype=self._layout.dtype)
         self._engine.spilled(number, grad.data_ptr())
         return _norm(grad)
 

@@ -16,19 +16,22 @@ from torch import nn
 from . import _core
 from .errors import PlanError
 from .sizes import MIB
+from .strides import Strides, dense_strides
 
 PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """One parameter: where it lies and to which group of the optimizer it belongs (-1: frozen, not trained)."""
+    """One parameter: where it lies, with which strides, and to which group of the optimizer it belongs (-1: frozen, not trained).
+    Nothing of it changes but the strides, where a user gives a parameter others (changes.py)."""
 
     name: str
     index: int
     chunk: int
     offset_bytes: int
     shape: torch.Size
+    strides: Strides
     group: int
 
     @property
@@ -110,7 +113,7 @@ def make_layout(
     parameters = describe([p for _, p in named], blocks, groups, dtype)
     found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
     entries = tuple(
-        Entry(name, index, chunk, offset, p.shape, groups.get(id(p), -1) if p.requires_grad else -1)
+        Entry(name, index, chunk, offset, p.shape, dense_strides(p), groups.get(id(p), -1) if p.requires_grad else -1)
         for index, ((name, p), (chunk, offset)) in enumerate(zip(named, found.places, strict=True))
     )
     return Layout(**found.__dict__, entries=entries, dtype=dtype)

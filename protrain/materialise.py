@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import changes
 from .counting import uncounted
 from .errors import DiskError, PlanError
 from .parameters import DisableTorchFunction, release
@@ -20,6 +21,7 @@ from .precision import has_master, write_master
 from .reading import open_file, parse, shown
 from .session import Session
 from .sizes import MIB
+from .strides import dense_strides, outermost_first
 from .tensorfiles import TensorFile
 
 SLICE_BYTES = 4 * MIB
@@ -113,8 +115,8 @@ class Filler:
         self.open.add(chunk)
 
     def keep(self, number: int, values: torch.Tensor, first: int = 0) -> None:
-        """What a parameter was given, from element `first` on, is in its master as it was. Where nothing was rounded the first
-        update makes the master from the parameter."""
+        """What a parameter was given, from element `first` of its memory on, is in its master as it was. Where nothing was
+        rounded the first update makes the master from the parameter."""
         if values.dtype != self.session.layout.dtype:
             write_master(self.session.values, number, values, first)
 
@@ -125,22 +127,32 @@ class Filler:
         if dtype == session.layout.dtype:
             return
         with DisableTorchFunction():
-            wide = torch.zeros(session.layout.entries[number].shape, dtype=dtype)
+            entry = session.layout.entries[number]
+            wide = torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
             wide.copy_(session.params[number].data)
             if has_master(session.wrapped, number) and wide.numel():
                 session.engine.transfer(number, session.wrapped.master_array, wide.data_ptr(), False)
             session.params[number].data = wide
 
     def take_back(self, number: int) -> None:
-        """What was lent is the parameter's value: rounded where its chunk lies, and as it is in its master."""
-        session = self.session
-        if self.dtypes[number] == session.layout.dtype:
-            return
+        """What was lent, or put into `.data` instead, is the parameter's value: rounded where its chunk lies, and as it is in its
+        master. It lies there as it was given.
+
+        Raises:
+            PlanError: it is of another shape, type or device.
+        """
+        session, p, entry = self.session, self.session.params[number], self.session.layout.entries[number]
         with torch.no_grad(), DisableTorchFunction():
-            wide = session.params[number].data
-            session.params[number].data = session.residency.place(number)
-            session.params[number].data.copy_(wide)
-        write_master(session.values, number, wide)
+            given = p.data
+            if given.data_ptr() == session.residency.address(number) and given.stride() == entry.strides:
+                return
+            changes.check_value(entry.name, entry.shape, self.dtypes[number], given)
+            entry.strides = dense_strides(given)
+            p.data = session.residency.place(number)
+            if given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
+                given = given.clone()  # a view of what is about to be written
+            p.data.copy_(given)
+            self.keep(number, given)
 
     def leave(self, number: int) -> None:
         """Parameter `number` has its values."""
@@ -201,6 +213,7 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
             filler.lend(number)
         empty = _empty_buffers(module)
         param_init_fn(module)
+        _check_kept(module, index)
         for leaf in empty:
             buffer = module._buffers[leaf]
             if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
@@ -208,6 +221,15 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
         for number in own:
             filler.take_back(number)
             filler.leave(number)
+
+
+def _check_kept(module: nn.Module, known: dict[int, int]) -> None:
+    """Raises PlanError where param_init_fn put another parameter into the module."""
+    for leaf, p in module._parameters.items():
+        if p is not None and id(p) not in known:
+            raise PlanError(
+                f"param_init_fn replaced the parameter {leaf} of a {type(module).__name__}: set its values in place, or by .data"
+            )
 
 
 def _empty_buffers(module: nn.Module) -> list[str]:
@@ -246,6 +268,8 @@ def from_weights(session: Session, folder: str) -> None:
                 filler.keep(entry.index, values)
             row_count = entry.count // max(shape[0], 1) if shape else 0
             rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
+            if shape and has_master(session.wrapped, entry.index) and outermost_first(shape, entry.strides)[0] != 0:
+                rows = shape[0]  # its rows do not lie one after another in the master: it takes all at once
             for first in range(0, shape[0] if shape else 0, rows):
                 with uncounted():
                     values = file.read(found, first, rows)

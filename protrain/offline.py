@@ -35,6 +35,7 @@ from .planning import Plan, check_modes, plan_from_profile
 from .profiles import Profile, Times
 from .repetition import dry_run_alike
 from .sizes import check_count, format_bytes, parse_bytes
+from .strides import dense_like
 from .workspace import workspace_bytes
 
 #: precision -> (type of parameters, bytes of a parameter and of its gradient, bytes of optimizer state beside it).
@@ -85,7 +86,7 @@ def _on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     memo: dict[int, Any] = {}
     for p in model.parameters():
         kind = dtype if p.is_floating_point() else p.dtype
-        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=kind, device="meta"), requires_grad=p.requires_grad)
+        memo[id(p)] = nn.Parameter(dense_like(p, kind, "meta"), requires_grad=p.requires_grad)
         memo[id(p.grad)] = None
     memo.pop(id(None), None)
     for buffer in model.buffers():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _core
+from .strides import dense_like
 
 #: A smaller tensor stays in memory: a request to the disk would cost more than the memory is worth.
 PARKED_BYTES = 16 << 10
@@ -58,13 +59,6 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
     return found
 
 
-def _empty_like(tensor: torch.Tensor, device: str = "cpu") -> torch.Tensor:
-    """Memory for a dense copy: the same strides where they leave no holes, else those of a contiguous tensor."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its values are its bytes in memory: no subclass, no special layout."""
     return (
@@ -86,14 +80,14 @@ def clone(tree: Tree) -> Tree:
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if not is_plain(tensor):
             return tensor.detach().clone()
-        return _empty_like(tensor).copy_(tensor.detach())
+        return dense_like(tensor).copy_(tensor.detach())
 
     return map_tensors(tree, make, copy.deepcopy)
 
 
 def described(tree: Tree) -> Tree:
     """The tree with tensors that have shapes and no data."""
-    return map_tensors(tree, lambda tensor: _empty_like(tensor, "meta") if is_plain(tensor) else tensor)
+    return map_tensors(tree, lambda tensor: dense_like(tensor, device="meta") if is_plain(tensor) else tensor)
 
 
 class Space:
@@ -160,7 +154,7 @@ class Parked:
         tensor = tensor.detach()
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = tensor.contiguous()
-        away = _Away(_empty_like(tensor, "meta"), tensor.numel() * tensor.element_size(), 0)
+        away = _Away(dense_like(tensor, device="meta"), tensor.numel() * tensor.element_size(), 0)
         away.offset = self._space.take(away.extent_bytes)
         self._away.append(away)
         self._space.engine.move(away.offset, tensor.data_ptr(), away.n_bytes, True)

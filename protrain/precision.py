@@ -21,6 +21,7 @@ from .counting import uncounted
 from .errors import PlanError
 from .parameters import DisableTorchFunction
 from .sizes import MIB
+from .strides import dense_like, outermost_first
 
 if TYPE_CHECKING:
     from .values import Values
@@ -82,7 +83,7 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         return model
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.requires_grad)
+        memo[id(p)] = nn.Parameter(dense_like(p, dtype, "meta"), requires_grad=p.requires_grad)
         memo[id(p.grad)] = None
     memo.pop(id(None), None)
     try:
@@ -113,7 +114,7 @@ def master(values: Values, number: int) -> torch.Tensor:
     wrapped = values.wrapped
     entry = wrapped.layout.entries[number]
     with uncounted(), DisableTorchFunction():
-        found = torch.empty(entry.shape)
+        found = torch.empty_strided(entry.shape, entry.strides)
         if entry.count:
             values.engine.transfer(number, wrapped.master_array, found.data_ptr(), False)
         rounded, wide = found.bfloat16(), values.get(number)
@@ -122,10 +123,12 @@ def master(values: Values, number: int) -> torch.Tensor:
 
 
 def write_master(values: Values, number: int, given: torch.Tensor, first: int = 0) -> None:
-    """Set a part of a master, from element `first` on, from numbers of any float type; nothing where there is no master."""
+    """Set a part of a master, from element `first` of its memory on, from numbers of any float type: the parameter's, or rows of
+    them that lie one after another there. Nothing where there is no master."""
     if not has_master(values.wrapped, number) or not given.numel():
         return
-    rows = given if given.dim() else given.unsqueeze(0)
+    entry = values.wrapped.layout.entries[number]
+    rows = given.permute(outermost_first(entry.shape, entry.strides)) if given.dim() else given.unsqueeze(0)
     step = max(_SLICE_COUNT * rows.shape[0] // rows.numel(), 1)
     with torch.no_grad(), DisableTorchFunction():
         for row in range(0, rows.shape[0], step):

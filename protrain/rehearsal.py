@@ -71,7 +71,8 @@ class _MemoryError(RehearsalError):
 def _freeze(value: Any) -> Hashable:
     """What can be compared of an attribute or an argument; a tensor's geometry, of other objects the type."""
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype, value.requires_grad)
+        strides = value.stride() if isinstance(value, nn.Parameter) else ()
+        return (tuple(value.shape), strides, value.dtype, value.requires_grad)
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | type):
         return (type(value), value)
     if isinstance(value, tuple | list):

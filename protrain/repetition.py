@@ -83,7 +83,9 @@ def _settings(block: nn.Module, number: int) -> list[Any]:
                 plain[key] = ("number", value - number)
             elif isinstance(value, bool | int | float | str | None | torch.dtype):
                 plain[key] = value
-        own = [(key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None]
+        own = [
+            (key, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None
+        ]
         held = [(key, tuple(b.shape), b.dtype) for key, b in module._buffers.items() if b is not None]
         found.append((name, type(module), plain, own, held))
     return found

@@ -80,10 +80,10 @@ class Residency:
             yield from self._layout.members[chunk]
 
     def place(self, number: int) -> torch.Tensor:
-        """A view of where the values of parameter `number` lie, of its shape."""
+        """A view of where the values of parameter `number` lie, of its shape and strides."""
         entry = self._layout.entries[number]
         first = entry.offset_bytes // self._element_bytes
-        return self._bases[entry.chunk][first : first + entry.count].view(entry.shape)
+        return self._bases[entry.chunk].as_strided(entry.shape, entry.strides, first)
 
     def address(self, number: int) -> int | None:
         """Where the values of parameter `number` begin; None where its chunk has no place yet."""

@@ -132,6 +132,9 @@ class Session:
         self.homes.settle()
         changes.check_parameters(self.wrapped)
         changes.adopt(self.values)
+        if self.values.strides_changed:
+            self.values.strides_changed = False
+            self.fitter.forget_batches()
         self.gradients.leftover()  # what was dropped is known while its chunk is still in memory
         if self._began is None:
             self._began = time.perf_counter()
@@ -291,6 +294,10 @@ class Session:
         return self.residency.address(number) is not None
 
     def set_data(self, number: int, value: torch.Tensor) -> None:
+        if self.runner.filling:  # what it shall begin with: taken over when the function that initialises it is done
+            with DisableTorchFunction():
+                self.params[number].data = value
+            return
         changes.set_data(self.values, number, value)
 
     def value(self, number: int) -> torch.Tensor:

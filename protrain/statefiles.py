@@ -17,6 +17,7 @@ from .counting import uncounted
 from .errors import PlanError
 from .parking import Tree, is_plain, tensors_of
 from .reading import shown
+from .strides import contiguous_strides
 from .tensorfiles import SAVED_TYPES, Entry
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _encode(tree: Tree, owner: str, names: dict[int, str], path: tuple[str, ...]
         if not is_plain(tree) or tree.dtype not in SAVED_TYPES:
             raise PlanError(f"optimizer: its {name} is a {type(tree).__name__} of {tree.dtype}, which cannot be saved")
         value: dict[str, Any] = {"tensor": names.setdefault(id(tree), name)}
-        return value if tree.is_contiguous() else value | {"stride": list(tree.stride())}
+        return value if tree.stride() == contiguous_strides(tree.shape) else value | {"stride": list(tree.stride())}
     if isinstance(tree, dict):
         for key in tree:
             if key is not None and type(key) not in (bool, int, str):

@@ -21,6 +21,7 @@ from .errors import DiskError, PlanError
 from .reading import open_file, parse, shown
 
 SHARD_BYTES = 5 * 10**9
+SLICE_BYTES = 4 << 20
 MOST_HEADER_BYTES = 100 * 10**6  # as the format has it
 MOST_DIMENSIONS = 64  # torch's limit
 
@@ -131,11 +132,21 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
                     f"the model gave {name!r} where {entry.name!r} of shape {entry.shape} "
                     f"and type {entry.dtype} was due; nothing was saved"
                 )
-            flat = tensor.detach().contiguous().view(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
+            for part in _in_order(tensor.detach()):
+                file.write(part.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _in_order(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements row after row, in flat parts; of a tensor that lies otherwise no more than a part is copied at once."""
+    if tensor.is_contiguous() or tensor.dim() < 2:
+        parts: Iterable[torch.Tensor] = (tensor,)
+    else:
+        parts = tensor.split(max(SLICE_BYTES * tensor.shape[0] // max(tensor.nbytes, 1), 1))
+    for part in parts:
+        if part.numel():
+            yield part.contiguous().view(-1)
 
 
 def _described(name: str, about: Any) -> tuple[tuple[int, ...], torch.dtype, int, int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from .counting import uncounted
 from .errors import DiskError, PlanError
 from .replacing import replaced_file
+from .strides import Strides, dense_strides, laid
 
 Value = Callable[[], torch.Tensor]
 
@@ -28,13 +29,14 @@ class Described(torch.Tensor):
     """Stands for a tensor that is made when it is written."""
 
     _value: Value
+    _strides: Strides
 
 
-def described(shape: tuple[int, ...], value: Value) -> torch.Tensor:
-    """A float32 tensor of `shape` that `save` asks `value` for when its turn has come."""
+def described(shape: tuple[int, ...], strides: Strides, value: Value) -> torch.Tensor:
+    """A float32 tensor of `shape` and dense `strides` that `save` asks `value` for when its turn has come."""
     with uncounted():
         stand_in = torch.empty(1).expand(shape).as_subclass(Described)
-    stand_in._value = value
+    stand_in._value, stand_in._strides = value, strides
     return stand_in
 
 
@@ -48,13 +50,17 @@ def save(content: Any, path: str) -> None:
     mode = FakeTensorMode()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        sources.append(tensor._value if isinstance(tensor, Described) else lambda: tensor.detach().contiguous())
+        if isinstance(tensor, Described):
+            strides, value = tensor._strides, tensor._value
+        else:
+            strides, value = dense_strides(tensor), tensor.detach
+        sources.append(lambda: laid(value(), strides).as_strided((tensor.numel(),), (1,)))
         with mode:
-            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+            return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
 
     try:
         with replaced_file(path) as partial, uncounted():
-            # Each tensor has a storage of its own, so records are numbered as tensors come.
+            # Each tensor, dense with its own strides, has a storage of its own, so records are numbered as tensors come.
             with skip_data(materialize_fake_tensors=True):
                 torch.save(tree_map_only(torch.Tensor, fake, content), partial)
             _fill(partial, sources)
@@ -134,7 +140,7 @@ def _fill(path: str, sources: list[Value]) -> None:
     del reader
     with open(path, "r+b") as file:
         for place, source in zip(places, sources, strict=True):
-            flat = source().view(-1)
+            flat = source()
             if flat.numel():
                 file.seek(place)
                 file.write(flat.view(torch.uint8).numpy().data)

@@ -1,6 +1,7 @@
 """Values: each parameter's, its optimizer state's and its master's, read and written wherever they lie.
 
-Arrays of a parameter are numbered: 0 is the parameter, from 1 on its state, and the last its master in bf16 (precision.py).
+Arrays of a parameter are numbered: 0 is the parameter, from 1 on its state, and the last its master in bf16 (precision.py). All
+lie as the parameter does (strides.py).
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from .counting import uncounted
 from .parameters import DisableTorchFunction
 from .precision import master, write_master
 from .residency import Residency
+from .strides import laid
 from .wrapped import Wrapped
 
 
 class Values:
-    """Of one session. masters_given: masters that came with the optimizer's state, since the last step."""
+    """Of one session. masters_given: masters that came with the optimizer's state, since the last step; strides_changed: those of
+    a parameter, since the last forward."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
         self.wrapped, self.engine, self.residency = wrapped, engine, residency
         self.masters_given: set[int] = set()
+        self.strides_changed = False
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter, or of another of its arrays, in no budget."""
@@ -30,17 +34,23 @@ class Values:
         elif array == self.wrapped.master_array:
             return master(self, number)
         with uncounted(), DisableTorchFunction():
-            tensor = torch.empty(entry.shape, dtype=torch.float32 if array else self.wrapped.layout.dtype)
+            dtype = torch.float32 if array else self.wrapped.layout.dtype
+            tensor = torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
             if entry.count:
                 self.engine.transfer(number, array, tensor.data_ptr(), False)
         return tensor
 
     def put(self, number: int, value: torch.Tensor, array: int = 0) -> None:
         """Set a parameter, its master with it where it has one, or one of its arrays alone."""
+        self.write(number, value, array)
+        if array == 0:
+            with uncounted(), DisableTorchFunction():
+                write_master(self, number, value)
+
+    def write(self, number: int, value: torch.Tensor, array: int = 0) -> None:
+        """Set a parameter as who writes to it does, or one of its arrays: a master goes on where its numbers round to these."""
         with uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
-            tensor = value.detach().to(dtype=dtype, device="cpu").contiguous()
+            tensor = laid(value.detach().to(dtype=dtype, device="cpu"), self.wrapped.layout.entries[number].strides)
             if tensor.numel():
                 self.engine.transfer(number, array, tensor.data_ptr(), True)
-            if array == 0:
-                write_master(self, number, value)

@@ -390,10 +390,15 @@ class Modules(Target):
         if kind is torch.optim.SGD:
             words["momentum"] = chance.choice((0.0, 0.9))
         shape = (chance.randrange(1, 5), chance.randrange(1, 40), width)
+        turned = chance.choice((0, 0, 2, 3))  # every second or third matrix lies transposed
 
         def make() -> nn.Module:
             torch.manual_seed(seed)
-            return Random(plan, width, repeat, tied, frozen)
+            model = Random(plan, width, repeat, tied, frozen)
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            for p in matrices[::turned] if turned else ():
+                p.data = p.data.t().contiguous().t()
+            return model
 
         def run(wrapped: bool) -> list[Any]:
             model: Any = make()
@@ -418,7 +423,7 @@ class Modules(Target):
             return
         self.accepted += 1
         same = [a == b for a, b in zip(found, want, strict=True)]
-        assert all(same), f"{same}: {plan=} {width=} {repeat=} {tied=} {frozen=}"
+        assert all(same), f"{same}: {plan=} {width=} {repeat=} {tied=} {frozen=} {turned=}"
 
     @staticmethod
     def train(model: Any, optimizer: Any, shape: tuple[int, ...], accumulate: int, clip: float | None) -> list[Any]:
@@ -434,7 +439,7 @@ class Modules(Target):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        figures += [value.numpy().tobytes() for value in model.state_dict().values()]
+        figures += [(value.stride(), value.numpy().tobytes()) for value in model.state_dict().values()]
         return figures
 
 

@@ -49,7 +49,7 @@ def run(make: Callable[[], Any], loop: Loop, optimizer: Callable[..., Any] = ada
     try:
         seen.figures = loop(model, made, not options)
         seen.random_state = bits(torch.get_rng_state())
-        seen.tensors = {name: bits(value) for name, value in model.state_dict().items()}
+        seen.tensors = {name: bits_and_strides(value) for name, value in model.state_dict().items()}
         for index, entries in made.state_dict()["state"].items():
             for key, value in entries.items():
                 for place, leaf in enumerate(tree_leaves(value)):
@@ -64,7 +64,12 @@ def run(make: Callable[[], Any], loop: Loop, optimizer: Callable[..., Any] = ada
 
 
 def _bits_or_repr(leaf: Any) -> bytes:
-    return bits(leaf.float()) if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
+    return bits_and_strides(leaf.float()) if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
+
+
+def bits_and_strides(tensor: torch.Tensor) -> bytes:
+    """The tensor's bytes, in the order of its elements, and how it lies."""
+    return repr(tensor.stride()).encode() + bits(tensor)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

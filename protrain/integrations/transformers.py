@@ -283,8 +283,10 @@ class ProTrainMixin:
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        shapes, value = [tuple(entry.shape) for entry in session.layout.entries], session.values.get
-        state = session.states.optimizer(lambda number, array: torchfiles.described(shapes[number], lambda: value(number, array)))
+        entries, value = session.layout.entries, session.values.get
+        state = session.states.optimizer(
+            lambda n, array: torchfiles.described(tuple(entries[n].shape), entries[n].strides, lambda: value(n, array))
+        )
         torchfiles.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
