@@ -25,7 +25,7 @@ from typing import Any
 
 import crashes
 import torch
-from crashes import MEMORY, Model, adamw, batch, train_one, warm_up
+from crashes import MEMORY, adamw, batch, make, train_one, warm_up
 
 import protrain
 
@@ -35,7 +35,7 @@ kept: list[Any] = []  # until the interpreter has gone
 
 
 def wrapped(**options: Any) -> tuple[Any, Any]:
-    model: Any = Model()
+    model: Any = make()
     model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=DISK, **options)
     kept.append((model, optimizer))
     return model, optimizer

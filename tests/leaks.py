@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from crashes import MEMORY, STEPS, Model, adamw, batch, train_one
+from crashes import MEMORY, STEPS, adamw, batch, make, train_one
 
 import protrain
 from protrain import _core
@@ -44,7 +44,7 @@ def counts() -> dict[str, int]:
 
 
 def one_round(number: int, disk: Path) -> None:
-    model: Any = Model()
+    model: Any = make()
     options: dict[str, Any] = [{}, {"block_modes": MODES}, {"max_grad_norm": 0.5}, {"accumulate": 2}][number % 4]
     model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk / "store", **options)
     for step in range(2):
@@ -74,7 +74,7 @@ def rounds(count: int, disk: Path) -> dict[str, int]:
 
 
 def steps(count: int, disk: Path) -> dict[str, int]:
-    model: Any = Model()
+    model: Any = make()
     model, optimizer = protrain.wrap(model, adamw(model), memory=MEMORY, disk=disk / "store", block_modes=MODES)
     first: dict[str, int] = {}
     resident = store = 0
