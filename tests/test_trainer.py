@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import transformers
 from twins import MIB, adamw, bits
 
 import protrain
-import protrain.api
 from protrain.integrations.transformers import ProTrainMixin, ProTrainSeq2SeqTrainer, ProTrainTrainer
 
 Rows = list[dict[str, torch.Tensor]]
@@ -32,14 +31,6 @@ def rows(count: int, seed: int = 1, length: int = 24, vocabulary: int = 128, ign
             labels[: 3 + number % 5 * 4] = -100
         found.append({"input_ids": ids, "labels": labels})
     return found
-
-
-@pytest.fixture(autouse=True)
-def unwrapped() -> Iterator[None]:
-    """No model stays wrapped after a test, whatever became of it."""
-    yield
-    for session in list(protrain.api._open):
-        protrain.unwrap(session.model)
 
 
 @pytest.fixture
