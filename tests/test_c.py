@@ -19,13 +19,12 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ahead import Ahead
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "ctests"
@@ -151,37 +150,29 @@ class Work:
     Nothing that is compiled or run here looks at a clock, but to end what hangs.
     """
 
-    def __init__(self, disk: Path) -> None:
-        self.disk = disk
-        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        self._objects: dict[tuple[Path, str], Future[Path]] = {}
-        self._results: dict[tuple[Path, str, bool], Future[Any]] = {}
+    def __init__(self, ahead: Ahead, disk: Path) -> None:
+        self.ahead, self.disk = ahead, disk
 
     def compile(self, source: Path, kind: str) -> Future[Path]:
         """The object of a source; kind as for `flags_of`."""
-        if (source, kind) not in self._objects:
-            self._objects[source, kind] = self.pool.submit(compiled, source, flags_of(kind))
-        return self._objects[source, kind]
+        return self.ahead.begin((source, kind), compiled, source, flags_of(kind))
 
-    def build(self, program: Path, sanitizer: str, run: bool) -> Future[Any]:
-        """The executable of a program, and its end where it is run. Its objects come before it in the pool: it can wait there."""
-        if (program, sanitizer, run) not in self._results:
-            sources = [program, *named(program, "sources", ("csrc/base/*.c",))]
-            objects = [self.compile(source, sanitizer) for source in sources]
-            parts = [self.compile(source, f"{sanitizer} library") for source in named(program, "library")]
-            self._results[program, sanitizer, run] = self.pool.submit(self._made, program, sanitizer, objects, parts, run)
-        return self._results[program, sanitizer, run]
+    def build(self, program: Path, sanitizer: str, run: bool) -> Future[str]:
+        """The executable of a program, and what it said where it is run. It can wait for its objects, begun before it."""
+        sources = [program, *named(program, "sources", ("csrc/base/*.c",))]
+        objects = [self.compile(source, sanitizer) for source in sources]
+        parts = [self.compile(source, f"{sanitizer} library") for source in named(program, "library")]
+        return self.ahead.begin((program, sanitizer, run), self._made, program, sanitizer, objects, parts, run)
 
-    def _made(self, program: Path, sanitizer: str, objects: list[Future[Path]], parts: list[Future[Path]], run: bool) -> None:
+    def _made(self, program: Path, sanitizer: str, objects: list[Future[Path]], parts: list[Future[Path]], run: bool) -> str:
         executable = built(program, sanitizer, [found.result() for found in objects], [found.result() for found in parts])
-        if run:
-            run_program(program, sanitizer, executable, self.disk)
+        return run_program(program, sanitizer, executable, self.disk) if run else ""
 
 
 @pytest.fixture(scope="module")
-def work(request: pytest.FixtureRequest, disk: Path) -> Iterator[Work]:
+def work(request: pytest.FixtureRequest, ahead: Ahead, disk: Path) -> Work:
     """All of it has begun."""
-    made = Work(disk)
+    made = Work(ahead, disk)
     chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
     for params in [item.callspec.params for item in chosen if hasattr(item, "callspec")]:
         with suppress(AssertionError):  # which is that of the program's own test
@@ -191,12 +182,11 @@ def work(request: pytest.FixtureRequest, disk: Path) -> Iterator[Work]:
                 made.build(params["tool"], "address", run=False)
             else:
                 made.build(params["program"], params["sanitizer"], run=True)
-    yield made
-    made.pool.shutdown(cancel_futures=True)
+    return made
 
 
-def run_program(program: Path, sanitizer: str, executable: Path, disk: Path) -> None:
-    """It runs to its end and returns 0, in an empty folder on a disk, and leaves that empty."""
+def run_program(program: Path, sanitizer: str, executable: Path, disk: Path) -> str:
+    """It runs to its end and returns 0, in an empty folder on a disk, and leaves that empty. Returns its stdout."""
     folder = Path(tempfile.mkdtemp(dir=disk))
     command = [*(fixed_addresses() if sanitizer == "thread" else ()), str(executable)]
     environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(folder), "PROTRAIN_DISK": str(folder)}
@@ -222,11 +212,12 @@ def run_program(program: Path, sanitizer: str, executable: Path, disk: Path) -> 
             f"{program.name} ended with {result.returncode}\n{result.stdout[-1000:]}{result.stderr[-6000:]}", pytrace=False
         )
     assert not left, f"{program.name} left files behind"
+    return result.stdout
 
 
 @pytest.mark.parametrize(("program", "sanitizer"), CASES, ids=[f"{program.stem[5:]}-{kind}" for program, kind in CASES])
 def test_program(program: Path, sanitizer: str, work: Work) -> None:
-    work.build(program, sanitizer, run=True).result()
+    print(work.build(program, sanitizer, run=True).result())  # of random inputs, how many there were: pytest -rP shows it
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=[tool.stem for tool in TOOLS])

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from ahead import Ahead
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NEEDS = {"lora": ["peft"], "sft": ["peft", "trl", "datasets"]}
@@ -44,51 +45,43 @@ def run(name: str, words: tuple[str, ...], disk: Path) -> str:
     return done.stdout
 
 
-class Outputs:
-    """What examples print. They run on all cores, a thread each, and each of them once."""
-
-    def __init__(self, disk: Path) -> None:
-        self.disk, self.pool = disk, ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        self._begun: dict[tuple[str, tuple[str, ...]], Future[str]] = {}
-
-    def begin(self, name: str, words: tuple[str, ...] = ()) -> Future[str]:
-        if (name, words) not in self._begun:
-            self._begun[name, words] = self.pool.submit(run, name, words, self.disk)
-        return self._begun[name, words]
+Output = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def outputs(request: pytest.FixtureRequest, disk: Path) -> Iterator[Outputs]:
-    """Those that the chosen tests ask for have begun."""
-    made = Outputs(disk)
+def output(request: pytest.FixtureRequest, ahead: Ahead, disk: Path) -> Output:
+    """What an example prints, of its name and words. Those that the chosen tests ask for have begun, each of them once."""
+
+    def begin(name: str, words: tuple[str, ...] = ()) -> Future[str]:
+        return ahead.begin((name, words), run, name, words, disk)
+
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.module is request.module:
             for name, words in NEEDED_BY.get(item.originalname, []):
-                made.begin(name or item.callspec.params["name"], words)
-    yield made
-    made.pool.shutdown(cancel_futures=True)
+                begin(name or item.callspec.params["name"], words)
+    return lambda *given: begin(*given).result()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_inside_its_budget(name: str, outputs: Outputs) -> None:
-    output = outputs.begin(name).result()
-    found = re.search(r"peak ([\d.]+) MiB of ([\d.]+)MiB, read from disk (\d+) MiB", output)
-    assert found, output
+def test_it_trains_inside_its_budget(name: str, output: Output) -> None:
+    text = output(name)
+    found = re.search(r"peak ([\d.]+) MiB of ([\d.]+)MiB, read from disk (\d+) MiB", text)
+    assert found, text
     assert 0 < float(found[1]) <= float(found[2])
     assert int(found[3]) > 0
-    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", output)]
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", text)]
     assert len(losses) >= 3
     assert all(0 < loss < 10 for loss in losses)
 
 
-def test_another_budget_gives_the_same_losses(outputs: Outputs) -> None:
-    losses = [re.findall(r"loss ([\d.]+)", outputs.begin("plain_loop", words).result()) for words in ((), AMPLE)]
+def test_another_budget_gives_the_same_losses(output: Output) -> None:
+    losses = [re.findall(r"loss ([\d.]+)", output("plain_loop", words)) for words in ((), AMPLE)]
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]
 
 
-def test_resuming_is_going_on(outputs: Outputs) -> None:
-    assert "equal, bit for bit" in outputs.begin("resume").result()
+def test_resuming_is_going_on(output: Output) -> None:
+    assert "equal, bit for bit" in output("resume")
 
 
 #: The examples of each test, with their words; "": the one that its parameter names.
