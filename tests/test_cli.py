@@ -7,9 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 import transformers
 from ahead import Ahead
+from program import answer, interrupted, run
 from safetensors.torch import load_file
 
 from protrain import tensorfiles
@@ -43,16 +41,6 @@ def real(config: Any, seed: int = 0) -> Any:
     built = model.build(copy.deepcopy(config))
     materialize(built, model.Initializer(built, seed))
     return built
-
-
-def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "protrain", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-
-
-def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))}
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +233,12 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
     ],
 )
 def test_wrong_words_are_2_with_the_usage(
-    work: Path, arguments: list[str], named: list[str], ahead: Ahead, request: pytest.FixtureRequest
+    work: Path, arguments: list[str], named: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = ahead.result(request, lambda given: run(work, *SMALL, *given["arguments"]))
-    assert result.returncode == 2
-    assert result.stderr.startswith("Usage:")
-    assert all(word in result.stderr.splitlines()[-1] for word in named)
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *arguments)
+    assert code == 2
+    assert errors.startswith("Usage:")
+    assert all(word in errors.splitlines()[-1] for word in named)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +258,20 @@ def test_wrong_words_are_2_with_the_usage(
     ],
 )
 def test_an_error_is_1_with_one_line(
-    work: Path, arguments: list[str], named: str, ahead: Ahead, request: pytest.FixtureRequest
+    work: Path, arguments: list[str], named: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *arguments)
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    assert named in errors
+    assert (work / "full" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("arguments", "code", "lines"), [(["--lr", "nan"], 2, 4), (["--resume", "nowhere"], 1, 1)])
+def test_the_program_exits_so(
+    work: Path, arguments: list[str], code: int, lines: int, ahead: Ahead, request: pytest.FixtureRequest
 ) -> None:
     result = ahead.result(request, lambda given: run(work, *SMALL, *given["arguments"]))
-    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
-    assert named in result.stderr
-    assert (work / "full" / "notes.txt").read_text() == "mine"
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (code, "", lines), result.stderr
 
 
 def test_an_impossible_budget_is_one_line_that_names_memory(work: Path) -> None:
@@ -341,35 +337,8 @@ def test_plan_shows_its_fields(work: Path) -> None:
 
 def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in work.iterdir())
-    command = [
-        sys.executable,
-        "-m",
-        "protrain",
-        *map(str, SMALL),
-        "--steps",
-        "1000000",
-        "--memory",
-        "4MiB",
-        "--disk",
-        "d",
-        "--out",
-        "o",
-        "--trace",
-        str(tmp_path / "trace.json"),
-    ]
-    process = subprocess.Popen(
-        command, cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            if line.startswith("step 2/"):
-                break
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert (process.returncode, errors) == (130, "")
+    words = ("--steps", 1000000, "--memory", "4MiB", "--disk", "d", "--out", "o", "--trace", tmp_path / "trace.json")
+    assert interrupted(work, *SMALL, *words) == (130, "")
     assert sorted(path.name for path in work.iterdir()) == before
     assert 2 <= len(steps_of(tmp_path / "trace.json")) <= 3
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
@@ -405,12 +374,11 @@ def test_activations_are_measured_and_drawn(work: Path, tmp_path: Path) -> None:
     ("arguments", "named"), [(["--out", "curve.svg"], "PNG"), (["--out", "nowhere/a.png"], "nowhere"), (["--seq", "129"], "129")]
 )
 def test_a_curve_that_cannot_be_made_is_one_line(
-    work: Path, arguments: list[str], named: str, ahead: Ahead, request: pytest.FixtureRequest
+    work: Path, arguments: list[str], named: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = ("bench", "activations", "--model", "tiny", "--seq", "64")
-    result = ahead.result(request, lambda given: run(work, *bench, *given["arguments"]))
-    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
-    assert named in result.stderr
+    code, _, errors = answer(capfd, monkeypatch, work, "bench", "activations", "--model", "tiny", "--seq", "64", *arguments)
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    assert named in errors
 
 
 @pytest.mark.parametrize(("n_blocks", "n_mixes", "count"), [(8, 3, 10), (8, 0, 4), (1, 3, 4), (2, 9, 6)])

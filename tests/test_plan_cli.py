@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
 import struct
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
+import program
 import pytest
 import torch  # noqa: F401 - before the core, which links to it
 from click.testing import CliRunner
@@ -418,10 +417,7 @@ def test_help_names_the_words() -> None:
 
 
 def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))}
-    command = [sys.executable, "-m", "protrain", "plan", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return program.run(folder, "plan", *arguments)
 
 
 def fine(result: subprocess.CompletedProcess[str]) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +14,13 @@ from typing import Any, cast
 import pytest
 import transformers
 from conftest import LanguageModel, TokenBatches
+from program import interrupted, run
 from twins import adamw, loss_of
 
 import protrain
 from protrain.cli import report, words
 from protrain.homes import Homes
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
 WIDTHS = [1280, 390]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -121,14 +118,6 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def command(folder: Path, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", "protrain", *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))}
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model's config and a text."""
@@ -148,10 +137,7 @@ WORDS = ("train", "--model", "tiny", "--data", "text.txt", "--seq", 32, "--batch
 @pytest.fixture(scope="module")
 def trained(work: Path) -> tuple[Path, list[dict[str, Any]]]:
     """The page of a training of four steps, and its JSON lines."""
-    result = subprocess.run(
-        command(work, *WORDS, "--steps", 4, "--json", "--report", "page.html"),
-        cwd=work, env=environment(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run(work, *WORDS, "--steps", 4, "--json", "--report", "page.html")
     assert result.returncode == 0, result.stderr
     return work / "page.html", [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -188,31 +174,15 @@ def test_the_page_fetches_nothing_and_runs_nothing(trained: tuple[Path, list[dic
 
 
 def test_an_interrupted_training_leaves_a_page_of_what_was_measured(work: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(work, *WORDS, "--steps", 1000000, "--report", tmp_path / "page.html"),
-        cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            if line.startswith("step 2/"):
-                break
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, errors) == (130, "")
+    assert interrupted(work, *WORDS, "--steps", 1000000, "--report", tmp_path / "page.html") == (130, "")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert re.search(r"Training ended after step \d+ of 1000000\.", Tags((tmp_path / "page.html").read_text()).text)
 
 
 def test_bench_step_writes_both_sides(work: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    result = subprocess.run(
-        command(work, "bench", "step", "--model", "tiny", "--seq", 32, "--rounds", 2, "--memory", "4MiB", "--json")
-        + ["--report", str(page)],
-        cwd=work, env=environment(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = ("--model", "tiny", "--seq", 32, "--rounds", 2, "--memory", "4MiB", "--json", "--report", page)
+    result = run(work, "bench", "step", *words)
     assert result.returncode == 0, result.stderr
     found, text = json.loads(result.stdout), Tags(page.read_text()).text
     assert "recorded" not in found["protrain"]
