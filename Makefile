@@ -21,18 +21,20 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 RUN_KEY := $(shell cat requirements.txt | sha256sum | cut -c1-12)
+DOCS_KEY := $(shell cat requirements-docs.txt | sha256sum | cut -c1-12)
 DEV_KEY := $(shell cat requirements-dev.txt | sha256sum | cut -c1-12)
 SETUP_KEY := $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-12)
 VENV_STAMP := $(VENV)/.protrain-venv
 TORCH_STAMP := $(VENV)/.protrain-torch-$(TORCH)
 RUN_STAMP := $(VENV)/.protrain-run-$(RUN_KEY)
 DEV_STAMP := $(VENV)/.protrain-dev-$(DEV_KEY)
+DOCS_STAMP := $(VENV)/.protrain-docs-$(DOCS_KEY)
 SETUP_STAMP := $(VENV)/.protrain-setup-$(SETUP_KEY)
 C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' | LC_ALL=C sort)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo build test lint format bench soak dist clean preflight
+.PHONY: help demo build test lint format docs bench soak dist clean preflight
 
 help: ## say what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +60,10 @@ lint: $(RUN_STAMP) $(DEV_STAMP) ## check style and types; changes nothing
 format: $(DEV_STAMP) ## put style right, in place
 	@$(BIN)/ruff check --quiet --output-format concise --fix --exit-zero . ; $(BIN)/ruff format --quiet .
 	@$(BIN)/clang-format -i $(C_FILES)
+
+docs: $(DOCS_STAMP) ## build the documentation into build/site; a dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo 'docs: build/site/index.html'
 
 bench: build ## measure this machine and protrain on it
 	@$(BIN)/protrain bench $(BENCH)
@@ -105,3 +111,9 @@ $(DEV_STAMP): $(TORCH_STAMP) | preflight
 	@echo 'protrain: installing what tests and lint need'
 	@$(PIP) torch==$(TORCH) -r requirements-dev.txt
 	@rm -f $(VENV)/.protrain-dev-* && touch $@
+
+# What builds the documentation needs nothing of torch.
+$(DOCS_STAMP): $(VENV_STAMP) | preflight
+	@echo 'protrain: installing what the documentation is built with'
+	@$(PIP) -r requirements-docs.txt
+	@rm -f $(VENV)/.protrain-docs-* && touch $@
