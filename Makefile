@@ -13,6 +13,8 @@ SOAK_SECONDS ?= 3600
 soak: export PROTRAIN_FUZZ_SECONDS = $(SOAK_SECONDS)
 # More words for pytest: make test PYTEST="-k adam".
 PYTEST ?=
+# How many processes `make test` shares the test files among; 0: one, which is this one, for a debugger.
+WORKERS ?= 2
 # The interpreter that VENV is made from: the one it already has, else python3.
 ifeq ($(origin PYTHON),undefined)
   PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
@@ -48,7 +50,7 @@ build: $(RUN_STAMP) ## build protrain in place and make the command .venv/bin/pr
 	@test -e $(SETUP_STAMP) || { rm -f $(VENV)/.protrain-setup-* && $(PIP) --no-build-isolation --no-deps -e . && touch $(SETUP_STAMP); }
 
 test: build lint ## lint, then every test
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: $(RUN_STAMP) $(DEV_STAMP) ## check style and types; changes nothing
 	@$(BIN)/ruff check --quiet --output-format concise .
@@ -69,7 +71,7 @@ bench: build ## measure this machine and protrain on it
 	@$(BIN)/protrain bench $(BENCH)
 
 soak: build $(DEV_STAMP) ## faults, crashes, leaks and random input for a night; SOAK_SECONDS=60 shortens it
-	@$(BIN)/python -m pytest -q tests/test_c.py -k 'fuzz or disk_space or step_faults'
+	@$(BIN)/python -m pytest -q -rP tests/test_c.py -k 'fuzz or disk_space or step_faults'
 	@$(BIN)/python tests/soak.py
 
 dist: $(RUN_STAMP) $(DEV_STAMP) ## make the source archive and, from it, the wheel, in dist/
