@@ -6,7 +6,7 @@ Convolutions choose by layout, and round by what they chose, most visibly where 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ from torch import nn
 from twins import Loop, adamw, assert_equal, bits, run
 
 import protrain
-from protrain import api, torchfiles
+from protrain import torchfiles
 
 
 @pytest.fixture(autouse=True)
-def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROTRAIN_DISK", str(disk))
-    yield
-    for session in list(api._open):  # of a test that failed: its budget is not the next one's
-        session.close()
 
 
 def transpose(p: nn.Parameter) -> None:
