@@ -90,9 +90,43 @@ def doctor(disk: str | None, as_json: bool) -> None:
     run(disk, as_json)
 
 
-@commands.group(context_settings=_CONTEXT)
-def bench() -> None:
-    """Measure protrain on this machine, beside plain PyTorch."""
+@commands.group(context_settings=_CONTEXT, invoke_without_command=True, short_help="Compare and measure on this machine.")
+@bench_options(
+    model="gpt2-demo",
+    memory="700MiB",
+    memory_help="The budget for all of them.",
+    seq=256,
+    batch=1,
+    rounds_help="Steps measured of each, taking turns, after three that are not.",
+    disk_help="what does not fit memory",
+)
+@click.option("--quick", is_flag=True, help="Fewer peers, and not the largest model for the budget: minutes. [default: all]")
+@click.option("--search", is_flag=True, help="Search every peer's best setting again. [default: what was found before stays]")
+@click.option(
+    "--peers",
+    multiple=True,
+    metavar="NAME",
+    help="Compare this one with plain torch, by the name of its row or of its folder in benchmarks/peers; may be given several "
+    "times. [default: all of the run]",
+)
+@click.option(
+    "--out", type=click.Path(), metavar="FOLDER", help="Write peers.json, peers.md and peers.png there. [default: nowhere]"
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
+@click.pass_context
+def bench(context: click.Context, /, **words: Any) -> None:
+    """Compare protrain with other ways to train in little memory, each with its best setting; or measure one thing by a command.
+
+    Plain torch, checkpointing, save_on_cpu, saved tensors to disk in plain Python, FSDP2, DeepSpeed and others get the same
+    model, batches and budget, and take turns, one step each. What one needs is installed at its first use into build/peers.
+    --quick takes minutes, the full run hours.
+    """
+    if context.invoked_subcommand is None:
+        from protrain.cli.bench_peers import Words, run
+
+        run(Words(**words))
+    elif given := [name for name in words if str(context.get_parameter_source(name)) != "ParameterSource.DEFAULT"]:
+        raise click.UsageError(f"options of {context.invoked_subcommand} come after it: {', '.join(sorted(given))}", context)
 
 
 @bench.command(context_settings=_CONTEXT, short_help="A training step beside plain PyTorch's.")

@@ -1,0 +1,1 @@
+"""protrain beside other ways to train in little memory: `protrain bench`. README.md says how to add a peer."""

@@ -1,0 +1,103 @@
+"""`protrain bench`: protrain beside other ways to train in little memory. What runs is in benchmarks/peers of a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from protrain.cli import machine
+from protrain.cli.words import CommandError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Words:
+    """The options of `bench` by itself. Sizes in bytes, sequences in tokens; peers: those that are run, none: all of them."""
+
+    model_name: str
+    memory: int
+    seq: int
+    batch: int
+    rounds: int
+    seed: int
+    disk: str | None
+    quick: bool
+    search: bool
+    peers: tuple[str, ...]
+    out: str | None
+    as_json: bool
+
+
+def run(words: Words) -> None:
+    """Compare, print, write. Raises CommandError."""
+    if not (BENCHMARKS / "peers" / "runner.py").is_file():
+        raise CommandError(
+            "the comparison is part of a checkout, and this protrain is installed without it; bench step works here"
+        )
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    runner, process, show = (import_module(f"peers.{name}") for name in ("runner", "process", "show"))
+    disk = words.disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
+    asked = runner.Words(
+        words.model_name, words.memory, words.seq, words.batch, words.rounds, words.seed, disk, words.quick, words.search,
+        str(BENCHMARKS.parent / "build" / "peers"), words.peers,
+    )  # fmt: skip
+    with _progress(words) as say:
+        try:
+            found = {"date": runner.now(), "command": _command(), "machine": _machine(disk), **runner.compare(asked, say)}
+        except (ValueError, process.PeerError) as error:
+            raise CommandError(str(error)) from None
+    if words.as_json:
+        print(json.dumps(found))
+    else:
+        show.print_table(found)
+    if words.out is not None:
+        written = show.write(Path(words.out), found)
+        if not words.as_json:
+            print(f"in {words.out}: {', '.join(written)}")
+
+
+def _command() -> str:
+    return " ".join(["protrain", *sys.argv[1:]])
+
+
+def _machine(disk: str) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    total, _ = machine.memory()
+    swap = import_module("peers.swap")
+    return {
+        "cpu": machine.cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": total,
+        "cgroup_bytes": machine.cgroup_limit(),
+        "swap_bytes": swap.swap_total(),
+        "file_system": machine.file_system(disk)[0],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@contextmanager
+def _progress(words: Words) -> Iterator[Any]:
+    """A line that says what goes on: on a terminal it changes, elsewhere lines on stderr would be errors, so there is none."""
+    if words.as_json or not sys.stdout.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(highlight=False).status("getting ready") as line:
+        yield line.update
