@@ -20,6 +20,7 @@ def configuration(job: Job, largest: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "gradient_clipping": 0.0,  # 1.0 where it is not given, and nobody else clips
         "zero_optimization": zero,
     }
     for name, value in job.knobs.items():
