@@ -14,6 +14,7 @@ import warnings
 from typing import Any, TextIO
 
 import click
+from click.core import ParameterSource
 
 from protrain.cli import interrupt
 from protrain.cli.words import bench_options, model_options, plan_options, report_option
@@ -125,7 +126,7 @@ def bench(context: click.Context, /, **words: Any) -> None:
         from protrain.cli.bench_peers import Words, run
 
         run(Words(**words))
-    elif given := [name for name in words if str(context.get_parameter_source(name)) != "ParameterSource.DEFAULT"]:
+    elif given := [name for name in words if context.get_parameter_source(name) != ParameterSource.DEFAULT]:
         raise click.UsageError(f"options of {context.invoked_subcommand} come after it: {', '.join(sorted(given))}", context)
 
 
