@@ -15,6 +15,8 @@ class Stats(TypedDict):
     loads: int
     hits: int
     disk_bytes: int
+    host_bytes: int
+    device_bytes: int
     disk_read_bytes: int
     disk_write_bytes: int
     disk_read_ns: int
@@ -99,7 +101,7 @@ class Features(TypedDict):
     avx512: bool
 
 class Region:
-    """Memory of a chunk or a slot: a writable buffer, so that torch.frombuffer makes tensors over it."""
+    """Memory of a chunk or a slot: a writable buffer, so that torch.frombuffer makes tensors over it; on a device it is none."""
 
     @property
     def address(self) -> int: ...
@@ -107,9 +109,22 @@ class Region:
     def bytes(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class Device:
+    """What computes, csrc/device/device.h: the GPU of this number, or with -1 the host as a device, which tests use. library: the
+    driver's, "" for the system's own. There as long as the process."""
+
+    @property
+    def name(self) -> str: ...
+    def __init__(self, number: int, library: str = "") -> None: ...
+
 class Engine:
     """csrc/runtime/engine.h. Addresses are those of memory that the caller keeps alive during the call: of bf16 for parameters
-    and gradients where the engine is for those, else of fp32."""
+    and gradients where the engine is for those, else of fp32.
+
+    With a device limit_bytes is of ordinary memory beside it, device_limit_bytes of the device's, which stats then tell of; the
+    addresses that `gradient` takes are the device's, all others those of ordinary memory; current_stream is asked for the compute
+    stream's handle in each call of the driving thread, None stands for the thread itself.
+    """
 
     def __init__(
         self,
@@ -121,12 +136,25 @@ class Engine:
         n_states: int,
         disk_engine: int = 0,
         bf16: bool = False,
+        device: Device | None = None,
+        device_limit_bytes: int = 0,
+        current_stream: Callable[[], int] | None = None,
     ) -> None: ...
     def close(self) -> None: ...
     # homes and slots
     def in_memory(self, chunk: int, /) -> bool: ...
     def to_memory(self, chunk: int, with_state: bool, /) -> None: ...
     def to_disk(self, chunk: int, /) -> None: ...
+    # over a device alone
+    def to_host(self, chunk: int, with_shadow: bool, /) -> None: ...
+    def set_gradient_memory(self, n_bytes: int, /) -> None: ...
+    def set_staging(self, piece_bytes: int, n_pieces: int, /) -> None: ...
+    def unlocked_reason(self) -> str: ...
+    # flat tensors over the device's memory: where a chunk's parameters lie; an fp32 array of a chunk in memory, not to be used
+    # after the chunk has moved
+    def base(self, chunk: int, /) -> Tensor | None: ...
+    def state(self, chunk: int, array: int, /) -> Tensor | None: ...
+    # slots and the ring, single values
     def set_slots(self, slot_of_chunk: list[int], slot_bytes: list[int], /) -> None: ...
     def drop_slots(self) -> None: ...
     def own_slot(self, chunk: int, /) -> None: ...

@@ -137,7 +137,7 @@ def _copied_inputs(inputs: Any) -> Any:
 def _over_nothing(tensor: torch.Tensor) -> torch.Tensor:
     """An alias that shares the tensor's version counter and lies over no memory."""
     alias = tensor.detach()
-    alias.data = torch.empty(0, dtype=tensor.dtype)
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
 
 
@@ -189,8 +189,10 @@ class Frame:
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
         self.versions = self._versions()
         self.state = ModuleState(runner.blocks[number][1], self.habits.large)
-        self.random_state = torch.get_rng_state()
-        self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        self.compute = runner.compute
+        self.random_state = self.compute.random_state()
+        kind = self.compute.device.type
+        self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
 
     # ---- forward ----
@@ -243,8 +245,8 @@ class Frame:
                     "keep this block, or change a copy of its input"
                 )
         inputs = _bring_inputs(self.inputs)
-        now = torch.get_rng_state()
-        torch.set_rng_state(self.random_state)
+        now = self.compute.random_state()
+        self.compute.set_random_state(self.random_state)
         enabled, dtype, cache = self.autocast
         place = 0
 
@@ -273,14 +275,14 @@ class Frame:
             with (
                 self.state.restored(),
                 torch.enable_grad(),
-                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache),
+                torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
                 args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
                 _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
         except Stop:
             pass
         finally:
-            torch.set_rng_state(now)
+            self.compute.set_random_state(now)
         self.inputs, self.versions = None, []
 
 
@@ -367,8 +369,11 @@ def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
     )
 
 
-def check_not_nested() -> None:
+def check_not_nested(allowed: int) -> None:
     """Whether the backward pass under way is not inside another one: its gradients would be a part of those of the step's pass.
+
+    Args:
+        allowed: frames of a backward that a hook is inside of in any case.
 
     Raises:
         StepError: it is.
@@ -377,7 +382,7 @@ def check_not_nested() -> None:
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    if depth > 1:
+    if depth > allowed:
         raise StepError(
             "a backward pass runs inside another one, as torch.utils.checkpoint with use_reentrant=True makes it: pass "
             "use_reentrant=False, or leave recomputation to block_modes"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from . import _core, materialise
 from .blocks import find_blocks
 from .calibration import measure_machine
+from .compute import choose
 from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import DiskError, Error, PlanError, StepError
@@ -24,7 +25,7 @@ from .footprint import Footprint
 from .foreign import Foreign
 from .hooks import KEY
 from .layout import describe, make_layout
-from .optimizers import Optimizer, footprint_of, hyper_of, kind_of, n_states_of
+from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays
 from .profiles import Profile, Times
@@ -113,10 +114,22 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     named = list(model.named_parameters())
     if not named:
         raise PlanError(f"model: this {type(model).__name__} has no parameter to train")
+    return named
+
+
+def _check_on_cpu(named: list[tuple[str, nn.Parameter]]) -> None:
     for name, p in named:
         if p.device.type not in ("cpu", "meta"):
-            raise PlanError(f"model: parameter {name} is on {p.device}; cpu and meta are supported, CUDA is not yet")
-    return named
+            raise PlanError(f"model: parameter {name} is on {p.device}; plans are made on the CPU: give the model on cpu or meta")
+
+
+def _check_over_device(optimizer: torch.optim.Optimizer, modes: list[str] | None, plan: Plan | None) -> None:
+    """What works in ordinary memory, and not yet over a device."""
+    if not has_kernel(optimizer):
+        raise PlanError(f"optimizer is {type(optimizer).__name__}; over a device it can be Adam, AdamW or SGD yet")
+    for mode in [*(modes or []), *(plan.block_modes if plan else [])]:
+        if mode.endswith("swap"):
+            raise PlanError(f"block_modes: {mode!r} does not work over a device yet; keep and checkpoint do")
 
 
 def _check_optimizer(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> dict[int, int]:
@@ -191,7 +204,8 @@ def wrap(
     Args:
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
             what is free now less a reserve, or the control group's limit.
-        host_memory: CUDA only; host and device are one on a CPU-only machine.
+        host_memory: over a GPU, the budget of host memory for chunks, and for what gradients and updates pass through. None:
+            what is free now less a reserve. Host and device are one where the CPU computes.
         disk: folder for what does not fit. None: $PROTRAIN_DISK, else the temporary directory. A tmpfs is refused.
         accumulate: backward passes in each optimizer step.
         max_grad_norm: clip the global 2-norm as torch.nn.utils.clip_grad_norm_ does; optimizer.grad_norm is the norm before.
@@ -213,9 +227,9 @@ def wrap(
     """
     named = _check_model(model)
     groups = _check_optimizer(optimizer, named)
-    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
-    if host_memory is not None:
-        parse_bytes(host_memory, "host_memory")
+    compute = choose(named)
+    budget = compute.default_memory_bytes() if memory is None else parse_bytes(memory)
+    host_budget = default_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     dtype = dtype_of(precision)
@@ -225,6 +239,8 @@ def wrap(
     modes = check_modes(block_modes, len(blocks))
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
+    if compute.separate:
+        _check_over_device(optimizer, modes, plan)
     layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None, dtype)
     if plan is not None:
         check_plan(plan, layout, len(blocks))
@@ -242,12 +258,14 @@ def wrap(
 
     wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
-        Settings(budget, folder, accumulate, norm, plan, modes), Foreign(optimizer, footprint) if footprint else None,
+        Settings(budget, host_budget, folder, accumulate, norm, plan, modes), compute,
+        Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
     session = Session(wrapped)
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
-        with counted(session.engine):
+        wrapped.places.move_buffers(compute.device)
+        with counted(session.engine, compute):
             _fill(session, optimizer, param_init_fn, weights)
         session.hooks.install(session)
         ours = Optimizer(session, optimizer)
@@ -332,7 +350,7 @@ def plan(
     if device is not None and torch.device(device).type != "cpu":
         raise PlanError(f"device is {device!r}; only the CPU is supported yet")
     budget = default_memory_bytes() if memory is None else parse_bytes(memory)
-    _check_model(model)
+    _check_on_cpu(_check_model(model))
     modes = check_modes(block_modes, len(find_blocks(model)))
     found = profile(
         model, batch, memory=budget, disk=disk, optimizer=optimizer, accumulate=accumulate, max_grad_norm=max_grad_norm,
@@ -361,6 +379,7 @@ def profile(
         DiskError: the folder cannot be used.
     """
     named = _check_model(model)
+    _check_on_cpu(named)
     budget = default_memory_bytes() if memory is None else parse_bytes(memory)
     args, kwargs = _arguments(batch)
     if takes_use_cache(model):
@@ -443,7 +462,7 @@ def status(model: nn.Module) -> Status:
         budget_bytes=session.wrapped.settings.memory_bytes,
         memory_bytes=stats["live_bytes"],
         peak_memory_bytes=stats["peak_bytes"],
-        host_bytes=0,
+        host_bytes=stats["host_bytes"],
         disk_bytes=stats["disk_bytes"],
         disk_read_bytes=stats["disk_read_bytes"],
         disk_write_bytes=stats["disk_write_bytes"],

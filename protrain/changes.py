@@ -27,15 +27,15 @@ _AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
 _KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
 
 
-def check_value(name: str, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor) -> None:
+def check_value(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, value: torch.Tensor) -> None:
     """Whether a parameter can be given this value by `.data`.
 
     Raises:
         PlanError: it is of another shape, type or device.
     """
-    if value.shape != shape or value.dtype != dtype or value.device.type != "cpu" or value.layout != torch.strided:
+    if value.shape != shape or value.dtype != dtype or value.device != device or value.layout != torch.strided:
         raise PlanError(
-            f"parameter {name} of shape {tuple(shape)}, {dtype} on cpu, was given data of shape {tuple(value.shape)}, "
+            f"parameter {name} of shape {tuple(shape)}, {dtype} on {device}, was given data of shape {tuple(value.shape)}, "
             f"{value.dtype} on {value.device}; {_KEPT}"
         )
 
@@ -50,7 +50,7 @@ def set_data(values: Values, number: int, value: torch.Tensor) -> None:
     p, layout = values.wrapped.params[number], values.wrapped.layout
     if value is p:
         return
-    check_value(layout.entries[number].name, p.shape, layout.dtype, value)
+    check_value(layout.entries[number].name, p.shape, layout.dtype, values.wrapped.compute.device, value)
     with torch.no_grad(), uncounted():
         _take_over(values, number, value.clone())
     torch.autograd.graph.increment_version(p)  # what autograd saved of it is gone
@@ -73,7 +73,7 @@ def adopt(values: Values, only: int | None = None) -> None:
         if p.data_ptr() == address and p.dtype == layout.dtype and p.stride() == entry.strides:
             continue
         given = p.data
-        check_value(entry.name, entry.shape, layout.dtype, given)
+        check_value(entry.name, entry.shape, layout.dtype, values.wrapped.compute.device, given)
         with DisableTorchFunction(), uncounted():
             p.data = values.residency.place(number)
             inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
@@ -149,17 +149,19 @@ def check_not_compiled(module: nn.Module) -> None:
         )
 
 
-def guard(module: nn.Module, own: torch.dtype, put_in: Callable[[nn.Module], set[str]]) -> dict[str, Callable[..., Any]]:
+def guard(
+    module: nn.Module, own: torch.dtype, device: torch.device, put_in: Callable[[nn.Module], set[str]]
+) -> dict[str, Callable[..., Any]]:
     """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles.
 
     Args:
-        own: the type of parameters.
+        own: the type of parameters. device: where they are computed with.
         put_in: gives the names of what wrapping put into a module's `__dict__`.
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for dtype in {own} | {buffer.dtype for buffer in module.buffers()}:
-            probe = torch.empty(0, dtype=dtype)
+            probe = torch.empty(0, dtype=dtype, device=device)
             found = fn(probe)
             if found.device != probe.device or (dtype == own and found.dtype != dtype):
                 raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")

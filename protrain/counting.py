@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from . import _core
+from .compute import Compute
 
 
 @contextmanager
-def counted(engine: _core.Engine) -> Iterator[None]:
+def counted(engine: _core.Engine, compute: Compute) -> Iterator[None]:
     """Tensors made inside count against the budget of this engine's session."""
-    before = _core.swap_account(None)
-    engine.use_account(True)
+    before, again = _core.swap_account(None), compute.counts()
+    compute.count(engine, True)
     try:
         yield
     finally:
+        if not again:
+            compute.count(engine, False)
         _core.swap_account(before)
 
 

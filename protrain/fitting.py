@@ -23,6 +23,7 @@ from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import format_bytes
+from .tiers import place_away
 from .wrapped import Wrapped
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -55,7 +56,7 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
     own = wrapped.footprint
     with_masters = 3 if wrapped.master_array else 1  # masters come with the values, other state with the first update
     if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
-        return safest
+        return _placed(safest, wrapped)
     everything = Plan(
         layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(wrapped.blocks), 0.0,
         with_masters * sum(layout.sizes), 0, 0, budget,
@@ -69,6 +70,15 @@ def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0) -> Arrangement:
         wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=0,
         unknown_bytes=unknown_bytes, footprint=wrapped.footprint,
     )  # fmt: skip
+
+
+def _placed(found: Arrangement, wrapped: Wrapped) -> Arrangement:
+    """With homes on the host, where a device computes.
+
+    Raises:
+        BudgetError: host memory does not hold what it must.
+    """
+    return place_away(found, wrapped) if wrapped.compute.separate else found
 
 
 class Fitter:
@@ -99,6 +109,7 @@ class Fitter:
         wrapped, settings = self._wrapped, self._wrapped.settings
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
+        beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead_bytes(settings.memory_bytes)
         n_persist, n_buffer = None, 0
         if given is not None:
             modes, n_persist, n_buffer = modes or given.block_modes, given.n_persist, given.n_buffer
@@ -108,7 +119,7 @@ class Fitter:
             found = arrange(
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
-                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + wrapped.widened_bytes, times=times, machine=machine,
+                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
                 footprint=wrapped.footprint,
             )  # fmt: skip
         except BudgetError as error:
@@ -116,7 +127,7 @@ class Fitter:
         if settings.plan is not None:  # what was foretold stands
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
-        return found
+        return _placed(found, wrapped)
 
     def knows(self, shapes: Shapes) -> bool:
         """Whether a batch of these shapes needs no more than one that was planned for."""
@@ -180,18 +191,18 @@ class Fitter:
             _arranged_away(self._wrapped, room)
         except BudgetError as error:
             room -= error.smallest_bytes - budget  # what the states take at least
-        self._homes.rearrange(_arranged_away(self._wrapped, room))
+        self._homes.rearrange(_placed(_arranged_away(self._wrapped, room), self._wrapped))
         return before
 
     # ---- what else is in memory ----
 
     def held_bytes(self, room: int) -> int:
         """What is in memory beside states and slots. Where it is more than `room`, a backward that failed may have left it."""
-        held = int(self._engine.stats()["live_bytes"]) - self._homes.arrangement.static_bytes
+        held = self._wrapped.compute.held_bytes(self._engine) - self._homes.arrangement.static_bytes
         if held <= room:
             return held
         release_failed_backward()
-        return int(self._engine.stats()["live_bytes"]) - self._homes.arrangement.static_bytes
+        return self._wrapped.compute.held_bytes(self._engine) - self._homes.arrangement.static_bytes
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:

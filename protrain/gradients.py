@@ -32,6 +32,7 @@ class Gradients:
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, updates: Updates, clock: BlockClock) -> None:
         self._wrapped, self._layout, self._params = wrapped, wrapped.layout, wrapped.params
         self._engine, self._residency, self._updates, self._clock = engine, residency, updates, clock
+        self._compute = wrapped.compute
         self.passes = 0
         self.taken: set[int] = set()
         self._task = -1  # the graph task of the pass under way
@@ -49,7 +50,7 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        check_not_nested()
+        check_not_nested(self._compute.backward_depth)
         allowed = self._wrapped.settings.accumulate
         if self.passes >= allowed:
             raise StepError(
@@ -92,7 +93,7 @@ class Gradients:
             if last and settings.max_grad_norm is not None:
                 grad, use = self._total(number, grad), SPILL_TOTAL
                 self._norms[number] = _norm(grad)
-            self._engine.gradient(number, grad.data_ptr(), grad, use)
+            self._engine.gradient(number, self._compute.on_device(grad), grad, use)
             self.taken.add(number)
 
     def _dense(self, number: int, grad: torch.Tensor) -> torch.Tensor:
@@ -113,8 +114,9 @@ class Gradients:
         """The sum of this step's gradients of one parameter: those on disk came first."""
         if self._wrapped.settings.accumulate == 1 or number not in self.taken:
             return grad
-        before = torch.empty_like(grad)
-        return before.add_(grad) if self._engine.spilled(number, before.data_ptr()) else grad
+        before = self._compute.empty_on_host(grad.shape, grad.dtype, self._layout.entries[number].strides)
+        found = self._engine.spilled(number, self._compute.on_host(before))
+        return self._compute.to_device(before).add_(grad) if found else grad
 
     # ---- what a user sees of them ----
 
@@ -183,7 +185,7 @@ class Gradients:
                 grad, p.grad = p.grad, None
             if grad is not None:
                 grad = self._dense(number, grad)
-                self._engine.gradient(number, grad.data_ptr(), grad, SPILL)
+                self._engine.gradient(number, self._compute.on_device(grad), grad, SPILL)
                 self.taken.add(number)
 
     def clip(self, max_grad_norm: float) -> tuple[torch.Tensor, float]:
@@ -205,9 +207,9 @@ class Gradients:
     def _norm_on_disk(self, number: int) -> torch.Tensor:
         """The norm of a gradient that is whole on disk: the step's last pass added nothing, or there were fewer passes."""
         entry = self._layout.entries[number]
-        grad = torch.empty_strided(entry.shape, entry.strides, dtype=self._layout.dtype)
-        self._engine.spilled(number, grad.data_ptr())
-        return _norm(grad)
+        grad = self._compute.empty_on_host(entry.shape, self._layout.dtype, entry.strides)
+        self._engine.spilled(number, self._compute.on_host(grad))
+        return _norm(self._compute.to_device(grad))
 
     def used(self, in_memory: list[tuple[int, torch.Tensor]]) -> None:
         """The step was made with these and with those taken."""

@@ -8,11 +8,14 @@ fails too, before any parameter is used again (`settle`). Nothing is decided her
 
 from __future__ import annotations
 
+import warnings
+
 from . import _core
 from .errors import Error
 from .planning import Arrangement
 from .residency import Residency
 from .running import Runner
+from .tiers import STAGING_PIECES
 from .wrapped import Wrapped
 
 
@@ -25,6 +28,7 @@ class Homes:
         self.arrangement = arrangement
         self._wrapped, self._engine, self._residency, self._runner = wrapped, engine, residency, runner
         self._goal = self._headroom = 0  # bytes: see _set_goal
+        self._told = False
         self.settled = True  # parameters lie where the arrangement has them; False while homes move
 
     def begin_fill(self) -> None:
@@ -32,8 +36,7 @@ class Homes:
         for number, slot in enumerate(self.arrangement.slot_of_chunk):
             if slot < 0:
                 self._engine.to_memory(number, False)
-            else:
-                self._engine.to_disk(number)
+        self._to_away(self.arrangement)
         self._set_slots()
 
     def rearrange(self, arrangement: Arrangement) -> None:
@@ -44,7 +47,8 @@ class Homes:
         """
         old, engine = self.arrangement, self._engine
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
-        if self.settled and same_slots and arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces:
+        same_ring = arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces
+        if self.settled and same_slots and same_ring and arrangement.shadow_of_chunk == old.shadow_of_chunk:
             self._use(arrangement)
             self._set_order()
             self._to_memory(arrangement)
@@ -76,10 +80,8 @@ class Homes:
         self._residency.unbind_all()
         engine.drop_slots()
         engine.drop_ring()
-        _core.trim(0)
-        for number, slot in enumerate(arrangement.slot_of_chunk):
-            if slot >= 0:
-                engine.to_disk(number)
+        self._wrapped.compute.trim()
+        self._to_away(arrangement)
         if foreign is not None:
             foreign.leave()
         self._to_memory(arrangement)
@@ -89,6 +91,16 @@ class Homes:
         self._set_slots()
         self._residency.bind_all()
         self.settled = True
+
+    def _to_away(self, arrangement: Arrangement) -> None:
+        """Those on disk first: what leaves the host gives others room there."""
+        away = [number for number, slot in enumerate(arrangement.slot_of_chunk) if slot >= 0]
+        for number in away:
+            if number not in arrangement.shadow_of_chunk:
+                self._engine.to_disk(number)
+        for number in away:
+            if number in arrangement.shadow_of_chunk:
+                self._engine.to_host(number, arrangement.shadow_of_chunk[number])
 
     def _to_memory(self, arrangement: Arrangement) -> None:
         """State comes now, not at the first update: what is free in the first step tells of the others."""
@@ -105,11 +117,24 @@ class Homes:
         engine.set_slots(found.slot_of_chunk, found.slot_bytes)
         if found.piece_bytes:
             engine.set_ring(found.piece_bytes, found.n_pieces, True)
+        if wrapped.compute.separate:
+            engine.set_gradient_memory(found.gradient_memory_bytes)
+            engine.set_staging(found.staging_bytes, STAGING_PIECES if found.staging_bytes else 0)
+            self._tell_unlocked()
         budget, plan = wrapped.settings.memory_bytes, found.plan
         engine.set_pending(max(budget - plan.peak_bytes, max(wrapped.layout.grad_bytes, default=0)))
         self._set_order()
         self._set_goal()
         self._runner.make_hooks(on_disk=any(slot >= 0 for slot in found.slot_of_chunk))
+
+    def _tell_unlocked(self) -> None:
+        """Host memory that the driver did not lock is copied from and to more slowly: said once."""
+        reason = self._engine.unlocked_reason()
+        if reason and not self._told:
+            self._told = True
+            warnings.warn(
+                f"protrain: copies between the host and the device are slower than they could be: {reason}", stacklevel=2
+            )
 
     def _set_order(self) -> None:
         self._engine.set_order([c for c in self.arrangement.accesses if not self._engine.in_memory(c)])

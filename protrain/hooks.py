@@ -49,7 +49,7 @@ class ModelHooks:
             if own:
                 self._watch_state(session, module, own)
             if own or "forward" in self.put_in(module):
-                for name, method in changes.guard(module, wrapped.layout.dtype, self.put_in).items():
+                for name, method in changes.guard(module, wrapped.layout.dtype, wrapped.compute.device, self.put_in).items():
                     self._replace(module, name, method)
         self._replace(wrapped.model, "zero_grad", _zero_grad(session))
 

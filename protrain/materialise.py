@@ -127,12 +127,13 @@ class Filler:
         if dtype == session.layout.dtype:
             return
         with DisableTorchFunction():
-            entry = session.layout.entries[number]
-            wide = torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
-            wide.copy_(session.params[number].data)
+            compute, entry = session.wrapped.compute, session.layout.entries[number]
+            wide = compute.empty_on_host(entry.shape, dtype, entry.strides)
             if has_master(session.wrapped, number) and wide.numel():
-                session.engine.transfer(number, session.wrapped.master_array, wide.data_ptr(), False)
-            session.params[number].data = wide
+                session.engine.transfer(number, session.wrapped.master_array, compute.on_host(wide), False)
+            else:
+                wide.copy_(session.params[number].data)
+            session.params[number].data = compute.to_device(wide)
 
     def take_back(self, number: int) -> None:
         """What was lent, or put into `.data` instead, is the parameter's value: rounded where its chunk lies, and as it is in its
@@ -146,7 +147,7 @@ class Filler:
             given = p.data
             if given.data_ptr() == session.residency.address(number) and given.stride() == entry.strides:
                 return
-            changes.check_value(entry.name, entry.shape, self.dtypes[number], given)
+            changes.check_value(entry.name, entry.shape, self.dtypes[number], session.wrapped.compute.device, given)
             entry.strides = dense_strides(given)
             p.data = session.residency.place(number)
             if given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
@@ -176,13 +177,14 @@ class Filler:
 
 
 def make_real(session: Session, chunk: int) -> None:
-    """Meta parameters of a chunk become CPU parameters, the same Python objects, with no memory of their own yet."""
+    """Meta parameters of a chunk become real ones, the same Python objects, with no memory of their own yet."""
+    nothing = torch.zeros((), dtype=session.layout.dtype, device=session.wrapped.compute.device)
     for number in session.layout.members[chunk]:
         p = session.params[number]
         if p.device.type != "meta":
             continue
         attributes = dict(p.__dict__)
-        real = nn.Parameter(torch.zeros((), dtype=session.layout.dtype).expand(p.shape), requires_grad=p.requires_grad)
+        real = nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad)
         torch.utils.swap_tensors(p, real)
         p.__dict__.update(attributes)
 
@@ -211,7 +213,7 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
             filler.enter(number)
         for number in own:
             filler.lend(number)
-        empty = _empty_buffers(module)
+        empty = _empty_buffers(module, session.wrapped.compute.device)
         param_init_fn(module)
         _check_kept(module, index)
         for leaf in empty:
@@ -232,13 +234,14 @@ def _check_kept(module: nn.Module, known: dict[int, int]) -> None:
             )
 
 
-def _empty_buffers(module: nn.Module) -> list[str]:
+def _empty_buffers(module: nn.Module, device: torch.device) -> list[str]:
     """Give the module's own meta buffers memory, NaN where they can be; returns their names."""
     found = [leaf for leaf, buffer in module._buffers.items() if buffer is not None and buffer.device.type == "meta"]
     for leaf in found:
         buffer = module._buffers[leaf]
         assert buffer is not None
-        module._buffers[leaf] = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype)
+        value = float("nan") if buffer.is_floating_point() else 0
+        module._buffers[leaf] = torch.full(buffer.shape, value, dtype=buffer.dtype, device=device)
     return found
 
 

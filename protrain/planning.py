@@ -124,6 +124,8 @@ class Arrangement:
     stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
     rise_bytes: by how much the backward of a block rises above its begin; 0 where nothing swaps.
     headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes; 0 where nothing swaps.
+    Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
+    gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do.
     """
 
     plan: Plan
@@ -137,6 +139,9 @@ class Arrangement:
     stash_bytes: int = 0
     headroom_bytes: int = 0
     rise_bytes: int = 0
+    shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
+    gradient_memory_bytes: int = 0
+    staging_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:

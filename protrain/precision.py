@@ -114,9 +114,9 @@ def master(values: Values, number: int) -> torch.Tensor:
     wrapped = values.wrapped
     entry = wrapped.layout.entries[number]
     with uncounted(), DisableTorchFunction():
-        found = torch.empty_strided(entry.shape, entry.strides)
+        found = wrapped.compute.empty_on_host(entry.shape, torch.float32, entry.strides)
         if entry.count:
-            values.engine.transfer(number, wrapped.master_array, found.data_ptr(), False)
+            values.engine.transfer(number, wrapped.master_array, wrapped.compute.on_host(found), False)
         rounded, wide = found.bfloat16(), values.get(number)
         written = (rounded.view(torch.int16) != wide.view(torch.int16)) & ~(rounded.isnan() & wide.isnan())
         return torch.where(written, wide.float(), found)
@@ -127,13 +127,13 @@ def write_master(values: Values, number: int, given: torch.Tensor, first: int = 
     them that lie one after another there. Nothing where there is no master."""
     if not has_master(values.wrapped, number) or not given.numel():
         return
-    entry = values.wrapped.layout.entries[number]
+    compute, entry = values.wrapped.compute, values.wrapped.layout.entries[number]
     rows = given.permute(outermost_first(entry.shape, entry.strides)) if given.dim() else given.unsqueeze(0)
     step = max(_SLICE_COUNT * rows.shape[0] // rows.numel(), 1)
     with torch.no_grad(), DisableTorchFunction():
         for row in range(0, rows.shape[0], step):
-            part = rows[row : row + step].detach().to(dtype=torch.float32, device="cpu").contiguous()
-            values.engine.transfer_part(number, values.wrapped.master_array, first, part.numel(), part.data_ptr(), True)
+            part = compute.to_host(rows[row : row + step].detach().to(dtype=torch.float32).contiguous())
+            values.engine.transfer_part(number, values.wrapped.master_array, first, part.numel(), compute.on_host(part), True)
             first += part.numel()
 
 

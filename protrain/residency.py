@@ -25,7 +25,7 @@ class Residency:
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner) -> None:
         self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
-        self._engine, self._owner = engine, owner
+        self._engine, self._owner, self._compute = engine, owner, wrapped.compute
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
@@ -36,8 +36,7 @@ class Residency:
 
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
-        region = self._engine.region(chunk)
-        self._bases[chunk] = torch.frombuffer(region, dtype=self._layout.dtype)
+        self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
         in_memory = self._engine.in_memory(chunk)
         for index in self._layout.members[chunk]:
             p = self._params[index]
@@ -58,7 +57,7 @@ class Residency:
 
     def unbind_all(self) -> None:
         """Parameters keep their shapes over one shared element, so that slots can go."""
-        nothing = torch.zeros((), dtype=self._layout.dtype)
+        nothing = torch.zeros((), dtype=self._layout.dtype, device=self._compute.device)
         with DisableTorchFunction():
             for p in self._params:
                 p.data = nothing.expand(p.shape)
@@ -115,7 +114,8 @@ class Residency:
         """A parameter was changed in place outside of an update: its home follows at once."""
         p, entry = self._params[number], self._layout.entries[number]
         with DisableTorchFunction():
-            self._engine.transfer(number, 0, p.data_ptr(), True)
+            values = self._compute.to_host(p)
+            self._engine.transfer(number, 0, self._compute.on_host(values), True)
         assert entry.count == p.numel()
 
     # ---- saved tensors ----
@@ -162,9 +162,9 @@ class Residency:
 
     def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, in memory of its own, from the parameter's home."""
-        copy = torch.empty(self._layout.entries[saved.number].count, dtype=self._layout.dtype)
-        self._engine.transfer(saved.number, 0, copy.data_ptr(), False)
-        return copy.as_strided(saved.size, saved.stride, saved.offset)
+        copy = self._compute.empty_on_host([self._layout.entries[saved.number].count], self._layout.dtype)
+        self._engine.transfer(saved.number, 0, self._compute.on_host(copy), False)
+        return self._compute.to_device(copy).as_strided(saved.size, saved.stride, saved.offset)
 
     def release_node(self) -> None:
         """The node of the graph whose parameters are held in place is done."""

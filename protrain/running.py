@@ -45,6 +45,7 @@ class Runner:
         self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: BlockClock, modes: tuple[str, ...]
     ) -> None:
         self.blocks, self.residency, self.modes = wrapped.blocks, residency, modes
+        self.compute = wrapped.compute
         self._wrapped, self._engine, self._clock = wrapped, engine, clock
         self.habits = [BlockHabits() for _ in wrapped.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
@@ -70,7 +71,7 @@ class Runner:
 
     def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""
-        return int(self._engine.stats()["live_bytes"]) + 2 * size_bytes <= self._wrapped.settings.memory_bytes
+        return self.compute.held_bytes(self._engine) + 2 * size_bytes <= self._wrapped.settings.memory_bytes
 
     def run_block(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of block `number` in its mode.

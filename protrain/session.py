@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, changes
+from . import changes
 from .counting import counted
 from .errors import BudgetError, DiskError
 from .fitting import Fitter, Shapes, first_arrangement, shapes_of
@@ -63,7 +63,7 @@ class Session:
         self.homes = Homes(wrapped, self.engine, self.residency, self.runner, arrangement)
         self.fitter = Fitter(wrapped, self.engine, self.homes)
         self.pacer = Pacer(wrapped, self.homes, self.fitter, self.clock)
-        self.updates = Updates(wrapped, self.engine)
+        self.updates = Updates(wrapped, self.engine, self.residency)
         self.gradients = Gradients(wrapped, self.engine, self.residency, self.updates, self.clock)
         self.values = Values(wrapped, self.engine, self.residency)
         self.states = States(self.values)
@@ -109,14 +109,14 @@ class Session:
         if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
         if not torch.is_grad_enabled() or not self.model.training:
-            with counted(self.engine):
+            with counted(self.engine, self.wrapped.compute):
                 self.begin_forward(args, kwargs)
                 return forward(*args, **kwargs)
         try:
             self.begin_forward(args, kwargs)
         except BaseException:
             if not self.gradients.passes:  # no step is under way: what is allocated from here on is the user's
-                self.engine.use_account(False)
+                self.wrapped.compute.count(self.engine, False)
             raise
         self.engine.stash_begin()
         self.runner.stashing = True
@@ -127,7 +127,7 @@ class Session:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.driver = threading.get_ident()
-        self.engine.use_account(True)
+        self.wrapped.compute.count(self.engine, True)
         self.residency.release_node()
         self.homes.settle()
         changes.check_parameters(self.wrapped)
@@ -159,14 +159,15 @@ class Session:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
             largest = self.fitter.plan_for(args, kwargs, shapes)
-            if self.foreign is None:  # what the update of another takes, and when, is not simulated: its plan is by memory alone
+            # What the update of another optimizer takes, and when, is not simulated, nor is a device: plans are by memory alone.
+            if self.foreign is None and not self.wrapped.compute.separate:
                 self.pacer.begin(*largest)
         beyond_plan = self.gradients.passes >= self.wrapped.settings.accumulate  # gradients wait for a step
         if (beyond_plan or not under_way) and self.fitter.must_recompute():
             self.runner.recompute_all()
 
     def _backward_begins(self) -> None:
-        self.engine.use_account(True)  # another model's step may have come between
+        self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
 
     # ---- the end of a step ----
@@ -204,7 +205,7 @@ class Session:
         except (DiskError, BudgetError) as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=4)
         self.engine.seek(0)
-        self.engine.use_account(False)
+        self.wrapped.compute.count(self.engine, False)
         return norm
 
     def _make_step(self) -> torch.Tensor | None:
@@ -227,7 +228,7 @@ class Session:
         self.gradients.forget()
         self._began = None
         self.clock.forget()
-        self.engine.use_account(False)
+        self.wrapped.compute.count(self.engine, False)
 
     def zero_grad(self) -> None:
         """Drop all gradients, and the step under way."""
@@ -273,7 +274,9 @@ class Session:
         self.closed = True
         self.clock.close()
         self.engine.close()
-        _core.trim(0)
+        self.wrapped.compute.trim()
+        if restore:
+            self.wrapped.places.give_back()
 
     # ---- what parameters on disk call (parameters.Owner) ----
 

@@ -11,8 +11,10 @@ import time
 import torch
 
 from . import _core
+from .device_updates import DeviceUpdates
 from .errors import StepError
 from .optimizers import Hyper
+from .residency import Residency
 from .wrapped import Wrapped
 
 #: The first steps update in step(), to see whether this loop sets learning rates between backward and step. A loop that does
@@ -23,8 +25,9 @@ PROBED_STEPS = 2
 class Updates:
     """Of one session, by the engine's kernels. seconds, bytes: of what the last step updated in memory."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine) -> None:
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
         self._wrapped, self._engine = wrapped, engine
+        self._on_device = DeviceUpdates(wrapped, engine, residency) if wrapped.compute.separate else None
         self._hypers = wrapped.hypers()
         self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
         self.seconds, self.bytes = 0.0, 0
@@ -69,8 +72,11 @@ class Updates:
         engine.update_spilled(scale)
         engine.wait()
         began = time.perf_counter()
-        for number, grad in in_memory:
-            engine.update_in_memory(number, grad.data_ptr(), scale)
+        if self._on_device is not None:
+            self._on_device.make(in_memory, hypers, scale)
+        else:
+            for number, grad in in_memory:
+                engine.update_in_memory(number, grad.data_ptr(), scale)
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated

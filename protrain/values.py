@@ -27,17 +27,17 @@ class Values:
         self.strides_changed = False
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
-        """An owned copy of a parameter, or of another of its arrays, in no budget."""
+        """An owned copy of a parameter, or of another of its arrays, in ordinary memory and no budget."""
         entry = self.wrapped.layout.entries[number]
         if array == 0:
             changes.adopt(self, number)
         elif array == self.wrapped.master_array:
             return master(self, number)
         with uncounted(), DisableTorchFunction():
-            dtype = torch.float32 if array else self.wrapped.layout.dtype
-            tensor = torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
+            compute, dtype = self.wrapped.compute, torch.float32 if array else self.wrapped.layout.dtype
+            tensor = compute.empty_on_host(entry.shape, dtype, entry.strides)
             if entry.count:
-                self.engine.transfer(number, array, tensor.data_ptr(), False)
+                self.engine.transfer(number, array, compute.on_host(tensor), False)
         return tensor
 
     def put(self, number: int, value: torch.Tensor, array: int = 0) -> None:
@@ -51,6 +51,7 @@ class Values:
         """Set a parameter as who writes to it does, or one of its arrays: a master goes on where its numbers round to these."""
         with uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
-            tensor = laid(value.detach().to(dtype=dtype, device="cpu"), self.wrapped.layout.entries[number].strides)
+            compute = self.wrapped.compute
+            tensor = compute.to_host(laid(value.detach().to(dtype=dtype), self.wrapped.layout.entries[number].strides))
             if tensor.numel():
-                self.engine.transfer(number, array, tensor.data_ptr(), True)
+                self.engine.transfer(number, array, compute.on_host(tensor), True)

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from . import _core
+from .compute import Compute
 from .foreign import Foreign
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of
+from .placing import Places
 from .planning import Plan
 from .precision import state_arrays
 
@@ -24,6 +26,7 @@ class Settings:
     """What `wrap` was asked for, checked."""
 
     memory_bytes: int
+    host_bytes: int  # of ordinary memory beside a device; not used without one
     disk: str
     accumulate: int
     max_grad_norm: float | None
@@ -35,7 +38,8 @@ class Wrapped:
     """See the module's head. Parameters are numbered as in the layout; kind is the optimizer's class, groups are its own.
 
     n_states: arrays of optimizer state that the kernels keep beside each parameter; state_arrays: these and the master, counted
-    in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none.
+    in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none; compute:
+    what computes; places: where the model's tensors go back to.
     """
 
     def __init__(
@@ -47,10 +51,13 @@ class Wrapped:
         kind: type[torch.optim.Optimizer],
         groups: list[dict[str, Any]],
         settings: Settings,
+        compute: Compute,
         foreign: Foreign | None = None,
     ) -> None:
         self.model, self.layout, self.params, self.blocks = model, layout, params, blocks
         self.kind, self.groups, self.settings, self.foreign = kind, groups, settings, foreign
+        self.compute = compute
+        self.places = Places(model, params)
         self.footprint = foreign.footprint if foreign else None
         self.number_of = {id(p): number for number, p in enumerate(params)}
         self.element_bytes = layout.dtype.itemsize
@@ -79,14 +86,16 @@ class Wrapped:
 
         Raises:
             DiskError: its file cannot be made.
+            DeviceError: the device cannot be used.
         """
         layout, settings = self.layout, self.settings
+        options = self.compute.engine_options(settings.memory_bytes, settings.host_bytes)
         return _core.Engine(
             settings.disk,
-            settings.memory_bytes,
-            [(size, trained) for size, trained in zip(layout.sizes, layout.trained, strict=True)],
-            [(e.chunk, e.offset_bytes, e.count, e.group >= 0, max(e.group, 0)) for e in layout.entries],
-            len(self.groups),
-            self.n_states,
+            chunks=[(size, trained) for size, trained in zip(layout.sizes, layout.trained, strict=True)],
+            params=[(e.chunk, e.offset_bytes, e.count, e.group >= 0, max(e.group, 0)) for e in layout.entries],
+            n_groups=len(self.groups),
+            n_states=self.n_states,
             bf16=self.master_array > 0,
+            **options,
         )

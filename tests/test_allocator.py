@@ -1,4 +1,5 @@
-"""torch's CPU tensors in the arena: what a refusal looks like from Python, wherever it happens, and that nothing else changes."""
+"""torch's CPU tensors in the arena: what a refusal looks like from Python, wherever it happens, and that nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def wrap(disk: Path) -> torch.nn.Module:
 def wrapped(fresh_disk: Path) -> Iterator[torch.nn.Module]:
     """A small wrapped model, as in the middle of a step: while it is there, every tensor counts against 64 MiB."""
     model = wrap(fresh_disk)
-    with counted(session_of(model).engine):
+    with counted(session_of(model).engine, session_of(model).wrapped.compute):
         yield model
     protrain.unwrap(model)
 

@@ -91,7 +91,7 @@ def test_extension_shows_one_name() -> None:
     table = subprocess.run(["readelf", "--wide", "--dyn-syms", str(library)], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:1].isdigit()]
     shown = {row[7] for row in rows if row[3] == "FUNC" and row[4] == "GLOBAL" and row[6] != "UND"}
-    assert shown == {"PyInit__core"}
+    assert shown == {"PyInit__core", "ptn_cuda_malloc", "ptn_cuda_free"}  # the latter two torch looks up
     dynamic = subprocess.run(["readelf", "--wide", "--dynamic", str(library)], capture_output=True, text=True, check=True).stdout
     assert "RPATH" not in dynamic
     assert "RUNPATH" not in dynamic

@@ -1,7 +1,7 @@
 /* See account.h and, for the functions others call, arena.h.
  *
- * Invariants: totals.live_bytes is the sum of live_bytes of all accounts, open, closed and nobody; limit_bytes and
- * limited_count cover the open accounts with a limit; unlimited_live_bytes is the live memory of all others.
+ * Invariants: totals.live_bytes is the sum of live_bytes of all accounts, open, closed and nobody, without what they were charged
+ * for; limit_bytes and limited_count cover the open accounts with a limit; unlimited_live_bytes is the live memory of all others.
  */
 #include "memory/account.h"
 
@@ -76,7 +76,7 @@ void ptn_account_destroy(ptn_account *account) {
   if (limited(account)) {
     ptn_totals.limit_bytes -= account->limit_bytes;
     ptn_totals.limited_count--;
-    ptn_totals.unlimited_live_bytes += account->live_bytes;
+    ptn_totals.unlimited_live_bytes += account->live_bytes - account->charged_bytes;
   }
   account->open = false;
   account->pressure = NULL;
@@ -114,22 +114,43 @@ uint64_t ptn_account_room(const ptn_account *account) {
   return most_bytes == UINT64_MAX ? UINT64_MAX : room_bytes;
 }
 
-void ptn_account_count(ptn_account *account, uint64_t bytes) {
+static void add_live(ptn_account *account, uint64_t bytes) {
   account->block_count++;
   account->live_bytes += bytes;
   account->peak_bytes = ptn_max_u64(account->peak_bytes, account->live_bytes);
   account->interval_peak_bytes = ptn_max_u64(account->interval_peak_bytes, account->live_bytes);
+}
+
+static void drop_live(ptn_account *account, uint64_t bytes) {
+  account->block_count--;
+  account->live_bytes -= bytes;
+  if (!account->open && account->block_count == 0) retire(account);
+}
+
+void ptn_account_count(ptn_account *account, uint64_t bytes) {
+  add_live(account, bytes);
   if (!limited(account)) ptn_totals.unlimited_live_bytes += bytes;
   ptn_totals.live_bytes += bytes;
   ptn_totals.high_water_bytes = ptn_max_u64(ptn_totals.high_water_bytes, ptn_totals.live_bytes);
 }
 
 void ptn_account_uncount(ptn_account *account, uint64_t bytes) {
-  account->block_count--;
-  account->live_bytes -= bytes;
   if (!limited(account)) ptn_totals.unlimited_live_bytes -= bytes;
   ptn_totals.live_bytes -= bytes;
-  if (!account->open && account->block_count == 0) retire(account);
+  drop_live(account, bytes);
+}
+
+void ptn_account_add_charge(ptn_account *account, uint64_t bytes) {
+  add_live(account, bytes);
+  account->charged_bytes += bytes;
+}
+
+void ptn_account_discharge(ptn_account *account, uint64_t bytes) {
+  if (!account) return;
+  ptn_lock(&ptn_arena_mutex);
+  account->charged_bytes -= bytes;
+  drop_live(account, bytes);
+  ptn_unlock(&ptn_arena_mutex);
 }
 
 uint64_t ptn_resident_ceiling(void) {
@@ -171,9 +192,9 @@ bool ptn_accounts_hold(void) {
   uint64_t live_bytes = nobody.live_bytes, unlimited_bytes = nobody.live_bytes, limit_bytes = 0, limited_count = 0;
   for (size_t i = 0; i < all_count; i++) {
     const ptn_account *account = all_accounts[i];
-    live_bytes += account->live_bytes;
+    live_bytes += account->live_bytes - account->charged_bytes;
     if (!limited(account)) {
-      unlimited_bytes += account->live_bytes;
+      unlimited_bytes += account->live_bytes - account->charged_bytes;
       continue;
     }
     if (account->live_bytes > account->limit_bytes) return false;

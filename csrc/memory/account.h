@@ -18,6 +18,7 @@ struct ptn_account {
   ptn_account *next; /* among those that may be used again */
   bool open;         /* between create and destroy */
   uint64_t limit_bytes, goal_bytes, live_bytes, peak_bytes, interval_peak_bytes, refused_count, block_count;
+  uint64_t charged_bytes; /* of the live ones: not the arena's, in none of the totals */
   ptn_pressure pressure;
   void *context;
   struct ptn_slab *open_slabs[PTN_SMALL_CLASSES]; /* with free slots */
@@ -43,6 +44,7 @@ uint64_t ptn_account_missing(const ptn_account *account, uint64_t bytes);
 uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes);
 void ptn_account_count(ptn_account *account, uint64_t bytes);
 void ptn_account_uncount(ptn_account *account, uint64_t bytes);
+void ptn_account_add_charge(ptn_account *account, uint64_t bytes); /* there is room */
 /* What may be resident: see arena.h. Never below what is live. */
 uint64_t ptn_resident_ceiling(void);
 bool ptn_accounts_hold(void); /* the invariants of account.c */

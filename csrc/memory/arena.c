@@ -75,27 +75,42 @@ static ptn_status refuse(ptn_account *account, size_t bytes) {
   return PTN_BUDGET;
 }
 
-ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out) {
-  size_t rounded_bytes = ptn_arena_rounded_bytes(bytes);
-  *out = NULL;
+static ptn_status charge(ptn_account *account, size_t bytes, void **unused) {
+  (void)unused;
+  ptn_account_add_charge(account, bytes);
+  return PTN_OK;
+}
+
+/* Gives the account bytes more, by `give` with the lock, once there is room. */
+static ptn_status give_when_room(ptn_account *account, size_t bytes, ptn_status (*give)(ptn_account *, size_t, void **),
+                                 void **out) {
   for (bool must = false, refused = false;;) {
     ptn_lock(&ptn_arena_mutex);
     ptn_account *owner = ptn_account_resolve(account);
     ptn_pressure pressure = owner->pressure;
     void *context = owner->context;
-    uint64_t missing_bytes = pressure && !must ? ptn_account_beyond_goal(owner, rounded_bytes) : 0;
+    uint64_t missing_bytes = pressure && !must ? ptn_account_beyond_goal(owner, bytes) : 0;
     if (missing_bytes == 0) {
       must = true;
-      missing_bytes = ptn_account_missing(owner, rounded_bytes);
+      missing_bytes = ptn_account_missing(owner, bytes);
     }
-    ptn_status status = missing_bytes == 0 ? hand_out(owner, rounded_bytes, out) : PTN_BUDGET;
+    ptn_status status = missing_bytes == 0 ? give(owner, bytes, out) : PTN_BUDGET;
     ptn_unlock(&ptn_arena_mutex);
     if (missing_bytes == 0) return status;
     if (pressure && !refused && pressure(context, missing_bytes, must)) continue;
-    if (refused) return refuse(owner, rounded_bytes);
+    if (refused) return refuse(owner, bytes);
     refused = must; /* other threads may have freed memory meanwhile: one more look */
     must = true;
   }
+}
+
+ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out) {
+  *out = NULL;
+  return give_when_room(account, ptn_arena_rounded_bytes(bytes), hand_out, out);
+}
+
+ptn_status ptn_account_charge(ptn_account *account, uint64_t bytes) {
+  return account ? give_when_room(account, (size_t)bytes, charge, NULL) : PTN_OK;
 }
 
 /* The live stretch that begins at address, or NULL. */

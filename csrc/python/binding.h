@@ -10,7 +10,7 @@
 #include "runtime/engine.h"
 
 typedef struct ptn_module_state {
-  PyObject *region_type, *engine_type, *saved_type, *saved_tensors_type, *machine_bench_type;
+  PyObject *region_type, *device_type, *engine_type, *saved_type, *saved_tensors_type, *machine_bench_type;
 } ptn_module_state;
 
 /* How often this process was forked off from another one since the module was loaded: what has threads is of one process, and
@@ -20,7 +20,8 @@ extern int ptn_python_forks;
 /* Sets the Python exception that the thread's error record describes and returns NULL; needs the GIL. */
 PyObject *ptn_python_raise(void);
 
-extern PyType_Spec ptn_region_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec, ptn_machine_bench_spec;
+extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec,
+    ptn_machine_bench_spec;
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 
@@ -32,7 +33,16 @@ uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
 
 /* The engine of an Engine; NULL with an exception set where it is none, closed, or of a parent process. The driver stays. */
 ptn_engine *ptn_python_engine(PyObject *object);
-ptn_account *ptn_python_account(PyObject *object); /* of an Engine that ptn_python_engine gave the engine of; borrowed */
+ptn_engine *ptn_python_drive(
+    PyObject *object); /* the same for the driving thread: over a device its present stream is handed over */
+/* Of an Engine that ptn_python_engine gave the engine of: */
+ptn_account *ptn_python_account(PyObject *object);      /* of what computes: its budget; borrowed */
+ptn_account *ptn_python_host_account(PyObject *object); /* over a device: of ordinary memory beside it; else NULL */
+int ptn_python_device_number(PyObject *object);         /* of the GPU; -1: it computes in ordinary memory */
+bool ptn_python_is_bf16(PyObject *object);
+
+/* The device of a Device, and its number as above, where asked for; NULL with an exception set. */
+ptn_device *ptn_python_device(PyObject *object, int *number);
 
 /* Methods of Engine about memory and figures (engine_memory.c). */
 PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
@@ -42,6 +52,14 @@ PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
+
+/* Methods of Engine over a device (engine_device.c). */
+PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number);
+PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused);
+PyObject *ptn_python_base(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_state(PyObject *object, PyObject *arguments);
 
 /* Methods of Engine for updates that Python computes (engine_staging.c). */
 PyObject *ptn_python_stage(PyObject *object, PyObject *arguments);

@@ -21,12 +21,21 @@ static bool add_figures(PyObject *dict, const figure *figures, size_t count) {
 
 #define ADD(dict, figures) add_figures(dict, figures, sizeof(figures) / sizeof *(figures))
 
-static bool add_engine(PyObject *dict, ptn_engine *engine) {
+/* host_account: of ordinary memory beside a device, or NULL. */
+static bool add_engine(PyObject *dict, ptn_engine *engine, const ptn_account *host_account) {
   ptn_engine_stats stats;
   ptn_engine_get_stats(engine, &stats);
+  ptn_account_stats host = {0};
+  if (host_account) ptn_account_get_stats(host_account, &host);
   const figure figures[] = {
-      {"wait_ns", stats.wait_ns},        {"update_ns", stats.update_ns},  {"loaded_bytes", (long long)stats.loaded_bytes},
-      {"loads", (long long)stats.loads}, {"hits", (long long)stats.hits}, {"disk_bytes", (long long)stats.disk_bytes},
+      {"wait_ns", stats.wait_ns},
+      {"update_ns", stats.update_ns},
+      {"loaded_bytes", (long long)stats.loaded_bytes},
+      {"loads", (long long)stats.loads},
+      {"hits", (long long)stats.hits},
+      {"disk_bytes", (long long)stats.disk_bytes},
+      {"host_bytes", (long long)(stats.host_bytes + host.live_bytes)},
+      {"device_bytes", (long long)stats.device_bytes},
   };
   return ADD(dict, figures);
 }
@@ -83,8 +92,8 @@ PyObject *ptn_python_stats(PyObject *object, PyObject *unused) {
   ptn_engine *engine = ptn_python_engine(object);
   PyObject *dict = engine ? PyDict_New() : NULL;
   if (!dict) return NULL;
-  if (!add_engine(dict, engine) || !add_store(dict, ptn_engine_store(engine)) || !add_account(dict, ptn_python_account(object)) ||
-      !add_stash(dict, ptn_engine_stash(engine)))
+  if (!add_engine(dict, engine, ptn_python_host_account(object)) || !add_store(dict, ptn_engine_store(engine)) ||
+      !add_account(dict, ptn_python_account(object)) || !add_stash(dict, ptn_engine_stash(engine)))
     Py_CLEAR(dict);
   return dict;
 }

@@ -8,11 +8,17 @@
 #include <string.h>
 
 #include "python/binding.h"
+#include "torch/cuda_allocator.h"
 
 typedef struct engine_object {
   PyObject_HEAD
   ptn_engine *engine;
-  ptn_account *account;
+  ptn_account *account;        /* of ordinary memory */
+  ptn_account *device_account; /* of the device's; NULL: there is none */
+  PyObject *current_stream;    /* gives the handle of the compute stream; NULL: the calling thread is it */
+  ptn_device *device;
+  int device_number; /* of the GPU; -1: it computes in ordinary memory */
+  bool bf16;
   int forks; /* of the process that made it */
   pthread_t driver; /* the thread that drives the step: the only one that may wait for memory */
 } engine_object;
@@ -39,16 +45,19 @@ static void close_engine(engine_object *self) {
     ptn_engine_destroy(engine);
     Py_END_ALLOW_THREADS
   }
-  if (self->account) {
-    if (ptn_arena_used() == self->account) ptn_arena_use(NULL);
-    ptn_account_destroy(self->account);
-    self->account = NULL;
+  ptn_account **const accounts[] = {&self->account, &self->device_account};
+  for (int i = 0; i < 2; i++) {
+    if (*accounts[i] && ptn_arena_used() == *accounts[i]) ptn_arena_use(NULL);
+    if (*accounts[i]) ptn_torch_cuda_forget(*accounts[i]);
+    ptn_account_destroy(*accounts[i]);
+    *accounts[i] = NULL;
   }
 }
 
 static void engine_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   close_engine((engine_object *)object);
+  Py_XDECREF(((engine_object *)object)->current_stream);
   PyObject_Free(object);
   Py_DECREF(type);
 }
@@ -67,12 +76,37 @@ ptn_engine *ptn_python_engine(PyObject *object) {
   return self->engine;
 }
 
-ptn_account *ptn_python_account(PyObject *object) { return ((engine_object *)object)->account; }
+ptn_account *ptn_python_account(PyObject *object) {
+  const engine_object *self = (engine_object *)object;
+  return self->device_account ? self->device_account : self->account;
+}
 
-static ptn_engine *open_engine(PyObject *object) {
+ptn_account *ptn_python_host_account(PyObject *object) {
+  const engine_object *self = (engine_object *)object;
+  return self->device_account ? self->account : NULL;
+}
+
+int ptn_python_device_number(PyObject *object) { return ((engine_object *)object)->device_number; }
+
+bool ptn_python_is_bf16(PyObject *object) { return ((engine_object *)object)->bf16; }
+
+/* What the engine orders from now on belongs to the stream on which torch now orders its own. */
+static bool hand_stream_over(const engine_object *self) {
+  PyObject *handle = PyObject_CallNoArgs(self->current_stream);
+  void *stream = handle ? PyLong_AsVoidPtr(handle) : NULL;
+  Py_XDECREF(handle);
+  if (PyErr_Occurred()) return false;
+  if (ptn_engine_set_stream(self->engine, stream) == PTN_OK) return true;
+  ptn_python_raise();
+  return false;
+}
+
+ptn_engine *ptn_python_drive(PyObject *object) {
+  engine_object *self = (engine_object *)object;
   ptn_engine *engine = ptn_python_engine(object);
-  if (engine) ((engine_object *)object)->driver = pthread_self();
-  return engine;
+  if (!engine) return NULL;
+  self->driver = pthread_self();
+  return !self->current_stream || hand_stream_over(self) ? engine : NULL;
 }
 
 /* ---- construction ---- */
@@ -99,24 +133,35 @@ static int read_params(PyObject *list, ptn_engine_param *params) {
   return 1;
 }
 
-static ptn_status make_engine(engine_object *self, unsigned long long limit, const ptn_engine_config *config) {
-  PTN_TRY(ptn_account_create(&self->account, limit, relieve, self));
+/* Only memory that the CPU allocates can ask for relief: a GPU's allocator holds locks while it asks for more. */
+static ptn_status make_engine(engine_object *self, unsigned long long limit, unsigned long long device_limit,
+                              const ptn_engine_config *config) {
+  bool over = config->device != NULL;
+  PTN_TRY(ptn_account_create(&self->account, limit, over ? NULL : relieve, self));
+  if (over) PTN_TRY(ptn_account_create(&self->device_account, device_limit, self->device_number < 0 ? relieve : NULL, self));
   ptn_engine_config ours = *config;
   ours.account = self->account;
+  ours.device_account = self->device_account;
   ours.release = give_back;
   return ptn_engine_create(&self->engine, &ours);
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"folder", "limit_bytes", "chunks", "params", "n_groups", "n_states", "disk_engine", "bf16", NULL};
+  static char *names[] = {"folder",   "limit_bytes",        "chunks",         "params",
+                          "n_groups", "n_states",           "disk_engine",    "bf16",
+                          "device",   "device_limit_bytes", "current_stream", NULL};
   const char *folder;
-  unsigned long long limit;
-  PyObject *chunk_list, *param_list;
+  unsigned long long limit, device_limit = 0;
+  PyObject *chunk_list, *param_list, *device_object = Py_None, *current_stream = Py_None;
   unsigned int n_groups, n_states;
   int disk_engine = PTN_DISK_AUTO, bf16 = 0;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|ip", names, &folder, &limit, &PyList_Type, &chunk_list,
-                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine, &bf16))
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|ipOKO", names, &folder, &limit, &PyList_Type, &chunk_list,
+                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine, &bf16, &device_object,
+                                   &device_limit, &current_stream))
     return NULL;
+  int device_number = -1;
+  ptn_device *device = NULL;
+  if (device_object != Py_None && !(device = ptn_python_device(device_object, &device_number))) return NULL;
   size_t n_chunks = (size_t)PyList_Size(chunk_list), n_params = (size_t)PyList_Size(param_list);
   ptn_engine_chunk *chunks = PyMem_Malloc((n_chunks + 1) * sizeof *chunks);
   ptn_engine_param *params = PyMem_Malloc((n_params + 1) * sizeof *params);
@@ -129,6 +174,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
       memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));
       self->forks = ptn_python_forks;
       self->driver = pthread_self();
+      self->device = device;
+      self->device_number = device_number;
+      self->bf16 = bf16 != 0;
+      if (device && current_stream != Py_None) self->current_stream = Py_NewRef(current_stream);
       ptn_engine_config config = {.folder = folder,
                                   .disk_engine = (ptn_disk_engine)disk_engine,
                                   .n_chunks = (uint32_t)n_chunks,
@@ -137,8 +186,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
                                   .chunks = chunks,
                                   .params = params,
                                   .n_states = n_states,
-                                  .bf16 = bf16 != 0};
-      if (make_engine(self, limit, &config) != PTN_OK) {
+                                  .bf16 = bf16 != 0,
+                                  .device = device};
+      if (make_engine(self, limit, device_limit, &config) != PTN_OK) {
         ptn_python_raise();
         Py_DECREF(self);
         self = NULL;
@@ -163,8 +213,8 @@ static PyObject *answer(ptn_status status) {
   Py_RETURN_NONE;
 }
 
-#define ENGINE_OR_RETURN                    \
-  ptn_engine *engine = open_engine(object); \
+#define ENGINE_OR_RETURN                         \
+  ptn_engine *engine = ptn_python_drive(object); \
   if (!engine) return NULL
 
 static PyObject *engine_in_memory(PyObject *object, PyObject *arguments) {
@@ -475,13 +525,21 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   (void)engine;
   int on;
   if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
-  ptn_arena_use(on ? ((engine_object *)object)->account : NULL);
+  const engine_object *self = (engine_object *)object;
+  if (self->device_number < 0) ptn_arena_use(on ? ptn_python_account(object) : NULL);
+  else ptn_torch_cuda_use(self->device_number, self->device, on ? self->device_account : NULL);
   Py_RETURN_NONE;
 }
 
 static PyMethodDef engine_methods[] = {
     {"close", engine_close, METH_NOARGS, NULL},
     {"in_memory", engine_in_memory, METH_VARARGS, NULL},
+    {"to_host", ptn_python_to_host, METH_VARARGS, NULL},
+    {"set_gradient_memory", ptn_python_set_gradient_memory, METH_O, NULL},
+    {"set_staging", ptn_python_set_staging, METH_VARARGS, NULL},
+    {"unlocked_reason", ptn_python_unlocked_reason, METH_NOARGS, NULL},
+    {"base", ptn_python_base, METH_VARARGS, NULL},
+    {"state", ptn_python_state, METH_VARARGS, NULL},
     {"to_memory", engine_to_memory, METH_VARARGS, NULL},
     {"to_disk", engine_to_disk, METH_VARARGS, NULL},
     {"set_slots", engine_set_slots, METH_VARARGS, NULL},

@@ -125,6 +125,7 @@ static int exec_module(PyObject *module) {
   ptn_torch_raise = raise_from_allocator;
   pthread_once(&watch_once, watch_forks);
   if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;
+  if (add_type(module, &ptn_device_spec, "Device", &state->device_type) < 0) return -1;
   if (add_type(module, &ptn_engine_spec, "Engine", &state->engine_type) < 0) return -1;
   if (add_type(module, &ptn_saved_spec, "Saved", &state->saved_type) < 0) return -1;
   if (add_type(module, &ptn_saved_tensors_spec, "SavedTensors", &state->saved_tensors_type) < 0) return -1;
@@ -134,6 +135,7 @@ static int exec_module(PyObject *module) {
 static int traverse(PyObject *module, visitproc visit, void *arg) {
   ptn_module_state *state = PyModule_GetState(module);
   Py_VISIT(state->region_type);
+  Py_VISIT(state->device_type);
   Py_VISIT(state->engine_type);
   Py_VISIT(state->saved_type);
   Py_VISIT(state->saved_tensors_type);
@@ -144,6 +146,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
 static int clear(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
   Py_CLEAR(state->region_type);
+  Py_CLEAR(state->device_type);
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->saved_type);
   Py_CLEAR(state->saved_tensors_type);

@@ -1,4 +1,5 @@
-/* Region: memory of the engine as a Python buffer, so that torch.frombuffer makes tensors over it without a copy. */
+/* Region: memory of the engine as a Python buffer, so that torch.frombuffer makes tensors over it without a copy. That of a
+ * device is none: Python would touch it. */
 #include "python/binding.h"
 
 typedef struct region_object {
@@ -23,6 +24,10 @@ static void region_dealloc(PyObject *object) {
 
 static int region_getbuffer(PyObject *object, Py_buffer *view, int flags) {
   const ptn_region *region = ((region_object *)object)->region;
+  if (region->device) {
+    PyErr_SetString(PyExc_BufferError, "this memory is a device's, which is no buffer: Engine.base makes a tensor over it");
+    return -1;
+  }
   return PyBuffer_FillInfo(view, object, region->memory, (Py_ssize_t)region->bytes, 0, flags);
 }
 

@@ -37,6 +37,7 @@ typedef struct saved_tensors_object {
   const ptn_dlpack_exchange *exchange;
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
+  bool over_device;               /* the engine's slots are a device's */
 } saved_tensors_object;
 
 typedef struct saved_object {
@@ -202,14 +203,21 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   return (PyObject *)saved;
 }
 
-/* False, with no exception set, where DLPack cannot describe the tensor: sparse, on another device, of a type unknown to it. */
+/* False, with no exception set, where DLPack cannot describe the tensor: sparse, or of a type unknown to it. */
 static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_tensor *facts) {
   if (self->exchange->tensor_from_object(tensor, facts) != 0) {
     PyErr_Clear();
     return false;
   }
   facts->data = (char *)facts->data + facts->byte_offset;
-  return facts->device_type == PTN_DLPACK_CPU && (facts->ndim == 0 || (facts->shape && facts->strides));
+  return facts->ndim == 0 || (facts->shape && facts->strides);
+}
+
+/* The stash does not work there yet, and the arena has no slots. */
+static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const void *address) {
+  const ptn_engine *engine = ptn_python_engine(self->engine);
+  if (!engine) return NULL;
+  return ptn_engine_in_slot(engine, address) ? pack_static(self, tensor) : keep(self, tensor);
 }
 
 static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
@@ -219,7 +227,9 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
     return PyErr_Format(PyExc_TypeError, "pack takes a tensor, %R is none", tensor);
   ptn_dlpack_tensor facts;
   ptn_block block;
-  if (!read_facts(self, tensor, &facts) || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
+  if (!read_facts(self, tensor, &facts)) return keep(self, tensor);
+  if (self->over_device) return pack_over_device(self, tensor, facts.data);
+  if (facts.device_type != PTN_DLPACK_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   /* An instance of a subclass would come back without what makes it one. */
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
@@ -291,6 +301,7 @@ static PyObject *saved_tensors_new(PyTypeObject *type, PyObject *arguments, PyOb
   self->saved_type = Py_NewRef(((ptn_module_state *)PyType_GetModuleState(type))->saved_type);
   self->least_bytes = least_bytes;
   self->block = -1;
+  self->over_device = ptn_engine_over_device(ptn_python_engine(engine));
   PyObject_GC_Track((PyObject *)self);
   if (!find_torch(self)) Py_CLEAR(self);
   return (PyObject *)self;

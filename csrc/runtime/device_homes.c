@@ -42,15 +42,19 @@ static ptn_status make_zeros(ptn_engine *engine, float **block, uint64_t bytes) 
   engine_device *over = &engine->over;
   if (*block || bytes == 0) return PTN_OK;
   void *memory;
-  PTN_TRY(over->kind->allocate(over->device, bytes, &memory));
+  PTN_TRY(ptn_device_take(over->device, over->account, bytes, &memory));
   *block = memory;
   return ptn_over_zero(engine, memory, bytes);
 }
 
+/* Of the state, or of the master. */
+static uint64_t block_bytes(const ptn_engine *engine, const chunk *chunk, bool master) {
+  uint64_t arrays = master ? engine->bf16 : engine->n_states;
+  return chunk->trained ? arrays * engine->widening * chunk->param_bytes : 0;
+}
+
 static ptn_status make_device_block(ptn_engine *engine, chunk *chunk, bool master) {
-  uint64_t bytes = chunk->trained ? engine->widening * chunk->param_bytes : 0;
-  if (master) return engine->bf16 ? make_zeros(engine, &chunk->master, bytes) : PTN_OK;
-  return make_zeros(engine, &chunk->states, engine->n_states * bytes);
+  return make_zeros(engine, master ? &chunk->master : &chunk->states, block_bytes(engine, chunk, master));
 }
 
 static ptn_status make_device_states(ptn_engine *engine, chunk *chunk) {
@@ -61,8 +65,8 @@ static ptn_status make_device_states(ptn_engine *engine, chunk *chunk) {
 static void drop_device(ptn_engine *engine, chunk *chunk) {
   engine_device *over = &engine->over;
   ptn_region_release(chunk->params);
-  over->kind->free(over->device, chunk->states);
-  over->kind->free(over->device, chunk->master);
+  ptn_device_give(over->device, over->account, chunk->states, block_bytes(engine, chunk, false));
+  ptn_device_give(over->device, over->account, chunk->master, block_bytes(engine, chunk, true));
   chunk->params = NULL;
   chunk->states = chunk->master = NULL;
 }
@@ -148,7 +152,7 @@ static ptn_status move_array(ptn_engine *engine, const chunk *chunk, place from,
 static ptn_status make_home(ptn_engine *engine, chunk *chunk, home_kind to, bool extra) {
   if (to == HOME_DISK) return ptn_homes_reserve(engine, chunk);
   if (to == HOME_HOST) return make_host(engine, chunk, extra);
-  PTN_TRY(ptn_region_create_on(engine->over.device, chunk->param_bytes, &chunk->params));
+  PTN_TRY(ptn_region_create_on(engine->over.device, engine->over.account, chunk->param_bytes, &chunk->params));
   ptn_status status = PTN_OK;
   if (extra || !chunk->zero_state) status = make_device_block(engine, chunk, false);
   if (status == PTN_OK && (extra || !chunk->zero_master)) status = make_device_block(engine, chunk, true);

@@ -42,6 +42,17 @@ void ptn_over_unpin(ptn_engine *engine, ptn_pinned *pinned) {
 
 const char *ptn_engine_unlocked_reason(const ptn_engine *engine) { return engine->over.reason; }
 
+bool ptn_engine_over_device(const ptn_engine *engine) { return engine->over.device != NULL; }
+
+/* Slots change on the driving thread alone. */
+bool ptn_engine_in_slot(const ptn_engine *engine, const void *address) {
+  for (uint32_t i = 0; i < engine->n_slots; i++) {
+    const ptn_region *region = engine->slots[i].region;
+    if ((uintptr_t)address - (uintptr_t)region->memory < region->bytes) return true;
+  }
+  return false;
+}
+
 ptn_status ptn_engine_set_gradient_memory(ptn_engine *engine, uint64_t bytes) {
   engine_device *over = &engine->over;
   if (!over->device) return ptn_fail(PTN_INVALID, "gradient memory on the host was asked for without a device");
@@ -132,10 +143,11 @@ void ptn_over_finish(ptn_engine *engine) {
 
 /* ---- the whole ---- */
 
-ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device) {
+ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device, ptn_account *account) {
   engine_device *over = &engine->over;
   over->device = device;
   over->kind = device->kind;
+  over->account = account;
   over->n_streams = 1; /* NULL */
   PTN_TRY(over->kind->create_event(device, PTN_EVENT_ORDER, &over->made));
   PTN_TRY(over->kind->create_event(device, PTN_EVENT_ORDER, &over->joined));

@@ -103,7 +103,7 @@ ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config) 
   if (status == PTN_OK) status = ptn_stash_create(&engine->stash, engine->store, engine->account, engine->trace);
   if (status == PTN_OK) status = ptn_team_create(&engine->team, 0);
   if (status == PTN_OK) status = ptn_lane_start(engine);
-  if (status == PTN_OK && config->device) status = ptn_over_open(engine, config->device);
+  if (status == PTN_OK && config->device) status = ptn_over_open(engine, config->device, config->device_account);
   if (status != PTN_OK) {
     ptn_error error;
     ptn_error_save(&error);

@@ -17,7 +17,8 @@
  * Over a device (device/device.h) memory is the device's: slots and persistent chunks lie there, and the host is a home of its own,
  * in pinned memory. Parameters come up and gradients go down in two lanes of transfers, ordered against the compute stream by events,
  * so that the driving thread waits for neither; docs/decisions/0012-engine-over-a-device.md says how. Then addresses of regions and
- * of gradients are the device's, and the account counts only what the engine has in ordinary memory.
+ * of gradients are the device's, the account counts only what the engine has in ordinary memory, and device_account is charged for
+ * slots and persistent chunks.
  */
 #ifndef PTN_RUNTIME_ENGINE_H
 #define PTN_RUNTIME_ENGINE_H
@@ -43,11 +44,13 @@ typedef struct ptn_engine ptn_engine;
 typedef struct ptn_region {
   void *memory; /* page-aligned; on a device as its kind aligns */
   uint64_t bytes;
-  ptn_device *device; /* NULL: ordinary memory; outlives the region */
+  ptn_device *device;   /* NULL: ordinary memory; outlives the region */
+  ptn_account *account; /* of memory of a device: charged for it */
   atomic_int references;
 } ptn_region;
 ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out); /* one reference */
-ptn_status ptn_region_create_on(ptn_device *device, uint64_t bytes, ptn_region **out); /* the same; holds anything */
+/* The same; holds anything. account: of the device's memory, may be NULL. */
+ptn_status ptn_region_create_on(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out);
 ptn_region *ptn_region_acquire(ptn_region *region);
 void ptn_region_release(ptn_region *region); /* NULL is allowed */
 
@@ -77,6 +80,7 @@ typedef struct ptn_engine_config {
   bool bf16;            /* parameters and gradients; false: fp32 */
   void (*release)(void *owner); /* called on the driving thread for each gradient's owner */
   ptn_device *device; /* what computes; NULL: the CPU, in memory of the account. Outlives the engine and its regions */
+  ptn_account *device_account; /* charged for what the engine takes of the device's memory; NULL: nobody counts it */
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
@@ -118,6 +122,9 @@ ptn_status ptn_engine_set_gradient_memory(ptn_engine *engine, uint64_t bytes);
 ptn_status ptn_engine_set_staging(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces);
 /* One line that says why some of the engine's host memory is not locked, so that copies are slower; "": all is. */
 const char *ptn_engine_unlocked_reason(const ptn_engine *engine);
+bool ptn_engine_over_device(const ptn_engine *engine);
+/* Whether this address of the device lies in a slot; on the driving thread. */
+bool ptn_engine_in_slot(const ptn_engine *engine, const void *address);
 
 /* ---- homes and slots; between steps only (runtime/homes.c) ---- */
 

@@ -166,6 +166,7 @@ typedef struct staged {
 /* What an engine over a device has beside the rest. */
 typedef struct engine_device {
   ptn_device *device; /* NULL: there is none, and nothing below is used */
+  ptn_account *account; /* of the device's memory; may be NULL */
   const ptn_device_kind *kind;
   ptn_transfers *upload, *offload;
   ptn_stream *streams[MAX_STREAMS]; /* compute streams that were told of */
@@ -285,8 +286,12 @@ void ptn_job_open(ptn_engine *engine, job *job); /* locked: what each gradient i
 
 /* ---- over a device ---- */
 
+/* region.c: memory of a device, counted */
+ptn_status ptn_device_take(ptn_device *device, ptn_account *account, uint64_t bytes, void **out);
+void ptn_device_give(ptn_device *device, ptn_account *account, void *memory, uint64_t bytes); /* NULL is allowed */
+
 /* device_memory.c: memory, streams, and copies that the caller waits for; between steps */
-ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device);
+ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device, ptn_account *account);
 void ptn_over_close(ptn_engine *engine);
 ptn_status ptn_over_pin(ptn_engine *engine, uint64_t bytes, ptn_pinned *out);
 void ptn_over_unpin(ptn_engine *engine, ptn_pinned *pinned);

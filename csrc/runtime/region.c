@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "runtime/engine.h"
+#include "runtime/internal.h"
 
 ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out) {
   *out = NULL;
@@ -22,13 +22,14 @@ ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **
   return PTN_OK;
 }
 
-ptn_status ptn_region_create_on(ptn_device *device, uint64_t bytes, ptn_region **out) {
+ptn_status ptn_region_create_on(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out) {
   *out = NULL;
   ptn_region *region = calloc(1, sizeof *region);
   if (!region) return ptn_fail(PTN_MEMORY, "no memory to describe a region of %llu bytes", (unsigned long long)bytes);
   region->bytes = ptn_max_u64(ptn_round_up(bytes, PTN_PAGE_BYTES), PTN_PAGE_BYTES);
   region->device = device;
-  ptn_status status = device->kind->allocate(device, region->bytes, &region->memory);
+  region->account = account;
+  ptn_status status = ptn_device_take(device, account, region->bytes, &region->memory);
   if (status != PTN_OK) {
     free(region);
     return status;
@@ -38,6 +39,20 @@ ptn_status ptn_region_create_on(ptn_device *device, uint64_t bytes, ptn_region *
   return PTN_OK;
 }
 
+ptn_status ptn_device_take(ptn_device *device, ptn_account *account, uint64_t bytes, void **out) {
+  *out = NULL;
+  PTN_TRY(ptn_account_charge(account, bytes));
+  ptn_status status = device->kind->allocate(device, bytes, out);
+  if (status != PTN_OK) ptn_account_discharge(account, bytes);
+  return status;
+}
+
+void ptn_device_give(ptn_device *device, ptn_account *account, void *memory, uint64_t bytes) {
+  if (!memory) return;
+  device->kind->free(device, memory);
+  ptn_account_discharge(account, bytes);
+}
+
 ptn_region *ptn_region_acquire(ptn_region *region) {
   atomic_fetch_add_explicit(&region->references, 1, memory_order_relaxed);
   return region;
@@ -45,7 +60,7 @@ ptn_region *ptn_region_acquire(ptn_region *region) {
 
 void ptn_region_release(ptn_region *region) {
   if (!region || atomic_fetch_sub_explicit(&region->references, 1, memory_order_acq_rel) != 1) return;
-  if (region->device) region->device->kind->free(region->device, region->memory);
+  if (region->device) ptn_device_give(region->device, region->account, region->memory, region->bytes);
   else ptn_arena_free(region->memory);
   free(region);
 }

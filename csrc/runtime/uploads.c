@@ -31,7 +31,7 @@ typedef struct lift {
 
 ptn_status ptn_upload_make_slot(ptn_engine *engine, slot *slot, uint64_t bytes) {
   engine_device *over = &engine->over;
-  ptn_status status = ptn_region_create_on(over->device, bytes, &slot->region);
+  ptn_status status = ptn_region_create_on(over->device, over->account, bytes, &slot->region);
   if (status == PTN_OK) status = over->kind->create_event(over->device, PTN_EVENT_ORDER, &slot->device.free);
   if (status == PTN_OK) status = over->kind->create_event(over->device, PTN_EVENT_ORDER, &slot->device.loaded);
   if (status != PTN_OK) ptn_upload_drop_slot(engine, slot);
@@ -242,7 +242,10 @@ static void on_staged_read(ptn_io *io) {
                                                    .lane = PTN_LANE_READ,
                                                    .kind = PTN_TRACE_PARAMETERS});
   ptn_lock(&engine->mutex);
-  if (io->status != PTN_OK) fail_slot(slot, io->status, &io->error);
+  if (io->status != PTN_OK) {
+    ptn_error_of(&io->error, "parameters of chunk %u", piece->chunk);
+    fail_slot(slot, io->status, &io->error);
+  }
   piece->next = slot->device.ready;
   slot->device.ready = piece;
   send_pieces(engine, slot);

@@ -24,6 +24,7 @@ const ptn_dlpack_exchange *ptn_dlpack_find(void *tensor_class) {
 
 typedef struct wrapped {
   ptn_dlpack_managed managed;
+  void (*release)(void *context);
   bool *gone; /* set when this is given back while it is being made: a torch that fails may have taken over or not */
   int64_t geometry[];
 } wrapped;
@@ -31,25 +32,27 @@ typedef struct wrapped {
 static void give_back(ptn_dlpack_managed *managed) {
   wrapped *made = (wrapped *)managed; /* its first member */
   if (made->gone) *made->gone = true;
-  ptn_arena_free(managed->context);
+  made->release(managed->context);
   free(made);
 }
 
-void *ptn_dlpack_wrap(const ptn_dlpack_exchange *exchange, void *block, uint64_t offset_bytes, ptn_dlpack_type type, int32_t ndim,
+void *ptn_dlpack_over(const ptn_dlpack_exchange *exchange, const ptn_dlpack_memory *memory, ptn_dlpack_type type, int32_t ndim,
                       const int64_t *geometry) {
   size_t geometry_bytes = 2 * (size_t)ndim * sizeof *geometry;
   wrapped *made = malloc(sizeof *made + geometry_bytes);
   if (!made) {
-    ptn_arena_free(block);
+    memory->release(memory->context);
     return PyErr_NoMemory();
   }
   memset(made, 0, sizeof *made);
   memcpy(made->geometry, geometry, geometry_bytes);
+  made->release = memory->release;
   made->managed.version = exchange->version;
-  made->managed.context = block;
+  made->managed.context = memory->context;
   made->managed.deleter = give_back;
-  made->managed.tensor = (ptn_dlpack_tensor){.data = (char *)block + offset_bytes, /* torch does not look at byte_offset */
-                                             .device_type = PTN_DLPACK_CPU,
+  made->managed.tensor = (ptn_dlpack_tensor){.data = memory->data, /* torch does not look at byte_offset */
+                                             .device_type = memory->device_type,
+                                             .device_number = memory->device_number,
                                              .ndim = ndim,
                                              .type = type,
                                              .shape = made->geometry,
@@ -63,4 +66,11 @@ void *ptn_dlpack_wrap(const ptn_dlpack_exchange *exchange, void *block, uint64_t
   }
   if (!gone) give_back(&made->managed);
   return NULL;
+}
+
+void *ptn_dlpack_wrap(const ptn_dlpack_exchange *exchange, void *block, uint64_t offset_bytes, ptn_dlpack_type type, int32_t ndim,
+                      const int64_t *geometry) {
+  ptn_dlpack_memory memory = {
+      .data = (char *)block + offset_bytes, .device_type = PTN_DLPACK_CPU, .context = block, .release = ptn_arena_free};
+  return ptn_dlpack_over(exchange, &memory, type, ndim, geometry);
 }

@@ -11,7 +11,10 @@
 
 #define PTN_DLPACK_MAJOR 1
 #define PTN_DLPACK_CPU 1 /* device_type */
-#define PTN_DLPACK_COMPLEX 5 /* code of a ptn_dlpack_type */
+#define PTN_DLPACK_CUDA 2
+#define PTN_DLPACK_FLOAT 2 /* code of a ptn_dlpack_type */
+#define PTN_DLPACK_BFLOAT 4
+#define PTN_DLPACK_COMPLEX 5
 
 typedef struct ptn_dlpack_version {
   uint32_t major, minor;
@@ -54,8 +57,19 @@ typedef struct ptn_dlpack_exchange {
 /* torch's table, for the life of the process; NULL with a Python exception set. tensor_class: torch.Tensor, a PyObject. */
 const ptn_dlpack_exchange *ptn_dlpack_find(void *tensor_class);
 
-/* A torch tensor over a block of the arena, which it gives back (one hold) when it dies; on failure the block is given back at
- * once, NULL is returned and a Python exception set. geometry: ndim sizes, then ndim strides. */
+/* Memory that a tensor is made over: release(context) is called once, by whichever thread drops the tensor last. */
+typedef struct ptn_dlpack_memory {
+  void *data; /* of the tensor's first element */
+  int32_t device_type, device_number;
+  void *context;
+  void (*release)(void *context);
+} ptn_dlpack_memory;
+
+/* A torch tensor over such memory; on failure the memory is released at once, NULL is returned and a Python exception set. geometry:
+ * ndim sizes, then ndim strides. */
+void *ptn_dlpack_over(const ptn_dlpack_exchange *exchange, const ptn_dlpack_memory *memory, ptn_dlpack_type type, int32_t ndim,
+                      const int64_t *geometry);
+/* A torch tensor over a block of the arena, which it gives back (one hold) when it dies. As above. */
 void *ptn_dlpack_wrap(const ptn_dlpack_exchange *exchange, void *block, uint64_t offset_bytes, ptn_dlpack_type type, int32_t ndim,
                       const int64_t *geometry);
 

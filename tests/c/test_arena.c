@@ -435,6 +435,32 @@ static void random_requests_hold_every_invariant(void) {
   ptn_arena_check();
 }
 
+static void charges_count_beside_blocks(void) {
+  ptn_account *owner = account(16 * PTN_MIB), *other = account(0);
+  uint64_t before = stats().live_bytes, ceiling = stats().resident_bytes;
+  CHECK_OK(ptn_account_charge(owner, 12 * PTN_MIB));
+  CHECK(stats_of(owner).live_bytes == 12 * PTN_MIB && stats().live_bytes == before && stats().resident_bytes == ceiling);
+  void *block = take(owner, 4 * PTN_MIB), *none;
+  CHECK(ptn_account_charge(owner, 1) == PTN_BUDGET && ptn_last_error()->asked_bytes == 1);
+  CHECK(ptn_arena_alloc(owner, 1, &none) == PTN_BUDGET);
+  CHECK(stats_of(owner).peak_bytes == 16 * PTN_MIB && stats_of(owner).refused_count == 2);
+  CHECK_OK(ptn_account_charge(other, PTN_MIB));
+  CHECK_OK(ptn_account_charge(NULL, PTN_MIB)); /* nobody counts it */
+  ptn_account_discharge(NULL, PTN_MIB);
+  ptn_arena_check();
+  ptn_account_discharge(owner, 4 * PTN_MIB);
+  CHECK_OK(ptn_account_charge(owner, 4 * PTN_MIB));
+  ptn_account_destroy(owner); /* its block and its charges outlive it, and nobody gets its struct meanwhile */
+  ptn_arena_free(block);
+  ptn_account *fresh = account(0);
+  CHECK(fresh != owner && stats_of(fresh).live_bytes == 0);
+  ptn_account_discharge(owner, 12 * PTN_MIB);
+  ptn_arena_check();
+  ptn_account_discharge(other, PTN_MIB);
+  ptn_account_destroy(other);
+  ptn_account_destroy(fresh);
+}
+
 int main(void) {
   sizes_are_rounded_and_aligned();
   a_limit_holds_to_the_byte();
@@ -444,6 +470,7 @@ int main(void) {
   a_goal_and_a_limit_are_asked_in_turn();
   room_is_what_is_left_until_goal_or_limit();
   blocks_outlive_their_account();
+  charges_count_beside_blocks();
   resident_memory_stays_at_the_high_water_mark();
   huge_pages_bring_nothing_that_is_not_counted();
   huge_pages_are_gathered_from_neighbours();

@@ -1,0 +1,96 @@
+/* Engine's methods over a device: homes on the host, what gradients and loads pass through, and tensors over the device's memory.
+ *
+ * Those tensors are made by DLPack, as those of the stash are: it describes memory of any device by address, torch links nothing
+ * for it, and what gives the memory back is a C function that needs neither Python nor the engine. */
+#include "python/binding.h"
+#include "torch/dlpack.h"
+
+static PyObject *answer(ptn_status status) {
+  if (status != PTN_OK) return ptn_python_raise();
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned int chunk;
+  int with_shadow;
+  if (!engine || !PyArg_ParseTuple(arguments, "Ip", &chunk, &with_shadow)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_to_host(engine, chunk, with_shadow != 0));
+  return answer(status);
+}
+
+PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned long long bytes = engine ? PyLong_AsUnsignedLongLong(number) : 0;
+  if (PyErr_Occurred()) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_set_gradient_memory(engine, bytes));
+  return answer(status);
+}
+
+PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned long long piece_bytes;
+  unsigned int n_pieces;
+  if (!engine || !PyArg_ParseTuple(arguments, "KI", &piece_bytes, &n_pieces)) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_set_staging(engine, piece_bytes, n_pieces));
+  return answer(status);
+}
+
+PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  return engine ? PyUnicode_FromString(ptn_engine_unlocked_reason(engine)) : NULL;
+}
+
+/* ---- tensors ---- */
+
+/* torch's table, found once. NULL with an exception set. */
+static const ptn_dlpack_exchange *find_exchange(void) {
+  static const ptn_dlpack_exchange *found; /* guarded by the GIL; torch lives as long as the process */
+  if (found) return found;
+  PyObject *torch = PyImport_ImportModule("torch"), *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+  if (tensor) found = ptn_dlpack_find(tensor);
+  Py_XDECREF(tensor);
+  Py_XDECREF(torch);
+  return found;
+}
+
+static void release_region(void *region) { ptn_region_release(region); } /* NULL: what is borrowed */
+
+/* A flat tensor of count elements of so many bits. region: what it holds, NULL: it is borrowed. */
+static PyObject *make_tensor(PyObject *object, void *address, ptn_region *region, int bits, uint64_t count) {
+  const ptn_dlpack_exchange *exchange = find_exchange();
+  if (!exchange) return NULL;
+  int number = ptn_python_device_number(object);
+  ptn_dlpack_memory memory = {.data = address,
+                              .device_type = number < 0 ? PTN_DLPACK_CPU : PTN_DLPACK_CUDA,
+                              .device_number = number < 0 ? 0 : number,
+                              .context = region ? ptn_region_acquire(region) : NULL,
+                              .release = release_region};
+  ptn_dlpack_type type = {.code = bits == 16 ? PTN_DLPACK_BFLOAT : PTN_DLPACK_FLOAT, .bits = (uint8_t)bits, .lanes = 1};
+  const int64_t geometry[] = {(int64_t)count, 1};
+  return ptn_dlpack_over(exchange, &memory, type, 1, geometry);
+}
+
+PyObject *ptn_python_base(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned int chunk;
+  if (!engine || !PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  ptn_region *region = ptn_engine_region(engine, chunk);
+  if (!region) Py_RETURN_NONE;
+  int bits = ptn_python_is_bf16(object) ? 16 : 32;
+  return make_tensor(object, region->memory, region, bits, region->bytes * 8 / (unsigned)bits);
+}
+
+PyObject *ptn_python_state(PyObject *object, PyObject *arguments) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned int chunk, array;
+  if (!engine || !PyArg_ParseTuple(arguments, "II", &chunk, &array)) return NULL;
+  void *memory = ptn_engine_state(engine, chunk, array);
+  if (!memory) Py_RETURN_NONE;
+  uint64_t element_bytes = ptn_python_is_bf16(object) ? 2 : 4;
+  return make_tensor(object, memory, NULL, 32, ptn_engine_region(engine, chunk)->bytes / element_bytes);
+}

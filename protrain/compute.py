@@ -1,0 +1,210 @@
+"""What computes, and where: the CPU in ordinary memory, or an accelerator with memory of its own beside the host's.
+
+The rest of the package asks here what depends on that: tensors over the engine's memory, ways between the device and the host,
+random and stream state, what memory is free. Addresses given to the engine go through `on_host` and `on_device`, since the
+core cannot tell whose an address is: one of the wrong memory would end the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _core
+from .errors import PlanError
+from .gpupool import GpuPool
+from .sizes import MIB, default_memory_bytes
+
+
+class Compute:
+    """The CPU in ordinary memory, which is device and host in one.
+
+    device: where torch's tensors are; separate: whether the device has memory beside the host's; backward_depth: how many
+    Python frames of a backward pass are around a hook of it.
+    """
+
+    device = torch.device("cpu")
+    separate = False
+    backward_depth = 1
+
+    # ---- memory ----
+
+    def default_memory_bytes(self) -> int:
+        """The budget where none is given."""
+        return default_memory_bytes()
+
+    def overhead_bytes(self, budget_bytes: int) -> int:
+        """What libraries and the allocator's rounding take of a budget beside tensors."""
+        return 0
+
+    def engine_options(self, memory_bytes: int, host_bytes: int) -> dict[str, Any]:
+        """Arguments of an Engine: its budget, and its device where it has one."""
+        return {"limit_bytes": memory_bytes}
+
+    def trim(self) -> None:
+        """Memory that is kept for later goes back to the system; between steps."""
+        _core.trim(0)
+
+    def count(self, engine: _core.Engine, on: bool) -> None:
+        """Tensors made where it is computed count against this engine's budget from now on, or against none."""
+        engine.use_account(on)
+
+    def counts(self) -> bool:
+        """Whether what is made on a GPU counts now; `_core.swap_account` tells of ordinary memory."""
+        return False
+
+    def held_bytes(self, engine: _core.Engine) -> int:
+        """What is live now of the budget, the engine's own memory among it."""
+        return int(engine.stats()["live_bytes"])
+
+    # ---- tensors ----
+
+    def base(self, engine: _core.Engine, chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        """Where a chunk's parameters lie, as one flat tensor."""
+        region = engine.region(chunk)
+        assert region is not None
+        return torch.frombuffer(region, dtype=dtype)
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+        """Ordinary memory, for the engine to read or write; contiguous without strides."""
+        if strides is None:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="cpu")
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in ordinary memory, lying as they do where they are dense; the tensor itself where it is there."""
+        return tensor.detach().to(device="cpu")
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values where it is computed."""
+        return tensor.to(device=self.device)
+
+    def on_host(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor in ordinary memory."""
+        assert tensor.device.type == "cpu", f"a tensor in ordinary memory is wanted, this one is on {tensor.device}"
+        return tensor.data_ptr()
+
+    def on_device(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor where it is computed."""
+        assert tensor.device == self.device, f"a tensor on {self.device} is wanted, this one is on {tensor.device}"
+        return tensor.data_ptr()
+
+    # ---- state ----
+
+    def random_state(self) -> Any:
+        """Of all generators that a forward draws from; `set_random_state` puts it back."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+class Accelerator(Compute):
+    """A device with memory of its own: `core`, as the engine knows it."""
+
+    separate = True
+    backward_depth = 0  # autograd has a thread for each device
+
+    def __init__(self, device: torch.device, core: _core.Device) -> None:
+        self.device, self.core = device, core
+
+    def current_stream(self) -> Callable[[], int] | None:
+        """What gives the handle of the stream on which torch orders now."""
+        return None
+
+    def engine_options(self, memory_bytes: int, host_bytes: int) -> dict[str, Any]:
+        return {
+            "limit_bytes": host_bytes,
+            "device": self.core,
+            "device_limit_bytes": memory_bytes,
+            "current_stream": self.current_stream(),
+        }
+
+    def base(self, engine: _core.Engine, chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        found = engine.base(chunk)
+        assert found is not None
+        return found
+
+
+class Cuda(Accelerator):
+    """A GPU, in the context and on the streams that torch uses there."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        number = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device("cuda", number), _core.Device(number))
+        self.number = number
+        self.pool = GpuPool(number)
+
+    def default_memory_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.number)
+        free += torch.cuda.memory_reserved(self.number) - torch.cuda.memory_allocated(self.number)
+        return int(max(free - max(free // 8, 256 * MIB), 64 * MIB))
+
+    def overhead_bytes(self, budget_bytes: int) -> int:
+        """cuBLAS works in up to 32 MiB; the caching allocator takes segments of 2 MiB and more, and leaves parts of them."""
+        return 40 * MIB + budget_bytes // 16
+
+    def current_stream(self) -> Callable[[], int]:
+        return functools.partial(torch._C._cuda_getCurrentRawStream, self.number)  # type: ignore[attr-defined]
+
+    def trim(self) -> None:
+        super().trim()
+        self.pool.renew()
+
+    def count(self, engine: _core.Engine, on: bool) -> None:
+        if on:
+            engine.use_account(True)
+            self.pool.begin()
+        elif self.counts():
+            self.pool.end()
+            engine.use_account(False)
+
+    def counts(self) -> bool:
+        return self.pool.running
+
+    def held_bytes(self, engine: _core.Engine) -> int:
+        """Segments that torch keeps for later are not held: what torch says of them is what it could give out again."""
+        kept = torch.cuda.memory_reserved(self.number) - torch.cuda.memory_allocated(self.number)
+        return max(super().held_bytes(engine) - kept, int(engine.stats()["device_bytes"]))
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.number)
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1], self.number)
+
+
+#: Set by tests alone: an accelerator that stands for the one of any model, where there is none.
+stand_in: Accelerator | None = None
+
+
+def choose(named: list[tuple[str, torch.nn.Parameter]]) -> Compute:
+    """What is to compute a model with these parameters: the GPU that they are on, or that torch's default device names where
+    they are on the CPU or on meta (`with torch.device("cuda"):` around wrap); else the CPU.
+
+    Raises:
+        PlanError: they are on several devices, or on one that is not supported.
+        DeviceError: the GPU's driver cannot be used.
+    """
+    if stand_in is not None:
+        return stand_in
+    place, owner = torch.device("cpu"), ""
+    for name, p in named:
+        if p.device.type in ("cpu", "meta"):
+            continue
+        if p.device.type != "cuda":
+            raise PlanError(f"model: parameter {name} is on {p.device}; cpu, cuda and meta are supported")
+        if owner and p.device != place:
+            raise PlanError(f"model: {owner} is on {place} and {name} on {p.device}; one device computes: move the model to it")
+        place, owner = p.device, name
+    left = next((name for name, p in named if p.device.type == "cpu"), None)
+    if owner and left is not None:
+        raise PlanError(f"model: {owner} is on {place} and {left} on the CPU; move the model to one of them")
+    if not owner and torch.get_default_device().type == "cuda":
+        place = torch.get_default_device()
+    return Cuda(place) if place.type == "cuda" else Compute()

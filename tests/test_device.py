@@ -1,0 +1,252 @@
+"""Training over a device: the bits of plain torch, whatever lies on the device, the host and the disk.
+
+There is no GPU here: the core's host device stands for one (standin.py). What only a GPU can show is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_bf16
+import torch
+from nets import TIGHT, Chain, inputs, steps
+from standin import Apart, StandIn
+from torch import nn
+from twins import MIB, Loop, adamw, assert_equal, fit, run
+
+import protrain
+from protrain import _core, compute
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made = StandIn()
+    monkeypatch.setattr(compute, "stand_in", made)
+    return made
+
+
+@pytest.fixture
+def apart(device: StandIn) -> Iterator[None]:
+    """Operations on tensors of both memories are errors, which costs time."""
+    with Apart(device):
+        yield
+
+
+@pytest.fixture
+def gpt2(causal_lm: Any) -> Any:
+    """GPT-2 of 2.0 M parameters, with dropout."""
+    return partial(causal_lm, "gpt2", hidden=192, layers=4, use_cache=True, resid_pdrop=0.1, embd_pdrop=0.1)
+
+
+#: Budgets of host memory for a Chain: all that does not persist on the host, a part of it, and nearly nothing.
+HOST = {"host": 1 << 30, "mixed": 24 * MIB, "disk": 10 * MIB}
+
+
+def equal(make: Any, loop: Loop, optimizer: Any = adamw, **options: Any) -> protrain.Status:
+    """Trained the same over the device as in plain torch, inside both budgets."""
+    status = assert_equal(run(make, loop, optimizer, **options), run(make, loop, optimizer), options["memory"])
+    assert status.host_bytes == status.plan.host_bytes <= options["host_memory"]
+    return status
+
+
+# ---- the bits ----
+
+
+@pytest.mark.parametrize("host", HOST)
+def test_homes(host: str, device: StandIn) -> None:
+    status = equal(Chain, steps(inputs(4 if host == "mixed" else 3)), memory=TIGHT, host_memory=HOST[host])
+    plan = status.plan
+    on_disk = plan.n_chunks - plan.n_persist - plan.n_host
+    assert plan.n_persist > 0
+    assert (plan.n_host > 0, on_disk > 0) == {"host": (True, False), "mixed": (True, True), "disk": (False, True)}[host]
+    assert (status.disk_read_bytes > 0) == (on_disk > 0)
+    assert device.streams > 0
+
+
+def test_all_on_the_device(device: StandIn) -> None:
+    status = equal(Chain, steps(inputs(3)), memory=1 << 30, host_memory=64 * MIB)
+    assert status.plan.n_persist == status.plan.n_chunks
+    assert status.host_bytes == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_passes_norms_and_dropout(precision: str, device: StandIn, apart: None, gpt2: Any, token_batches: Any) -> None:
+    options: dict[str, Any] = {"memory": 17 * MIB, "host_memory": 20 * MIB, "accumulate": 2, "max_grad_norm": 0.5}
+    if precision == "fp32":
+        status = equal(gpt2, fit(token_batches(6, length=32), 2, 0.5), **options)
+    else:
+        status = test_bf16.assert_equal(gpt2, test_bf16.fit(token_batches(6, length=32), 2, 0.5), **options)
+    assert 0 < status.plan.n_persist + status.plan.n_host < status.plan.n_chunks
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, fused=True)
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), amsgrad=True, weight_decay=0.01, maximize=True, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, amsgrad])
+def test_optimizers(optimizer: Any, device: StandIn) -> None:
+    status = equal(Chain, steps(inputs(3)), optimizer, memory=28 * MIB, host_memory=24 * MIB)
+    assert 0 < status.plan.n_persist < status.plan.n_chunks
+
+
+def test_bf16_masters_on_the_device(device: StandIn, gpt2: Any, token_batches: Any) -> None:
+    loop = test_bf16.fit(token_batches(3, length=32), clip=0.5)
+    status = test_bf16.assert_equal(gpt2, loop, memory=26 * MIB, host_memory=1 << 30, max_grad_norm=0.5)
+    assert 0 < status.plan.n_persist < status.plan.n_chunks
+
+
+def test_recomputed_blocks(device: StandIn) -> None:
+    status = equal(Chain, steps(inputs(3)), memory=TIGHT, host_memory=24 * MIB, block_modes=["checkpoint"] * 8)
+    assert set(status.plan.block_modes) == {"checkpoint"}
+
+
+def test_between_steps(device: StandIn, apart: None, fresh_disk: Path) -> None:
+    """Values written in place, a forward without gradients, a step that is skipped, a checkpoint, another wrap."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures: list[Any] = []
+        for number, x in enumerate(inputs(4)):
+            loss = model(x)
+            loss.backward()
+            if number != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.blocks[number].up.weight.mul_(1.01)
+                model.head.bias.add_(0.1)
+                figures += [loss.item(), model(x).item()]
+        if not plain:
+            protrain.save(model, optimizer, str(fresh_disk / "saved"))
+            protrain.load(model, optimizer, str(fresh_disk / "saved"))
+        return figures
+
+    equal(Chain, loop, memory=TIGHT, host_memory=24 * MIB)
+
+
+def test_unwrapped_it_is_plain_torch(device: StandIn) -> None:
+    model, plain = Chain(), Chain()
+    before = copy.deepcopy(plain.state_dict())
+    protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=24 * MIB)
+    view = model.blocks[3].up.weight.detach()
+    protrain.unwrap(model)
+    assert view.shape == (512, 256)  # over memory that lives as long as the view
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_on_meta(device: StandIn) -> None:
+    def init(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p)
+
+    with torch.device("meta"):
+        model = Chain()
+    torch.manual_seed(3)
+    protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=24 * MIB, param_init_fn=init)
+    plain = Chain()
+    torch.manual_seed(3)
+    for module in plain.modules():
+        init(module)
+    want = plain.state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    protrain.unwrap(model)
+
+
+# ---- what goes wrong ----
+
+
+def test_a_wrong_byte_on_disk_names_its_chunk(device: StandIn, fresh_disk: Path) -> None:
+    model = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=10 * MIB, disk=fresh_disk)
+    (x,) = inputs(1)
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    files = [int(name) for name in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{name}")]
+    (file,) = (fd for fd in files if os.readlink(f"/proc/self/fd/{fd}").startswith(str(fresh_disk)))
+    size = os.fstat(file).st_size
+    kept = bytearray(size)
+    for at in range(0, size, 1 << 20):
+        kept[at : at + (1 << 20)] = _read(file, at, min(1 << 20, size - at))
+    _write(file, bytes(byte ^ 1 for byte in kept[:4096]) * (size // 4096))
+    with pytest.raises(protrain.DiskError, match=r"parameters of chunk \d"):
+        model(x).backward()
+    _write(file, bytes(kept))
+    optimizer.zero_grad()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    protrain.unwrap(model)
+
+
+def _path(file: int) -> str:
+    return f"/proc/self/fd/{file}"
+
+
+def _read(file: int, at: int, count: int) -> bytes:
+    with open(_path(file), "rb", buffering=0) as opened:
+        opened.seek(at)
+        return opened.read(count)
+
+
+def _write(file: int, data: bytes) -> None:
+    with open(_path(file), "r+b", buffering=0) as opened:
+        opened.write(data)
+        os.fsync(opened.fileno())
+
+
+def test_refusals(device: StandIn) -> None:
+    model = Chain()
+    with pytest.raises(protrain.BudgetError, match=r"host_memory of 1\.00 MiB") as caught:
+        protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=MIB)
+    assert caught.value.smallest_bytes > MIB
+    with pytest.raises(protrain.BudgetError, match=r"^memory: "):
+        protrain.wrap(model, adamw(model), memory=MIB, host_memory=64 * MIB)
+    with pytest.raises(protrain.PlanError, match="'swap' does not work over a device yet"):
+        protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=["keep"] * 7 + ["swap"])
+    with pytest.raises(protrain.PlanError, match="RMSprop; over a device it can be Adam, AdamW or SGD yet"):
+        protrain.wrap(model, torch.optim.RMSprop(model.parameters()), memory=TIGHT)
+    wrapped, optimizer = protrain.wrap(model, adamw(model), memory=caught.value.smallest_bytes + TIGHT, host_memory=64 * MIB)
+    session = protrain.session_of(wrapped)
+    with pytest.raises(BufferError, match=r"Engine\.base"):
+        memoryview(session.engine.region(0))  # type: ignore[arg-type]
+    with pytest.raises(protrain.BudgetError):
+        wrapped(inputs(1, rows=1 << 15)[0])
+    wrapped(inputs(1)[0]).backward()
+    optimizer.step()
+    protrain.unwrap(wrapped)
+
+
+def test_a_stream_that_cannot_be_asked(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(device, "current_stream", lambda: broken)
+    model = Chain()
+    with pytest.raises(RuntimeError, match="no stream"):
+        protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=24 * MIB)
+
+
+def test_without_a_driver() -> None:
+    """On a machine without a GPU that is said in one line; with one there is nothing to say."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(protrain.DeviceError) as caught:
+        _core.Device(0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="a Device is wanted"):
+        _core.Engine("/tmp", 1 << 20, [(4096, True)], [(0, 0, 4, True, 0)], 1, 2, device=object())  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The engine and torch's segments over a CUDA driver, as far as a driver that is none (tests/c/fake_cuda.h) shows it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import protrain
+from protrain import _core, gpupool
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library, loaded; its machine has one GPU."""
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    compiler = shlex.split(os.environ.get("CC", "gcc"))
+    flags = ["-std=c11", "-O1", "-fPIC", "-shared", "-pthread", f"-I{HERE.parent / 'csrc'}", f"-I{HERE / 'c'}"]
+    sources = [str(path) for path in sorted((HERE / "c").glob("fake_*.c")) if "disk" not in path.name]
+    base = [str(HERE.parent / "csrc" / "base" / name) for name in ("status.c", "threads.c")]
+    subprocess.run([*compiler, *flags, *sources, *base, "-o", str(library), "-ldl"], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.fake_complaint.restype = ctypes.c_char_p
+    loaded.fake_reset(ctypes.c_uint64(1), 0)
+    loaded.path = str(library)
+    return loaded
+
+
+@pytest.fixture
+def malloc() -> Callable[[int], int | None]:
+    """What torch's caching allocator calls."""
+    function = ctypes.CDLL(_core.__file__).ptn_cuda_malloc
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return lambda size: function(size, 0, None)
+
+
+@pytest.fixture
+def free() -> Callable[[int, int], None]:
+    function = ctypes.CDLL(_core.__file__).ptn_cuda_free
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return lambda address, size: function(address, size, 0, None)
+
+
+def engine_over(driver: Any, folder: Path) -> _core.Engine:
+    """One chunk of 1 MiB, with two arrays of state, and 8 MiB of the GPU."""
+    params = [(0, 0, 1000, True, 0), (0, 4096, 5000, True, 0)]
+    return _core.Engine(
+        str(folder), 64 * MIB, [(MIB, True)], params, 1, 2, device=_core.Device(0, driver.path), device_limit_bytes=8 * MIB,
+        current_stream=lambda: 0,
+    )  # fmt: skip
+
+
+def test_homes_keep_their_values(driver: Any, fresh_disk: Path) -> None:
+    """Whatever the home, and through all of them."""
+    engine = engine_over(driver, fresh_disk)
+    values, found = torch.randn(5000), torch.empty(5000)
+    state = values + 1
+    engine.to_memory(0, True)
+    engine.transfer(1, 0, values.data_ptr(), True)
+    engine.transfer(1, 2, state.data_ptr(), True)
+    moves: list[Callable[[], None]] = [
+        lambda: engine.to_host(0, True), lambda: engine.to_disk(0), lambda: engine.to_host(0, False),
+        lambda: engine.to_memory(0, True), lambda: engine.to_disk(0), lambda: engine.to_memory(0, False),
+    ]  # fmt: skip
+    for move in moves:
+        move()
+        engine.transfer(1, 0, found.data_ptr(), False)
+        assert torch.equal(found, values)
+        engine.transfer(1, 2, found.data_ptr(), False)
+        assert torch.equal(found, state)
+    assert engine.unlocked_reason() == ""
+    base, region = engine.base(0), engine.region(0)
+    assert base is not None
+    assert region is not None
+    assert (base.device, base.dtype, base.numel()) == (torch.device("cuda", 0), torch.float32, MIB // 4)
+    assert base.data_ptr() == region.address
+    engine.close()
+    assert driver.fake_complaint() == b""  # the tensor has its memory still
+    del base, region
+    assert driver.fake_complaint() == b""
+
+
+def test_one_budget_for_the_engine_and_torch(
+    driver: Any, malloc: Callable[[int], int | None], free: Callable[[int, int], None], fresh_disk: Path
+) -> None:
+    engine, other = engine_over(driver, fresh_disk), engine_over(driver, fresh_disk)
+    engine.use_account(True)
+    first = malloc(4 * MIB)
+    assert first
+    engine.to_memory(0, True)
+    assert engine.stats()["device_bytes"] == 3 * MIB
+    assert engine.stats()["live_bytes"] == 7 * MIB
+    assert malloc(2 * MIB) is None  # torch frees what it keeps, or raises OutOfMemoryError
+    second = malloc(MIB)
+    assert second
+    engine.to_host(0, False)
+    with pytest.raises(protrain.BudgetError) as caught:
+        engine.set_slots([0], [4 * MIB])
+    assert caught.value.budget_bytes == 8 * MIB
+    assert engine.stats()["host_bytes"] >= 4 * MIB  # parameters, state, and gradients that wait for their update
+    other.use_account(True)
+    free(first, 4 * MIB)  # counted where it was taken
+    third = malloc(2 * MIB)
+    assert third
+    assert engine.stats()["live_bytes"] == MIB
+    assert engine.stats()["peak_bytes"] == 8 * MIB
+    assert other.stats()["live_bytes"] == 2 * MIB
+    other.use_account(False)
+    fourth = malloc(64 * MIB)  # nobody's
+    assert fourth
+    engine.close()
+    other.close()
+    for address, size in ((second, MIB), (third, 2 * MIB), (fourth, 64 * MIB)):
+        free(address, size)
+    assert driver.fake_complaint() == b""
+
+
+def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one takes a GPU's allocations, what begins is ended, and segments go with their pool."""
+    calls: list[tuple[Any, ...]] = []
+    made = iter(range(10))
+
+    class Pool:
+        def __init__(self, _allocator: Any) -> None:
+            self.id = (0, next(made))
+
+        def __del__(self) -> None:
+            calls.append(("gone", self.id[1]))
+
+    def told(name: str) -> Callable[[int, tuple[int, int]], None]:
+        return lambda number, pool: calls.append((name, number, pool[1]))
+
+    names = {"begin": "_cuda_beginAllocateToPool", "end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}
+    monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**{name: told(word) for word, name in names.items()}))
+    monkeypatch.setattr(gpupool, "_allocator", lambda: SimpleNamespace(allocator=lambda: None))
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(("empty",)))
+    first, second = gpupool.GpuPool(3), gpupool.GpuPool(3)
+    first.begin()
+    first.begin()
+    second.begin()
+    first.end()  # it is not its turn
+    assert (first.running, second.running) == (False, True)
+    second.renew()
+    assert second.running
+    second.end()
+    second.renew()
+    assert not second.running
+    ended = [("end", 3, 0), ("release", 3, 0), ("begin", 3, 1), ("end", 3, 1), ("release", 3, 1), ("gone", 1), ("empty",)]
+    again = [("begin", 3, 2), ("end", 3, 2), ("release", 3, 2), ("gone", 2), ("empty",)]
+    assert calls == [("begin", 3, 0), *ended, *again]
