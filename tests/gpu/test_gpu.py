@@ -1,0 +1,258 @@
+"""On a GPU: losses and parameters are plain torch's bit for bit, the budget holds by two measures, streams and long runs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain, inputs
+from references import Plain, train, values
+from torch import nn
+
+import protrain
+
+MIB = 1 << 20
+MEMORY = 192 * MIB  # of which libraries may take 40
+STATES = 8  # of a Wide, in chunks' worth: enough that a part does not persist
+
+
+class Wide(Chain):
+    """A Chain of 42 M parameters: 670 MiB of parameters, gradients and moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.widen = nn.ModuleList([nn.Linear(256, 10240, bias=False) for _ in range(STATES)])
+        self.narrow = nn.ModuleList([nn.Linear(10240, 256, bias=False) for _ in range(STATES)])
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        for widen, narrow in zip(self.widen, self.narrow, strict=True):
+            x = x + narrow(torch.tanh(widen(x)))
+        return super().forward(x, **options)
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "device": {"memory": 4 << 30},
+    "host": {"memory": MEMORY, "host_memory": 4 << 30},
+    "mixed": {"memory": MEMORY, "host_memory": 300 * MIB},
+    "disk": {"memory": MEMORY, "host_memory": 64 * MIB},
+}
+
+
+def wrap(model: nn.Module, on: str = "cuda", **options: Any) -> tuple[Any, Any]:
+    """Wrapped over the GPU, from there or from the CPU."""
+    if on == "cuda":
+        model = model.cuda()
+    with torch.device("cuda"):
+        return protrain.wrap(model, adamw(list(model.parameters())), **options)
+
+
+def on_gpu(model: Any) -> set[str]:
+    """The names of the parameters whose chunk persists on the GPU."""
+    session = protrain.session_of(model)
+    return {entry.name for entry in session.layout.entries if session.engine.in_memory(entry.chunk)}
+
+
+def equal(
+    make: Callable[[], nn.Module], batches: list[torch.Tensor], stream: torch.cuda.Stream | None = None, **options: Any
+) -> protrain.Status:
+    """Trained wrapped and plainly: the same losses and parameters."""
+    model, optimizer = wrap(make(), on="cpu", **options)
+    try:
+        losses = train(model, optimizer, batches, stream)
+        persistent, found, status = on_gpu(model), values(model), protrain.status(model)
+    finally:
+        protrain.unwrap(model)
+    plain = Plain(make(), adamw, persistent, options.get("precision") == "bf16")
+    assert losses == train(plain.model, plain, batches, stream)
+    want = values(plain.model)
+    assert [name for name in want if found[name] != want[name]] == []
+    assert 0 < status.peak_memory_bytes <= options["memory"]
+    return status
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("homes", HOMES)
+def test_homes(homes: str, precision: str) -> None:
+    status = equal(Wide, inputs(5, rows=64), precision=precision, **HOMES[homes])
+    plan = status.plan
+    on_disk = plan.n_chunks - plan.n_persist - plan.n_host
+    assert (plan.n_persist == plan.n_chunks) == (homes == "device")
+    assert (on_disk > 0) == (homes in ("mixed", "disk"))
+
+
+@pytest.mark.parametrize("mode", ["keep", "checkpoint"])
+def test_modes(mode: str) -> None:
+    status = equal(Wide, inputs(4, rows=64), block_modes=[mode] * 8, **HOMES["mixed"])
+    assert set(status.plan.block_modes) == {mode}
+
+
+@pytest.mark.parametrize("mode", ["swap", "checkpoint_swap"])
+def test_modes_that_are_refused(mode: str) -> None:
+    with pytest.raises(protrain.PlanError, match="does not work over a device yet"):
+        wrap(Wide(), block_modes=[mode] * 8, **HOMES["mixed"])
+
+
+def test_dropout_is_drawn_again() -> None:
+    """A recomputed block draws from the GPU's generator what its forward drew."""
+
+    class Dropped(Wide):
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            return super().forward(nn.functional.dropout(x, 0.2), **options)
+
+    def make() -> nn.Module:
+        model = Dropped()
+        for block in model.blocks:
+            block.down = nn.Sequential(block.down, nn.Dropout(0.2))
+        torch.manual_seed(5)
+        return model
+
+    equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * 8, **HOMES["host"])
+
+
+# ---- streams ----
+
+
+def test_a_stream_that_is_not_the_default() -> None:
+    equal(Wide, inputs(5, rows=64), torch.cuda.Stream(), **HOMES["mixed"])
+
+
+def test_streams_that_change() -> None:
+    """Each step on another one, ordered by the caller as torch asks for."""
+    batches = inputs(6, rows=64)
+
+    def run(model: Any, trainer: Any) -> list[float]:
+        losses, before = [], torch.cuda.current_stream()
+        for x in batches:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(before)
+            losses += train(model, trainer, [x], stream)
+            before = stream
+        torch.cuda.current_stream().wait_stream(before)
+        return losses
+
+    model, optimizer = wrap(Wide(), on="cpu", **HOMES["mixed"])
+    try:
+        losses, persistent = run(model, optimizer), on_gpu(model)
+    finally:
+        protrain.unwrap(model)
+    plain = Plain(Wide(), adamw, persistent)
+    assert losses == run(plain.model, plain)
+
+
+# ---- memory ----
+
+
+def used_by_process() -> int:
+    """What the driver says that this process has on GPU 0; 0 where it does not say (containers)."""
+    words = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits", "--id=0"]
+    import os
+
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sum(int(line.split(",")[1]) * MIB for line in lines if line.split(",")[0].strip() == str(os.getpid()))
+
+
+@pytest.mark.parametrize("homes", ["host", "disk"])
+def test_the_budget_holds(homes: str) -> None:
+    """By torch's own count of tensors and the engine's of its memory, and by what the whole GPU has less free."""
+    torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    torch.mm(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free_before, process_before = torch.cuda.mem_get_info()[0], used_by_process()
+    model, optimizer = wrap(Wide(), on="cpu", **HOMES[homes])
+    torch.cuda.reset_peak_memory_stats()
+    least_free = free_before
+    try:
+        for x in inputs(6, rows=512):
+            train(model, optimizer, [x])
+            least_free = min(least_free, torch.cuda.mem_get_info()[0])
+        stats = protrain.session_of(model).engine.stats()
+        assert torch.cuda.max_memory_allocated() + stats["device_bytes"] <= MEMORY
+        assert stats["peak_bytes"] <= MEMORY
+        slack = 64 * MIB  # kernels that the driver loads meanwhile
+        assert free_before - least_free <= MEMORY + slack
+        if process_before:
+            assert used_by_process() - process_before <= MEMORY + slack
+    finally:
+        protrain.unwrap(model)
+
+
+def test_torch_counts_what_it_always_counts() -> None:
+    """memory_stats tells of tensors in the pool too, and the pool's segments are gone after unwrap."""
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    model, optimizer = wrap(Wide(), on="cpu", **HOMES["host"])
+    loss = model(inputs(1, rows=64)[0].cuda())
+    assert torch.cuda.memory_allocated() > allocated
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+    protrain.unwrap(model)
+    del model, optimizer
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() <= reserved
+
+
+def test_a_batch_that_does_not_fit_leaves_the_model() -> None:
+    model, optimizer = wrap(Wide(), on="cpu", **HOMES["host"])
+    want = values(model)
+    with pytest.raises((protrain.BudgetError, torch.OutOfMemoryError)):
+        model(inputs(1, rows=1 << 17)[0].cuda()).backward()
+    optimizer.zero_grad()
+    assert values(model) == want
+    train(model, optimizer, inputs(2, rows=64))
+    protrain.unwrap(model)
+
+
+# ---- where a model comes from, and goes ----
+
+
+def test_places() -> None:
+    """From the GPU back to it, from the CPU back there; buffers go along."""
+    for on in ("cuda", "cpu"):
+        model = Wide()
+        model.register_buffer("table", torch.arange(5))
+        model, optimizer = wrap(model, on=on, **HOMES["mixed"])
+        assert model.table.device.type == "cuda"
+        train(model, optimizer, inputs(1, rows=64))
+        protrain.unwrap(model)
+        assert {p.device.type for p in model.parameters()} == {on}
+        assert model.table.device.type == on
+
+
+# ---- a long run ----
+
+
+def test_a_thousand_steps() -> None:
+    """In turn over all homes and modes, values going from one wrapped model to the next, beside one plain model."""
+    make, batches = Chain, inputs(1000, rows=16)
+    state = {name: value.clone() for name, value in make().state_dict().items()}
+    kinds = [(homes, mode) for homes in ("host", "mixed", "disk") for mode in ("keep", "checkpoint")]
+    for number, begin in enumerate(range(0, 1000, 50)):
+        homes, mode = kinds[number % len(kinds)]
+        options = {
+            **HOMES[homes],
+            "memory": 64 * MIB,
+            "host_memory": {"host": 1 << 30, "mixed": 24 * MIB, "disk": 10 * MIB}[homes],
+        }
+        model, plain_model = make(), make()
+        model.load_state_dict(state)
+        plain_model.load_state_dict(state)
+        model, optimizer = wrap(model, on="cpu", block_modes=[mode] * 8, **options)
+        losses = train(model, optimizer, batches[begin : begin + 50])
+        plain = Plain(plain_model, adamw, on_gpu(model))
+        protrain.unwrap(model)
+        assert losses == train(plain.model, plain, batches[begin : begin + 50]), f"steps {begin} to {begin + 50}: {homes}, {mode}"
+        state = {name: value.detach().cpu().clone() for name, value in plain_model.state_dict().items()}
+        assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
