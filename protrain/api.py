@@ -229,7 +229,10 @@ def wrap(
     groups = _check_optimizer(optimizer, named)
     compute = choose(named)
     budget = compute.default_memory_bytes() if memory is None else parse_bytes(memory)
-    host_budget = default_memory_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    if host_memory is not None:
+        host_budget = parse_bytes(host_memory, "host_memory")
+    else:
+        host_budget = default_memory_bytes() if compute.separate else 0
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     dtype = dtype_of(precision)

@@ -204,7 +204,7 @@ def test_shell(block: Block, disk: Path, workplace: Path, monkeypatch: pytest.Mo
 def check_ours(words: list[str]) -> None:
     """Parsed as it stands, and run small where it is quick."""
     command, rest = commands, list(words)
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
         command = command.commands[rest.pop(0)]  # type: ignore[assignment]
     command.make_context("protrain", rest)
     key = " ".join(small(words))

@@ -1,9 +1,15 @@
-"""On a GPU: losses and parameters are plain torch's bit for bit, the budget holds by two measures, streams and long runs."""
+"""On a GPU: losses and parameters are plain torch's bit for bit, the budget holds by two measures, streams and long runs.
+
+    python -m pytest tests/gpu
+
+Nothing here ran when it was written: see docs/decisions/0013-cuda-from-python.md for what was verified, and how.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +20,25 @@ from torch import nn
 
 import protrain
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS begins: results then do not depend on streams
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
 MIB = 1 << 20
 MEMORY = 192 * MIB  # of which libraries may take 40
 STATES = 8  # of a Wide, in chunks' worth: enough that a part does not persist
+
+
+@pytest.fixture(autouse=True)
+def deterministic(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits each time, in fp32 as it is named."""
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    torch.cuda.empty_cache()
 
 
 class Wide(Chain):
