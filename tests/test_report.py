@@ -181,8 +181,8 @@ def test_an_interrupted_training_leaves_a_page_of_what_was_measured(work: Path, 
 
 def test_bench_step_writes_both_sides(work: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    words = ("--model", "tiny", "--seq", 32, "--rounds", 2, "--memory", "4MiB", "--json", "--report", page)
-    result = run(work, "bench", "step", *words)
+    given = ("--model", "tiny", "--seq", 32, "--rounds", 2, "--memory", "4MiB", "--json", "--report", page)
+    result = run(work, "bench", "step", *given)
     assert result.returncode == 0, result.stderr
     found, text = json.loads(result.stdout), Tags(page.read_text()).text
     assert "recorded" not in found["protrain"]
