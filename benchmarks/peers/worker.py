@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,11 +77,12 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def train_step(model: Any, optimizer: Any) -> Step:
-    """The training loop of plain PyTorch, which many peers leave as it is."""
+def train_step(model: Any, optimizer: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Step:
+    """The training loop of plain PyTorch, which many peers leave as it is. around: what the forward pass is made inside of."""
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, ids)
+        with around():
+            loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

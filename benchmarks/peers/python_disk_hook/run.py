@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.worker import Job, Step, loss_of, serve
+from peers.worker import Job, Step, serve, train_step
 
 
 class DiskTensor:
@@ -36,15 +36,7 @@ def make(job: Job) -> Step:
     def unpack(packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else torch.load(packed.path)
 
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            loss = loss_of(model, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return train_step(model, optimizer, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
 
 
 serve(make)
