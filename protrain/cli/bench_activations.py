@@ -15,12 +15,12 @@ import json
 import statistics
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from protrain.cli import machine
 from protrain.cli.bench import WARM_STEPS, Child
+from protrain.cli.display import status_line
 from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
 from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
 
@@ -107,7 +107,7 @@ def run(words: Words) -> None:
         )
     wanted = configurations(_count_blocks(config), words.mixes)
     found: list[Measured] = []
-    with _progress(words) as say:
+    with status_line(words.as_json) as say:
         bench = _Bench(words, say)
         for measured in bench.measure(wanted):
             found.append(measured)
@@ -253,18 +253,6 @@ def _free_bytes(used_bytes: int) -> int:
     _, available = machine.memory()
     limit = machine.cgroup_limit()
     return available if limit is None else min(available, limit - used_bytes)
-
-
-@contextmanager
-def _progress(words: Words) -> Iterator[Any]:
-    """A line that says what goes on, on a terminal alone."""
-    if words.as_json or not sys.stdout.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(highlight=False).status("getting ready") as line:
-        yield line.update
 
 
 def _summary(words: Words, found: list[Measured]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from protrain.cli import machine
+from protrain.cli.display import status_line
 from protrain.cli.words import CommandError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -52,7 +51,7 @@ def run(words: Words) -> None:
         words.model_name, words.memory, words.seq, words.batch, words.rounds, words.seed, disk, words.quick, words.search,
         str(BENCHMARKS.parent / "build" / "peers"), words.peers,
     )  # fmt: skip
-    with _progress(words) as say:
+    with status_line(words.as_json) as say:
         try:
             found = {"date": runner.now(), "command": _command(), "machine": _machine(disk), **runner.compare(asked, say)}
         except (ValueError, process.PeerError) as error:
@@ -89,15 +88,3 @@ def _machine(disk: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-@contextmanager
-def _progress(words: Words) -> Iterator[Any]:
-    """A line that says what goes on: on a terminal it changes, elsewhere lines on stderr would be errors, so there is none."""
-    if words.as_json or not sys.stdout.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(highlight=False).status("getting ready") as line:
-        yield line.update

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -244,3 +246,15 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.report is not None:
         rows.append(("report", summary.report))
     return rows
+
+
+@contextmanager
+def status_line(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """A line that says what goes on: on a terminal it changes, elsewhere lines on stderr would be errors, so there is none."""
+    if as_json or not sys.stdout.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(highlight=False).status("getting ready") as line:
+        yield line.update
