@@ -158,6 +158,8 @@ def _described(name: str, about: Any) -> tuple[tuple[int, ...], torch.dtype, int
         raise ValueError(f"tensor {shown(name)} is of type {shown(dtype)}; known are {', '.join(_OF_NAME)}")
     if not _sizes(shape) or len(shape) > MOST_DIMENSIONS or not _sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {shown(name)} is not described as the format has it")
+    if math.prod(max(size, 1) for size in shape) >= 1 << 63:  # of no elements, and yet its strides are no numbers of torch's
+        raise ValueError(f"tensor {shown(name)} has a shape that no tensor can have")
     return tuple(shape), _OF_NAME[dtype], offsets[0], offsets[1]
 
 
