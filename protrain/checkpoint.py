@@ -8,6 +8,7 @@ it is whole. Nothing in it is a pickle.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -226,7 +227,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others.
 
     Raises:
-        DiskError: the folder holds no checkpoint.
+        DiskError: the folder holds no checkpoint, or cannot be read, or another run replaced it meanwhile: load it again.
         PlanError: it is one of another model or optimizer; nothing was changed.
     """
     session = _session(model, optimizer)
@@ -234,10 +235,20 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
         _load(session, model, optimizer, os.fspath(folder))
 
 
+def _place(folder: str) -> tuple[int, int] | None:
+    """Which folder has this name now."""
+    try:
+        about = os.stat(folder)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
 def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     from .counting import uncounted
 
     clear_leftovers(folder)
+    place = _place(folder)
     about = _read_about(folder)
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
     groups: list[dict[str, Any]] = about["param_groups"]
@@ -267,6 +278,8 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
             raise PlanError(
                 f"{folder}: tensor {name} is {'missing' if shape is None else f'of shape {shape}'}, the model's is of {ours}"
             )
+    if _place(folder) != place:  # what was read so far may be of two checkpoints; later each file knows itself
+        raise DiskError(f"{folder} was replaced while it was being read; load it again", errno=errno.ESTALE, filename=folder)
     session.zero_grad()
     given = {(number, array) for number, array, _, _ in wanted}
     for number, array, files, name in wanted:
