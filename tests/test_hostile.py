@@ -247,6 +247,33 @@ def test_a_checkpoint_with_other_options_does_not_keep_out_the_next(checkpoint: 
     steps(inputs(1))(model, optimizer, False)
 
 
+@pytest.mark.parametrize("part", ["param_groups", "params", "loose"])
+def test_states_of_an_optimizer_without_a_kernel_that_are_none(part: str, fresh_disk: Path) -> None:
+    """A list where a dict belongs: refused before anything has changed."""
+    folder = fresh_disk / "checkpoint"
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, torch.optim.Adamax(model.parameters()), memory=TIGHT, disk=fresh_disk)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.save(model, optimizer, folder)
+    steps(inputs(2)[1:])(model, optimizer, False)
+
+    def spoil(values: dict[str, Any]) -> None:
+        state = values["optimizer_state"]
+        if part == "param_groups":
+            state[part] = {"list": [{"list": []}]}
+        elif part == "params":
+            state[part]["head.weight"] = {"list": []}
+        else:
+            state[part] = {"tuple": []}
+
+    about(spoil)(folder)
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    refused(lambda: protrain.load(model, optimizer, folder))
+    assert {name: bits(value) for name, value in model.state_dict().items()} == before
+    assert protrain.status(model).steps == 2
+    protrain.unwrap(model)
+
+
 def test_a_checkpoint_that_is_good_is_loaded(checkpoint: tuple[Any, Any, Path]) -> None:
     model, optimizer, good = checkpoint
     assert protrain.status(model).steps == 2
