@@ -74,7 +74,8 @@ class Setting:
 @dataclass
 class Result:
     """A row of the table. peak_bytes and seconds are None where the row has none, and reason says why. The ratio is to the
-    reference in the same rounds; setup_seconds: from the model's making to steady steps, beyond what steady steps take."""
+    reference in the same rounds; setup_seconds: from the model's making to steady steps, beyond what those take. largest_...
+    is of the model with the most layers that the budget holds; at_least: more were not tried."""
 
     name: str
     peer: str
@@ -95,7 +96,9 @@ class Result:
     within_budget: bool | None = None
     setup_seconds: float | None = None
     install_seconds: float = 0.0
+    largest_layers: int | None = None
     largest_parameters: int | None = None
+    largest_at_least: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,6 +123,25 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
         "budget_bytes": words.memory, "seq": words.seq, "batch": words.batch, "rounds": words.rounds, "seed": words.seed,
         "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER, "rows": [asdict(result) for result in results],
     }  # fmt: skip
+
+
+def grow(words: Words, say: Say, layers_most: int = LAYERS_MOST, folder: Path = listing.FOLDER) -> list[Result]:
+    """Of each of `words.peers` the largest model that the budget holds, by the first of its settings; nothing is compared.
+
+    Raises:
+        ValueError: a name that no peer has.
+    """
+    rows = [row for row in _chosen(listing.read_rows(folder), words) if {row.name, row.peer} & set(words.peers)]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
+        bench = _Bench(words, say, Path(scratch))
+        for row in rows:
+            result = Result(row.name, row.peer, row.documented, row.note, "not compared", row.refused)
+            if bench.prepare(row, result):
+                result.knobs = row.knobs | row.settings[0]
+                bench.grow(row, Setting(row.settings[0], "not compared"), result, layers_most)
+            results.append(result)
+    return results
 
 
 def _chosen(rows: list[Row], words: Words) -> list[Row]:
@@ -154,7 +176,7 @@ class _Bench:
 
     def run(self, rows: list[Row]) -> list[Result]:
         results = {row.name: Result(row.name, row.peer, row.documented, row.note, "not run", row.refused) for row in rows}
-        ready = [row for row in rows if self._prepare(row, results[row.name])]
+        ready = [row for row in rows if self.prepare(row, results[row.name])]
         self._refer(ready[0])
         chosen: dict[str, Setting] = {}
         for row in ready:
@@ -167,10 +189,10 @@ class _Bench:
         if not self._words.quick:
             for row in ready:
                 if results[row.name].seconds is not None:
-                    self._grow(row, chosen[row.name], results[row.name])
+                    self.grow(row, chosen[row.name], results[row.name])
         return list(results.values())
 
-    def _prepare(self, row: Row, result: Result) -> bool:
+    def prepare(self, row: Row, result: Result) -> bool:
         """Its environment; whether it can run."""
         if row.refused:
             return False
@@ -302,17 +324,19 @@ class _Bench:
 
     # ---- the largest model ----
 
-    def _grow(self, row: Row, best: Setting, result: Result) -> None:
-        """The most layers that the budget holds, by bisection, and that model's parameters; None where not even one is held."""
+    def grow(self, row: Row, best: Setting, result: Result, most: int = LAYERS_MOST) -> None:
+        """The most layers that the budget holds, and that model's parameters: doubled up to `most`, then by bisection; None where
+        not even one is held."""
         fits, fails = 0, 1
-        while fails <= LAYERS_MOST and self._holds(row, best, fails):
+        while fails <= most and self._holds(row, best, fails):
             fits, fails = fails, 2 * fails
-        while fails - fits > max(1, fits // 16):
+        result.largest_at_least = fails > most
+        while not result.largest_at_least and fails - fits > max(1, fits // 16):
             middle = (fits + fails) // 2
             fits, fails = (middle, fails) if self._holds(row, best, middle) else (fits, middle)
         if fits:
             about = json.loads((self._model_of(fits) / "about.json").read_text())
-            result.largest_parameters = about["parameters"]
+            result.largest_layers, result.largest_parameters = fits, about["parameters"]
 
     def _model_of(self, layers: int) -> Path:
         folder = self._scratch / f"layers{layers}"

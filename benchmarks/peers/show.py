@@ -87,7 +87,9 @@ def print_table(found: dict[str, Any]) -> None:
 
 
 def _largest(row: dict[str, Any]) -> str:
-    return f"{row['largest_parameters'] / 1e6:,.0f} M" if row["largest_parameters"] else "–"
+    if not row["largest_parameters"]:
+        return "–"
+    return ("≥ " if row["largest_at_least"] else "") + f"{row['largest_parameters'] / 1e6:,.0f} M"
 
 
 # ---- the page ----
