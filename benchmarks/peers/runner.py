@@ -30,7 +30,10 @@ from typing import Any
 from peers import listing, swap
 from peers.environments import InstallError, environment
 from peers.listing import Row
-from peers.process import BENCHMARKS, PeerError, PeerProcess
+from peers.process import ANSWER_SECONDS, BENCHMARKS, PeerError, PeerProcess
+
+from protrain.cli import interrupt
+from protrain.cli.bench import LATE_SECONDS, WRITE_SECONDS
 
 WARM_STEPS = 3  # protrain's first plans, its next two update in step()
 SEARCH_STEPS = 2  # timed, after the warm ones, for each setting
@@ -111,17 +114,22 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
     Raises:
         ValueError: a name that no peer has.
         PeerError: the reference fails.
+        KeyboardInterrupt: Ctrl-C came before anything was measured; after that, what was measured is returned, and "interrupted"
+            is true.
     """
     rows = _chosen(listing.read_rows(folder), words)
     with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
         bench = _Bench(words, say, Path(scratch))
         bench.write_model("model", 0)
         results = bench.run(rows)
+        if bench.interrupted and not any(result.seconds for result in results):
+            raise KeyboardInterrupt
         about = json.loads((Path(scratch) / "model" / "about.json").read_text())
     return {
         "model": words.model_name, "quick": words.quick, "dropout": 0.0, **about,
         "budget_bytes": words.memory, "seq": words.seq, "batch": words.batch, "rounds": words.rounds, "seed": words.seed,
-        "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER, "rows": [asdict(result) for result in results],
+        "interrupted": bench.interrupted, "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER,
+        "rows": [asdict(result) for result in results],
     }  # fmt: skip
 
 
@@ -161,6 +169,7 @@ class _Bench:
         self._reference: list[float] = []
         self._base_bytes = self._usual_bytes = 0
         self._pythons: dict[Path, Path] = {}
+        self.interrupted = False
 
     def write_model(self, name: str, layers: int) -> Path:
         folder = self._scratch / name
@@ -175,7 +184,18 @@ class _Bench:
         return folder
 
     def run(self, rows: list[Row]) -> list[Result]:
+        """A row of results each; after Ctrl-C those that it came before say so."""
         results = {row.name: Result(row.name, row.peer, row.documented, row.note, "not run", row.refused) for row in rows}
+        try:
+            self._run(rows, results)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        for result in results.values():
+            if self.interrupted and result.seconds is None and not result.reason:
+                result.verdict, result.reason = "not run", "interrupted before it was measured"
+        return list(results.values())
+
+    def _run(self, rows: list[Row], results: dict[str, Result]) -> None:
         ready = [row for row in rows if self.prepare(row, results[row.name])]
         self._refer(ready[0])
         chosen: dict[str, Setting] = {}
@@ -190,7 +210,6 @@ class _Bench:
             for row in ready:
                 if results[row.name].seconds is not None:
                     self.grow(row, chosen[row.name], results[row.name])
-        return list(results.values())
 
     def prepare(self, row: Row, result: Result) -> bool:
         """Its environment; whether it can run."""
@@ -293,7 +312,7 @@ class _Bench:
         first, waiting = _Runner(self, reference, chosen, results), others
         with first:
             first.warm()
-            while True:
+            while not self.interrupted:
                 room = _free_bytes() * 4 // 5
                 group: list[_Runner] = []
                 while waiting and (not group or chosen[waiting[0].name].resident_bytes <= room):
@@ -302,21 +321,36 @@ class _Bench:
                 self._rounds(first, group)
                 if not waiting:
                     break
-            first.finish(None)
+            if first.seconds:
+                first.finish(None)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def _rounds(self, first: _Runner, group: list[_Runner]) -> None:
+        """After Ctrl-C: the rounds that were complete."""
+        begin = len(first.seconds)
         with ExitStack() as stack:
+            try:
+                for runner in group:
+                    stack.enter_context(runner)
+                    runner.warm()
+                for number in range(self._words.rounds):
+                    self._round(number, [first, *(runner for runner in group if runner.alive)])
+            except KeyboardInterrupt:
+                self.interrupted = True
+                interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
+            complete = min(len(runner.seconds) for runner in group if runner.alive) if any(r.alive for r in group) else None
+            del first.seconds[begin + complete if complete is not None else len(first.seconds) :]
             for runner in group:
-                stack.enter_context(runner)
-                runner.warm()
-            for number in range(self._words.rounds):
-                alive = [runner for runner in group if runner.alive]
-                self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(r.row.name for r in (first, *alive))}")
-                for runner in (first, *alive):
-                    runner.round()
-                    os.sync()  # what one wrote through the page cache is not left for the next one to wait for
-            for runner in group:
-                runner.finish(first.seconds[-self._words.rounds :])
+                del runner.seconds[complete if complete is not None else 0 :]
+                if runner.seconds:
+                    runner.finish(first.seconds[begin:])
+
+    def _round(self, number: int, alive: list[_Runner]) -> None:
+        self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(runner.row.name for runner in alive)}")
+        for runner in alive:
+            runner.round()
+            os.sync()  # what one wrote through the page cache is not left for the next one to wait for
 
     def losses_until(self, count: int) -> list[float]:
         """The reference's losses; it has made more steps than others where there are several groups."""
@@ -345,6 +379,7 @@ class _Bench:
     def _holds(self, row: Row, best: Setting, layers: int) -> bool:
         self._say(f"{row.name}: {layers} layers")
         found = self._try(row, best.knobs, self._model_of(layers).name, check=False)
+        self._say(f"{row.name}: {layers} layers: {found.reason or f'a peak of {found.peak_bytes >> 20} MiB'}")
         return found.verdict != "failed" and found.peak_bytes <= OVER * self._words.memory
 
 
@@ -388,14 +423,14 @@ class _Runner:
 
     def _ask(self, word: str) -> dict[str, Any]:
         assert self._process is not None
-        return self._process.ask(word)
+        return self._process.ask(word, LATE_SECONDS if self._bench.interrupted else ANSWER_SECONDS)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
         try:
             yield
         except PeerError as error:
-            if self.row.name == listing.REFERENCE:
+            if self.row.name == listing.REFERENCE and not self._bench.interrupted:
                 raise
             self.alive = False
             self._result.verdict, self._result.reason = "failed", str(error)
