@@ -318,6 +318,7 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
 /* A step is over: the file gives space back, but for what the stash had at most in this step or the one before. */
 static void trim_disk(ptn_engine *engine) {
   uint64_t most_bytes = ptn_stash_mark(engine->stash);
+  if (engine->over.stash) most_bytes += ptn_device_stash_mark(engine->over.stash);
   ptn_store_trim(engine->store, ptn_max_u64(most_bytes, engine->stash_bytes));
   engine->stash_bytes = most_bytes;
 }
