@@ -294,13 +294,28 @@ def _run_inside(
 ) -> Any:
     """Run a block's forward with its hooks; `frame` says that they, not those of operations, see what is saved."""
     before = runner.frame, runner.innermost
-    _push(*hooks)
-    runner.frame, runner.innermost = frame, hooks[0]
+    depth = len(runner.pushed)
     try:
+        _enter(runner, hooks)
+        runner.frame, runner.innermost = frame, hooks[0]
         return forward(*args, **kwargs)
     finally:
         runner.frame, runner.innermost = before
-        _pop()
+        leave(runner, depth)
+
+
+def _enter(runner: Runner, hooks: Hooks) -> None:
+    runner.pushed.append(hooks)
+    _push(*hooks)
+
+
+def leave(runner: Runner, depth: int = 0) -> None:
+    """No more than the `depth` outermost of the runner's hooks are left, wherever an interrupt came between."""
+    while len(runner.pushed) > depth:
+        top = _top(True)
+        if top is not None and top[0] is runner.pushed[-1][0]:
+            _pop()
+        runner.pushed.pop()
 
 
 def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -419,8 +434,9 @@ def run_operation(runner: Runner, func: Callable[..., Any], args: tuple[Any, ...
     outer = _top(True)
     if outer is not None and outer[0] is runner.innermost:
         return func(*args, **kwargs)  # the block's own hooks do
-    _push(*(runner.operation_hooks if outer is None else _hooks_within(runner, outer)))
+    depth = len(runner.pushed)
     try:
+        _enter(runner, runner.operation_hooks if outer is None else _hooks_within(runner, outer))
         return func(*args, **kwargs)
     finally:
-        _pop()
+        leave(runner, depth)

@@ -501,5 +501,12 @@ def close_all() -> None:
             continue
 
 
+def _forked() -> None:
+    """In a forked child nobody has a turn: what the parent's other threads were doing does not go on here."""
+    for session in list(_open):
+        session.turn = threading.RLock()
+
+
 _core.install_allocator()
+os.register_at_fork(after_in_child=_forked)
 atexit.register(close_all)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .api import session_of
-from .errors import DiskError, PlanError
+from .errors import DiskError, PlanError, StepError
 from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
@@ -71,10 +71,17 @@ def save(
     Raises:
         PlanError: the model is not wrapped, or the optimizer is not its own.
         DiskError: the folder cannot be written, or holds what is no checkpoint; what was there before is still there.
+        StepError: `extra` or `progress` made a step.
     """
     session = _session(model, optimizer)
-    folder = os.fspath(folder)
-    _check_target(folder)
+    with session.turn:
+        _save(session, model, os.fspath(folder), extra, progress)
+
+
+def _save(
+    session: Session, model: nn.Module, folder: str, extra: Callable[[Path], Any] | None, progress: Progress | None
+) -> None:
+    commits = session.engine.commits()
     own = states_of(session) if session.foreign is not None else None
     try:
         with replaced(folder) as fresh:
@@ -107,26 +114,14 @@ def save(
             (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
                 extra(fresh)
+            if session.engine.commits() != commits:
+                raise StepError("save: a step was made while the checkpoint was being written; nothing was saved")
     except OSError as error:
         if isinstance(error, DiskError):
             raise
         raise DiskError(
             f"saving to {folder} failed: {error.strerror or error}", errno=error.errno or 0, filename=error.filename or folder
         ) from error
-
-
-def _check_target(folder: str) -> None:
-    """Raises DiskError where the folder holds what is no checkpoint: it would be replaced."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return  # it is not there, or it cannot be written either
-    if names and not any(name in ("protrain.json", "config.json") or name.endswith(".safetensors") for name in names):
-        raise DiskError(
-            f"{folder} holds files that are no checkpoint, such as {min(names)!r}; name a new or an empty folder",
-            errno=errno.ENOTEMPTY,
-            filename=folder,
-        )
 
 
 def _read_about(folder: str) -> dict[str, Any]:
@@ -170,13 +165,14 @@ def _check_about(about: dict[str, Any]) -> None:
         raise ValueError("torch_random_state is none") from None
 
 
-def _check_groups(path: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Raises PlanError where a saved group has what ours has not, or a value of another kind."""
+def _check_groups(path: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Raises PlanError where a saved group has what ours has not, or a value of another kind than both ours of now, which may be
+    of another checkpoint, and what the optimizer was made with."""
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         for key, value in theirs.items():
             if key == "params" or (key not in ours and key not in _OF_SCHEDULERS):
                 raise PlanError(f"{path}: param_groups[{number}] has {shown(key)}, which groups of this optimizer have not")
-            if not _alike(value, _plain(ours.get(key))):
+            if not _alike(value, _plain(ours.get(key))) and not (key in defaults and _alike(value, _plain(defaults[key]))):
                 raise PlanError(f"{path}: param_groups[{number}] has {key} = {shown(value)}, of another kind than ours")
 
 
@@ -231,14 +227,28 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others.
 
     Raises:
-        DiskError: the folder holds no checkpoint.
+        DiskError: the folder holds no checkpoint, or cannot be read, or another run replaced it meanwhile: load it again.
         PlanError: it is one of another model or optimizer; nothing was changed.
     """
+    session = _session(model, optimizer)
+    with session.turn:
+        _load(session, model, optimizer, os.fspath(folder))
+
+
+def _place(folder: str) -> tuple[int, int] | None:
+    """Which folder has this name now."""
+    try:
+        about = os.stat(folder)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     from .counting import uncounted
 
-    session = _session(model, optimizer)
-    folder = os.fspath(folder)
     clear_leftovers(folder)
+    place = _place(folder)
     about = _read_about(folder)
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
     groups: list[dict[str, Any]] = about["param_groups"]
@@ -246,7 +256,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
         raise PlanError(f"{folder} is of {about['optimizer'][:40]} with {len(groups)} groups, the optimizer is another")
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
-    _check_groups(folder, groups, session.wrapped.groups)
+    _check_groups(folder, groups, session.wrapped.groups, optimizer.defaults)
     bring = None
     if session.foreign is not None:
         bring = check_states(session, about["optimizer_state"], states.shape, states.tensor)
@@ -268,6 +278,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
             raise PlanError(
                 f"{folder}: tensor {name} is {'missing' if shape is None else f'of shape {shape}'}, the model's is of {ours}"
             )
+    if _place(folder) != place:  # what was read so far may be of two checkpoints; later each file knows itself
+        raise DiskError(f"{folder} was replaced while it was being read; load it again", errno=errno.ESTALE, filename=folder)
     session.zero_grad()
     given = {(number, array) for number, array, _, _ in wanted}
     for number, array, files, name in wanted:

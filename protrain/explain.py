@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from .sizes import GIB, format_bytes
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 LETTERS = {"keep": "k", "swap": "s", "checkpoint": "c", "checkpoint_swap": "x"}
 STRIP_CHARACTERS = 100
 BAR_CHARACTERS = 60
-LINE_CHARACTERS = 120
+LINE_CHARACTERS = 120  # of items side by side
+MOST_CHARACTERS = 160
 #: A step that waits for less than this share of its time is limited by what it computes.
 HIDDEN_SHARE = 0.05
 
@@ -53,7 +55,12 @@ def explain(plan: Plan, more: Plan | None = None) -> str:
         lines.append(gain(plan, more))
     for section in (_memory(plan), _tiers(plan), _time(plan), _lanes(plan), _blocks(plan)):
         lines += ["", *found] if (found := list(section)) else []
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in _fitted(line))
+
+
+def _fitted(line: str) -> list[str]:
+    """The line; in parts where numbers that no plan of ours has make it too long."""
+    return [line] if len(line) <= MOST_CHARACTERS else wrap(line, MOST_CHARACTERS, subsequent_indent="  ")
 
 
 def limit_of(plan: Plan) -> str | None:

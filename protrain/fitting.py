@@ -151,7 +151,7 @@ class Fitter:
             run = None
             warnings.warn(
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
-                stacklevel=5,
+                stacklevel=6,
             )
         best = self.decide(run)
         largest = run, shapes

@@ -46,6 +46,7 @@ class Foreign:
         self._loose = {key: value for key, value in inner.state.items() if not isinstance(key, torch.Tensor)}
         self._live: dict[int, Tree] = {}  # of chunks in memory, and of what has no large tensor
         self._parked: dict[int, Parked] = {}
+        self._under_way: _Step | None = None
 
     def open(self, session: Session) -> None:
         """The session has its engine; nothing is at home yet."""
@@ -104,12 +105,20 @@ class Foreign:
     # ---- a step ----
 
     def step(self, scale: float) -> None:
-        """Make the step of all parameters that have gradients; `scale` multiplies these. The engine's commit comes next.
+        """Make the step of all parameters that have gradients, the engine's commit with it; `scale` multiplies these. `finish`
+        comes next.
 
         Raises:
             StepError: the class's own code failed. Then, and after any other error, parameters and state are what they were.
         """
-        _Step(self, scale).make()
+        self._under_way = _Step(self, scale)
+        self._under_way.make()
+
+    def finish(self) -> None:
+        """The engine has committed the step: its states are the parameters'. Where it was interrupted it can be called again."""
+        if self._under_way is not None:
+            self._under_way.finish()
+            self._under_way = None
 
     # ---- torch's forms of state ----
 
@@ -215,6 +224,7 @@ class _Step:
 
     def __init__(self, foreign: Foreign, scale: float) -> None:
         self._foreign, self._session, self._scale = foreign, foreign._session, scale
+        self._commits = self._session.engine.commits()
         self._before = Shared.of(self._optimizer_now())
         self._after: Shared | None = None
         self._made: dict[int, Parked | None] = {}  # new states of chunks on disk; None: it has none now
@@ -239,8 +249,12 @@ class _Step:
                 if self._after is None:  # no gradient at all: what the class does once for each step is done
                     self._narrowed(0, None, None)
             session.engine.stage_rest()
+            session.engine.make_step([], 1.0)
         except BaseException as error:
+            if session.engine.commits() != self._commits:
+                raise  # an interrupt that came when the step was made
             self._take_back()
+            foreign._under_way = None
             if isinstance(error, Error) or not isinstance(error, Exception):
                 raise
             where = f" at {session.layout.entries[number].name}" if number >= 0 else ""
@@ -248,7 +262,6 @@ class _Step:
                 f"optimizer {foreign.name}: its own step failed{where}: {one_line(error)}; the step was not made, parameters and "
                 f"optimizer state are what they were before it"
             ) from error
-        self._commit()
 
     # ---- one parameter ----
 
@@ -347,15 +360,20 @@ class _Step:
             return clone(tree)
         return Parked(foreign._space, tree)
 
-    def _commit(self) -> None:
+    def finish(self) -> None:
         foreign = self._foreign
         for number, made in self._made.items():
-            old = foreign._parked.pop(number, None)
-            if old is not None:
-                old.release()
+            old = foreign._parked.get(number)
+            if old is made:
+                continue
             if made is not None:
                 foreign._parked[number] = made
-        for kept in self._kept.values():
+            else:
+                foreign._parked.pop(number, None)
+            if old is not None:
+                old.release()
+        while self._kept:
+            _, kept = self._kept.popitem()
             if isinstance(kept, Parked):
                 kept.release()
         assert self._after is not None

@@ -36,6 +36,7 @@ class Gradients:
         self.passes = 0
         self.taken: set[int] = set()
         self._task = -1  # the graph task of the pass under way
+        self._used: set[int] = set()  # parameters in memory whose gradients the step under way takes
         self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -211,14 +212,15 @@ class Gradients:
         self._engine.spilled(number, self._compute.on_host(grad))
         return _norm(self._compute.to_device(grad))
 
-    def used(self, in_memory: list[tuple[int, torch.Tensor]]) -> None:
-        """The step was made with these and with those taken."""
-        self._left.update(number for number, _ in in_memory)
+    def using(self, in_memory: list[tuple[int, torch.Tensor]]) -> None:
+        """The step is about to be made with these and with those taken."""
+        self._used = {number for number, _ in in_memory}
 
     def end_step(self) -> None:
-        """The next backward pass is the first of another step."""
+        """The step was made; the next backward pass is the first of another."""
         self.passes = 0
-        self._left |= self.taken
+        self._left |= self.taken | self._used
+        self._used = set()
         self.taken.clear()
         self._norms.clear()
 
@@ -230,6 +232,7 @@ class Gradients:
         self.passes = 0
         self._task = -1
         self.taken.clear()
+        self._used = set()
         self._norms.clear()
 
     def drop(self) -> None:

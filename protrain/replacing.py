@@ -28,6 +28,12 @@ from .errors import DiskError
 #: Folders and files that are being written: what a process that must end at once has to remove.
 litter: set[str] = set()
 
+#: Names of the files of a model and its tokenizer.
+_OF_MODELS = re.compile(
+    r"(generation_|adapter_|preprocessor_|processor_)?config\.json|.*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?|"
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
+)
+
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -37,26 +43,73 @@ def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not.
 
     Raises:
-        DiskError: the folder cannot be made, or a file has its name.
+        DiskError: the folder cannot be made, or what has its name is not to be replaced: see `check_target`.
     """
+    check_target(folder)
     target = Path(os.path.realpath(folder))
     try:
         made = _make_parents(target.parent)
     except OSError as error:
         raise DiskError(f"{folder} cannot be made: {error.strerror}", errno=error.errno or 0, filename=str(folder)) from None
     try:
-        if target.exists() and not target.is_dir():
-            raise DiskError(f"{folder} is a file; name a folder", errno=errno.ENOTDIR, filename=str(folder))
         clear_leftovers(target)
         with _locked_name(target, _new_folder) as fresh:
             yield fresh
             _sync_all(fresh)
+            check_target(folder)  # somebody may have made it in the meantime
             _put_in_place(fresh, target)
         made.clear()
     finally:
         for parent in reversed(made):
             with contextlib.suppress(OSError):  # somebody else uses it
                 parent.rmdir()
+
+
+def check_target(folder: str | os.PathLike[str]) -> None:
+    """Whether what has this name may be replaced, as a whole: nothing, an empty folder, one that `protrain.save` wrote, one with
+    nothing but the files of a model.
+
+    Raises:
+        DiskError: it is a file, a folder with files of others, the current folder or one above it, or no name at all.
+    """
+    name = os.fspath(folder)
+    if not name:
+        raise DiskError("the folder to write has no name: give the path of a folder", errno=errno.ENOENT, filename=name)
+    target = Path(os.path.realpath(name))
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DiskError(f"{name} is a file; name a folder", errno=errno.ENOTDIR, filename=name)
+    if _is_above_current(target):
+        raise DiskError(
+            f"{name} is the current folder, or one above it, and would be replaced as a whole; name another folder",
+            errno=errno.EBUSY,
+            filename=name,
+        )
+    try:
+        with os.scandir(target) as entries:
+            found = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    except OSError as error:
+        raise DiskError(f"{name} cannot be listed: {error.strerror}", errno=error.errno or 0, filename=name) from None
+    if "protrain.json" in found:
+        return
+    others = [entry for entry, is_file in sorted(found.items()) if not (is_file and _OF_MODELS.fullmatch(entry))]
+    if others:
+        raise DiskError(
+            f"{name} holds files that are no checkpoint, such as {others[0]!r}, and would be replaced as a whole; name a new or "
+            f"an empty folder",
+            errno=errno.ENOTEMPTY,
+            filename=name,
+        )
+
+
+def _is_above_current(folder: Path) -> bool:
+    """Whether it is the current folder or one above it."""
+    try:
+        current = Path.cwd()
+    except OSError:  # it was removed
+        return False
+    return folder in (current, *current.parents)
 
 
 @contextmanager

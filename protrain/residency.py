@@ -29,6 +29,7 @@ class Residency:
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
         self._node: Any = None
         self._node_chunks: set[int] = set()
 
@@ -70,6 +71,7 @@ class Residency:
 
     def forget(self) -> None:
         """Slots and homes go, wherever parameters lie now."""
+        self._unbound = None
         self._bases.clear()
         self._address_chunk.clear()
 
@@ -104,11 +106,19 @@ class Residency:
 
     def bring(self, chunk: int) -> None:
         """The chunk is in its slot when this returns, and stays there until the engine's `unuse`."""
+        self._bind_rest()
         if not self._engine.demand(chunk):
+            self._unbound = chunk
             self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
-            self.bind(chunk)
+            self._bind_rest()
             self._engine.demand(chunk)
         self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+
+    def _bind_rest(self) -> None:
+        """A chunk has a slot of its own, and an interrupt may have come before its parameters were bound to it."""
+        if self._unbound is not None:
+            self.bind(self._unbound)
+            self._unbound = None
 
     def write_back(self, number: int) -> None:
         """A parameter was changed in place outside of an update: its home follows at once."""
@@ -142,6 +152,7 @@ class Residency:
         """
         entry = self._layout.entries[saved.number]
         chunk = entry.chunk
+        self._bind_rest()
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self.release_node()

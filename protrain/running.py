@@ -15,7 +15,9 @@ from . import _core
 from .activations import (
     STASH_LEAST_BYTES,
     BlockHabits,
+    Hooks,
     check_outer_hooks,
+    leave,
     run_checkpointed,
     run_operation,
     run_swapped,
@@ -52,6 +54,7 @@ class Runner:
         self.habits = [BlockHabits() for _ in wrapped.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
+        self.pushed: list[Hooks] = []  # the saved-tensor hooks that blocks and operations are inside of, the innermost last
         self.stashing = self.filling = False
 
     def make_hooks(self, on_disk: bool) -> None:
@@ -82,6 +85,11 @@ class Runner:
     def recompute_all(self) -> None:
         """The blocks of this forward take as little memory as they can."""
         self.modes = tuple("checkpoint" for _ in self.blocks)
+
+    def forget(self) -> None:
+        """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""
+        self.frame = self.innermost = None
+        leave(self)
 
     def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""

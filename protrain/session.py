@@ -47,9 +47,10 @@ from .wrapped import Wrapped
 
 
 class Session:
-    """See the module's head. All methods are called on the thread that drives the step.
+    """See the module's head. Methods are called on the thread that drives the step.
 
-    steps: that were completed; step_seconds, wait_seconds: of the last one.
+    turn: held by who runs a forward, makes or drops a step, saves, loads or unwraps, so that other threads wait for it.
+    step_seconds, wait_seconds: of the last step that was completed.
     """
 
     def __init__(self, wrapped: Wrapped) -> None:
@@ -71,17 +72,29 @@ class Session:
         if self.foreign is not None:
             self.foreign.open(self)
         self.closed = False
+        self.turn = threading.RLock()
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._takes_use_cache = takes_use_cache(wrapped.model)
         # the step under way
         self._began: float | None = None
         self._wait_ns = 0
+        self._in_backward = False  # whether a backward pass of it has begun
         self._shapes: Shapes | None = None  # of its batches; (): they differ
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
+        self._noted_commits = 0  # steps that the engine has made and `_note_commit` has heard of
+        self._steps_before = 0
         # figures
-        self.steps = 0
         self.step_seconds = 0.0
         self.wait_seconds = 0.0
+
+    @property
+    def steps(self) -> int:
+        """That were completed. The engine counts those it makes: no interrupt comes between a step and its count."""
+        return self._steps_before + self.engine.commits()
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps_before = count - self.engine.commits()
 
     def __deepcopy__(self, _memo: Any) -> Session:
         """What is copied still belongs to this session."""
@@ -108,26 +121,35 @@ class Session:
         """
         if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
-        if not torch.is_grad_enabled() or not self.model.training:
-            with counted(self.engine, self.wrapped.compute):
-                self.begin_forward(args, kwargs)
-                return forward(*args, **kwargs)
+        with self.turn:
+            return self._run_model(forward, args, kwargs)
+
+    def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        training = torch.is_grad_enabled() and self.model.training
         try:
+            if not training:
+                with counted(self.engine, self.wrapped.compute):
+                    self.begin_forward(args, kwargs)
+                    return forward(*args, **kwargs)
             self.begin_forward(args, kwargs)
+            self.engine.stash_begin()
+            self._settle_stash()
+            self.runner.stashing = True
+            return forward(*args, **kwargs)
         except BaseException:
             if not self.gradients.passes:  # no step is under way: what is allocated from here on is the user's
-                self.wrapped.compute.count(self.engine, False)
+                self.runner.forget()
+                self.engine.drop()
+                if training:
+                    self._began = None
+                    self.wrapped.compute.count(self.engine, False)
             raise
-        self.engine.stash_begin()
-        self._settle_stash()
-        self.runner.stashing = True
-        try:
-            return forward(*args, **kwargs)
         finally:
             self.runner.stashing = False
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.driver = threading.get_ident()
+        self._note_commit()
         self.wrapped.compute.count(self.engine, True)
         self.residency.release_node()
         self.homes.settle()
@@ -168,6 +190,7 @@ class Session:
             self.runner.recompute_all()
 
     def _backward_begins(self) -> None:
+        self._in_backward = True
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
 
@@ -185,34 +208,29 @@ class Session:
         Raises:
             StepError, DiskError, PlanError: it was not made; the model is as it was before this step's backward.
         """
+        with self.turn:
+            return self._step()
+
+    def _step(self) -> torch.Tensor | None:
+        self._note_commit()
         self.residency.release_node()
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
-        if self.gradients.to_use():
-            try:
-                norm = self._make_step()
-            except BaseException:
-                self.forget()
-                raise
-        self.gradients.end_step()
-        self.values.masters_given.clear()
-        self.steps += 1
-        now = time.perf_counter()
-        wait_ns = self.engine.stats()["wait_ns"]
-        if self._began is not None:
-            self.step_seconds = now - self._began
-            self.wait_seconds = (wait_ns - self._wait_ns) / 1e9
-            self.clock.end_step(self.steps)
-        timed, self._began = self._began is not None, None
-        self.homes.adjust_headroom(self.samples.marked_bytes if self.samples is not None else 0)
+        found = self.gradients.to_use()
         try:
-            self.fitter.replan_measured()
-            if timed:
-                self.pacer.after_step(self._shapes, self.step_seconds, self.updates.seconds, self.updates.bytes)
-        except (DiskError, BudgetError) as error:  # the step is made all the same
-            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=4)
-        self.engine.seek(0)
-        self.wrapped.compute.count(self.engine, False)
+            if found:
+                norm = self._make_step()
+                self._note_commit()
+            else:
+                self.steps += 1
+            self._after_step()
+        except BaseException:
+            if not self._note_commit():  # else an interrupt came just after it was made
+                self.forget()
+            raise
+        finally:
+            self._began, self._in_backward = None, False
+            self.wrapped.compute.count(self.engine, False)
         return norm
 
     def _make_step(self) -> torch.Tensor | None:
@@ -220,29 +238,61 @@ class Session:
         self._settle_stash()
         in_memory = gradients.collect()  # looked at before anything is updated: updates in memory are not undone
         norm, scale = gradients.clip(settings.max_grad_norm) if settings.max_grad_norm is not None else (None, 1.0)
+        gradients.using(in_memory)
         if self.foreign is not None:
             self.engine.wait()
             self.foreign.step(scale)
         else:
             all_passes = gradients.passes >= settings.accumulate
             self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken), steps=self.steps)
-        gradients.used(in_memory)  # chunks in memory have their step, whatever ends it from here on
-        self.engine.commit()
         return norm
+
+    def _note_commit(self) -> bool:
+        """What follows from a step that the engine has made; here, or, where an interrupt came between, when a step or a forward
+        begins or gradients are dropped. Returns whether there was one."""
+        commits = self.engine.commits()
+        if commits == self._noted_commits:
+            return False
+        if self.foreign is not None:
+            self.foreign.finish()
+        self.gradients.end_step()
+        self.values.masters_given.clear()
+        self._noted_commits = commits
+        return True
+
+    def _after_step(self) -> None:
+        """Figures, and better plans."""
+        now = time.perf_counter()
+        timed = self._began is not None
+        if self._began is not None:
+            self.step_seconds = now - self._began
+            self.wait_seconds = (self.engine.stats()["wait_ns"] - self._wait_ns) / 1e9
+            self.clock.end_step(self.steps)
+        self.homes.adjust_headroom(self.samples.marked_bytes if self.samples is not None else 0)
+        try:
+            self.fitter.replan_measured()
+            if timed:
+                self.pacer.after_step(self._shapes, self.step_seconds, self.updates.seconds, self.updates.bytes)
+        except (DiskError, BudgetError) as error:  # the step is made all the same
+            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
+        self.engine.seek(0)
 
     def forget(self) -> None:
         """Drop the gradients and updates of a step that is not made."""
+        self.runner.forget()
         self.residency.release_node()
         self.gradients.forget()
-        self._began = None
+        self._began, self._in_backward = None, False
         self.clock.forget()
         self.wrapped.compute.count(self.engine, False)
 
     def zero_grad(self) -> None:
         """Drop all gradients, and the step under way."""
-        if self.gradients.passes or self.engine.has_gradients():
-            self.forget()
-        self.gradients.drop()
+        with self.turn:
+            self._note_commit()
+            if self.gradients.passes or self._in_backward or self.engine.has_gradients():
+                self.forget()
+            self.gradients.drop()
 
     # ---- between steps ----
 
@@ -267,26 +317,27 @@ class Session:
 
     def close(self, restore: bool = True) -> None:
         """Take everything back; with `restore` the parameters are ordinary tensors of their own again."""
-        if self.closed:
-            return
-        self.forget()
-        self.homes.settle()
-        # All are read before anything changes: a disk that fails leaves a model that is wrapped.
-        values = [(self.params[number], self.values.get(number)) for number in self.residency.bound()] if restore else []
-        self.hooks.remove()
-        for p, value in values:
-            with DisableTorchFunction():
-                p.data = value
-            release(p)
-        self.residency.forget()
-        self.closed = True
-        self.clock.close()
-        self.engine.close()
-        if self.runner.device_stash is not None:
-            self.runner.device_stash.close()
-        self.wrapped.compute.trim()
-        if restore:
-            self.wrapped.places.give_back()
+        with self.turn:
+            if self.closed:
+                return
+            self.forget()
+            self.homes.settle()
+            # All are read before anything changes: a disk that fails leaves a model that is wrapped.
+            values = [(self.params[number], self.values.get(number)) for number in self.residency.bound()] if restore else []
+            self.hooks.remove()
+            for p, value in values:
+                with DisableTorchFunction():
+                    p.data = value
+                release(p)
+            self.residency.forget()
+            self.closed = True
+            self.clock.close()
+            self.engine.close()
+            if self.runner.device_stash is not None:
+                self.runner.device_stash.close()
+            self.wrapped.compute.trim()
+            if restore:
+                self.wrapped.places.give_back()
 
     # ---- what parameters on disk call (parameters.Owner) ----
 

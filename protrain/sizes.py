@@ -105,9 +105,10 @@ def free_memory_bytes() -> int:
 
 
 def default_memory_bytes() -> int:
-    """The budget where none is given: what is free less a reserve of an eighth, at least 256 MiB, for everything else."""
+    """The budget where none is given: what is free less a reserve of an eighth, at least 256 MiB, for everything else. Where that
+    leaves less than 64 MiB, these, or half of what is free."""
     free = free_memory_bytes()
-    return max(free - max(free // 8, 256 * MIB), 64 * MIB)
+    return max(free - max(free // 8, 256 * MIB), min(64 * MIB, free // 2))
 
 
 def default_disk_folder() -> str:

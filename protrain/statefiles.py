@@ -85,6 +85,12 @@ def _check_stride(stride: Any, tensor: torch.Tensor) -> None:
         raise ValueError("a stride reaches further than its tensor has elements")
 
 
+def _check_dict(tree: Tree) -> None:
+    """Raises ValueError where it is no dict, as a group and the state of a parameter are."""
+    if not isinstance(tree, dict):
+        raise ValueError("a group, or the state of a parameter, is no dict")
+
+
 def _read(value: Any, tensor: Callable[[str], torch.Tensor]) -> Tree:
     """As `_decode`, in no budget; one tensor that stood in two places stands in both again."""
     with uncounted():
@@ -147,15 +153,19 @@ def check_states(
         for owner, value in saved["params"].items():
             if owner not in numbers:
                 raise PlanError(f"checkpoint: the optimizer has no parameter {shown(owner)}")
-            _decode(value, look)
-        n_groups = len(_decode(saved["param_groups"], look))
-        _decode(saved["loose"], look)
+            _check_dict(_decode(value, look))
+        groups = _decode(saved["param_groups"], look)
+        if not isinstance(groups, list):
+            raise ValueError("its groups are no list")
+        for group in groups:
+            _check_dict(group)
+        _check_dict(_decode(saved["loose"], look))
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise PlanError(f"checkpoint: its optimizer state is none that this version writes: {shown(str(error))}") from error
-    if n_groups != len(foreign.values_of_groups()):
-        raise PlanError(f"checkpoint: its optimizer has {n_groups} groups, this one {len(foreign.values_of_groups())}")
+    if len(groups) != len(foreign.values_of_groups()):
+        raise PlanError(f"checkpoint: its optimizer has {len(groups)} groups, this one {len(foreign.values_of_groups())}")
 
     def bring() -> None:
         foreign.put((numbers[owner], _read(value, tensor)) for owner, value in saved["params"].items())

@@ -5,6 +5,7 @@ One tensor at a time is in memory: names, shapes and types are known before, whi
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -158,12 +159,20 @@ def _described(name: str, about: Any) -> tuple[tuple[int, ...], torch.dtype, int
         raise ValueError(f"tensor {shown(name)} is of type {shown(dtype)}; known are {', '.join(_OF_NAME)}")
     if not _sizes(shape) or len(shape) > MOST_DIMENSIONS or not _sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {shown(name)} is not described as the format has it")
+    if math.prod(max(size, 1) for size in shape) >= 1 << 63:  # of no elements, and yet its strides are no numbers of torch's
+        raise ValueError(f"tensor {shown(name)} has a shape that no tensor can have")
     return tuple(shape), _OF_NAME[dtype], offsets[0], offsets[1]
 
 
 def _sizes(values: Any) -> bool:
     """Whether it is a list of whole numbers, none negative and none above 63 bits."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _identity(descriptor: int) -> tuple[int, ...]:
+    """Of a file, as long as nobody writes it."""
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 class TensorFile:
@@ -177,6 +186,7 @@ class TensorFile:
         self._first: dict[str, int] = {}
         try:
             with open_file(path) as file:
+                self._identity = _identity(file.fileno())
                 size = os.fstat(file.fileno()).st_size
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(size - 8, MOST_HEADER_BYTES):
@@ -211,7 +221,7 @@ class TensorFile:
         """A tensor of its own memory, or rows of it from `first` on.
 
         Raises:
-            DiskError: the file ends too early, or cannot be read.
+            DiskError: the file ends too early, cannot be read, or is not the one any more whose header was read.
         """
         _, shape, dtype = self.entries[name]
         if shape and rows is not None:
@@ -220,6 +230,13 @@ class TensorFile:
         found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         try:
             with open_file(self.path, buffering=0) as file:
+                if _identity(file.fileno()) != self._identity:
+                    raise DiskError(
+                        f"{self.path} was replaced or changed while it was being read; read it again",
+                        errno=errno.ESTALE,
+                        filename=self.path,
+                        asked_bytes=found.nbytes,
+                    )
                 file.seek(self._first[name] + first * row_bytes)
                 rest = memoryview(found.numpy().data)
                 while rest:

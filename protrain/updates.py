@@ -47,7 +47,7 @@ class Updates:
             self._engine.set_hyper(number, hyper)
 
     def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool, steps: int) -> None:
-        """Make the step; the engine's commit comes next.
+        """Make the step, the engine's commit with it.
 
         Args:
             in_memory: parameters of chunks in memory, and their gradients.
@@ -71,17 +71,20 @@ class Updates:
         self._take(hypers)
         engine.update_spilled(scale)
         engine.wait()
+        empty = [
+            entry.index
+            for entry in entries
+            if entry.group >= 0 and not entry.count and self._wrapped.params[entry.index].grad is not None
+        ]
+        pairs = [(number, 0) for number in empty]  # of no elements: there is only a count
         began = time.perf_counter()
         if self._on_device is not None:
             self._on_device.make(in_memory, hypers, scale)
         else:
-            for number, grad in in_memory:
-                engine.update_in_memory(number, grad.data_ptr(), scale)
+            pairs += [(number, grad.data_ptr()) for number, grad in in_memory]
+        engine.make_step(pairs, scale)  # one call: an interrupt comes before it or after it
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated
-        for entry in entries:
-            if entry.group >= 0 and not entry.count and self._wrapped.params[entry.index].grad is not None:
-                engine.set_steps(entry.index, engine.steps(entry.index) + 1)  # of no elements: there is only a count
         if self._late is None and (not same or steps + 1 >= PROBED_STEPS):
             self._late = not same

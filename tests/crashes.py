@@ -40,7 +40,8 @@ MIB = 1 << 20
 MEMORY = 4 * MIB  # of 6.3 MiB of states
 STEPS = 6
 PHASES = ("wrap", "load", "first step", "training", "save", "unwrap")
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 600
+LONGEST_PHASE_SECONDS = 5.0  # what took longer was stopped meanwhile
 PR_SET_PDEATHSIG = 1
 
 
@@ -82,6 +83,11 @@ def reference() -> dict[str, Any]:
 # ---- processes ----
 
 
+def readable(descriptor: int, patience_seconds: int = PATIENCE_SECONDS) -> bool:
+    """Whether something comes to read in time; the time in which this process was stopped (SIGSTOP) is not counted."""
+    return any(select.select([descriptor], [], [], 1.0)[0] for _ in range(patience_seconds))
+
+
 class Child:
     """A function in a forked process. What it tells is a JSON value a line; leaving the block kills it."""
 
@@ -110,10 +116,10 @@ class Child:
         self.kill()
         os.close(self._reader)
 
-    def next(self, patience_seconds: float = PATIENCE_SECONDS) -> Any:
+    def next(self) -> Any:
         """What it tells next; None where it has ended."""
         while b"\n" not in self._rest:
-            if not select.select([self._reader], [], [], patience_seconds)[0]:
+            if not readable(self._reader):
                 raise TimeoutError(f"process {self.pid} hangs")
             found = os.read(self._reader, 65536)
             if not found:
@@ -264,7 +270,7 @@ class Crashes:
                 assert told is not None, f"the run ended by itself, with status {victim.wait()}"
                 now = time.monotonic()
                 if before in self.seconds:
-                    self.seconds[before] = 0.7 * self.seconds[before] + 0.3 * (now - began)
+                    self.seconds[before] = 0.7 * self.seconds[before] + 0.3 * min(now - began, LONGEST_PHASE_SECONDS)
                 before, began = str(told), now
                 if isinstance(told, int):
                     saved, saving = told, None

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -25,11 +24,10 @@ from typing import Any
 
 import crashes
 import torch
-from crashes import MEMORY, adamw, batch, make, train_one, warm_up
+from crashes import MEMORY, adamw, batch, make, readable, train_one, warm_up
 
 import protrain
 
-PATIENCE_SECONDS = 600
 DISK = Path()
 kept: list[Any] = []  # until the interpreter has gone
 
@@ -126,6 +124,7 @@ def by_an_exit_handler_that_trains() -> int:
 
 def by_ctrl_c_in_backward() -> int:
     model, _ = wrapped()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     model.blocks[3].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         model(batch(0)).backward()
@@ -225,13 +224,12 @@ readers: dict[int, int] = {}
 
 def wait_for(child: int) -> tuple[int, str]:
     """(exit code, what it said)."""
-    said, until = b"", time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until:
-        if select.select([readers[child]], [], [], 0.2)[0]:
-            part = os.read(readers[child], 65536)
-            if not part:
-                break
-            said += part
+    said = b""
+    while readable(readers[child]):
+        part = os.read(readers[child], 65536)
+        if not part:
+            break
+        said += part
     else:
         os.kill(child, signal.SIGKILL)
         said += b"\nit hangs"

@@ -65,6 +65,7 @@ STEP_FAULTS = (
     Fault("pwrite", "wrong", lie=True),
     Fault("pwrite", "lost", lie=True),
     Fault("fallocate", "fail", errno.ENOSPC),
+    Fault("fallocate", "fail", errno.EDQUOT),  # the quota of a user or a project
     Fault("fallocate", "fail", errno.EINTR, harmless=True),
     Fault("ftruncate", "fail", errno.EIO, harmless=True),  # what is not given back is used again
 )
@@ -72,6 +73,7 @@ SAVE_FAULTS = (
     Fault("pread", "fail", errno.EIO),
     Fault("pread", "wrong", lie=True),
     Fault("write", "fail", errno.ENOSPC),
+    Fault("write", "fail", errno.EDQUOT),
     Fault("write", "short", harmless=True),
     Fault("write", "fail", errno.EINTR, harmless=True),
     Fault("fsync", "fail", errno.EIO),
@@ -80,6 +82,7 @@ WRAP_FAULTS = (
     Fault("openat", "fail", errno.EACCES),
     Fault("openat", "fail", errno.ENOSPC),
     Fault("fallocate", "fail", errno.ENOSPC),
+    Fault("fallocate", "fail", errno.EDQUOT),
     Fault("pwrite", "fail", errno.EIO),
     Fault("pread", "fail", errno.EIO),
 )
@@ -182,6 +185,7 @@ class Pair:
         assert isinstance(error, self.protrain.DiskError), f"{type(error).__name__}: {error}"
         wanted = {errno.EBADMSG} if fault.lie else {fault.number} if fault.number else {errno.ENODATA, errno.ENOSPC}
         assert error.errno in wanted, f"errno {error.errno}, not {wanted}: {error}"
+        assert fault.lie or not fault.number or os.strerror(fault.number) in str(error), f"says no reason: {error}"
         assert str(path) in str(error), f"names no path: {error}"
         assert str(error.filename).startswith(str(path)), error.filename
         assert fault.kind in ("write", "fsync", "openat") or error.asked_bytes > 0, f"says no bytes: {error}"
@@ -327,6 +331,35 @@ class Run:
             pair.protrain.unwrap(pair.model)
             assert bits(pair.model) == bits(pair.plain)
 
+    def beside_busy_threads(self) -> None:
+        """Calls fail while other threads hold the GIL for long stretches: what the lanes' threads tell needs no GIL."""
+        modes = ["swap", "checkpoint_swap"] * 3
+        pair = Pair(self.disk, self.folder, 1, {"block_modes": modes}, self.found)
+        for _ in range(3):
+            pair.one_step(Fault("pread", "none"), 0, 0)
+        over, interval = threading.Event(), sys.getswitchinterval()
+
+        def hold() -> None:
+            while not over.is_set():
+                sum(range(100000))
+
+        threads = [threading.Thread(target=hold) for _ in range(2)]
+        sys.setswitchinterval(0.01)  # who has the GIL keeps it that long
+        for thread in threads:
+            thread.start()
+        try:
+            for kind, number in (("pread", errno.EIO), ("pwrite", errno.EIO), ("pwrite", errno.ENOSPC)):
+                for last in (1, 1 << 40):
+                    fault = Fault(kind, "fail", number)
+                    self.note("busy", fault, pair.one_step(fault, 1, last))
+        finally:
+            over.set()
+            sys.setswitchinterval(interval)
+            for thread in threads:
+                thread.join()
+        pair.check_all()
+        pair.protrain.unwrap(pair.model)
+
     def protrain_unwrap(self, pair: Pair) -> None:
         """A read that fails in unwrap: the model is still wrapped, and trains."""
         fault = Fault("pread", "fail", errno.EIO)
@@ -443,6 +476,7 @@ def main() -> None:
     files, threads = open_files(), threading.active_count()
     run.train("clip", 2, {"accumulate": 2, "max_grad_norm": 0.5})
     run.begins(given.begins)
+    run.beside_busy_threads()
     run.wraps()
     assert open_files() <= files, f"{open_files()} files are open, {files} were"
     assert threading.active_count() <= threads

@@ -23,6 +23,7 @@ PROGRAMS = [
     ["tests/leaks.py", "--rounds", "50", "--steps", "1000"],
     ["benchmarks/soak.py", "--steps", "1000"],
     ["tests/exits.py"],
+    ["tests/interrupts.py", "--share", "1"],
     *(["tests/fuzz.py", kind] for kind in ("plan", "profile", "hardware", "safetensors", "checkpoint", "modules")),
 ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
 from protrain import checkpoint, materialise
+from protrain.replacing import replaced
 from protrain.tensorfiles import TensorFile, write_tensors
 from protrain.values import Values
 
@@ -139,4 +142,39 @@ def test_progress_is_told_tensor_by_tensor(fresh_disk: Any) -> None:
         for sizes in ([matrix], [matrix, bias], [matrix, bias, matrix], [matrix, bias, matrix, matrix],
                       [matrix, bias, matrix, matrix, bias], [matrix, bias, matrix, matrix, bias, bias])
     ]  # fmt: skip
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("moment", ["header", "first tensor", "last tensor"])
+def test_another_run_saves_while_this_one_loads(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a mixture of two checkpoints: it is told, and loading again gives the new one."""
+    folder, newer = tmp_path / "checkpoint", tmp_path / "newer"
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.save(model, optimizer, folder)
+    steps(inputs(2)[1:])(model, optimizer, False)
+    protrain.save(model, optimizer, newer)
+    want = state_of(model)
+    calls = {"header": 1, "first tensor": 1, "last tensor": 20}[moment]
+    name = "_check_groups" if moment == "header" else "tensor"
+    place: Any = checkpoint if moment == "header" else checkpoint._Files
+    original, left = getattr(place, name), [calls]
+
+    def replacing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            with replaced(folder) as fresh:
+                shutil.copytree(newer, fresh, dirs_exist_ok=True)
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, replacing)
+        with pytest.raises(protrain.DiskError, match="again") as caught:
+            protrain.load(model, optimizer, folder)
+    assert caught.value.errno == errno.ESTALE
+    assert str(folder) in str(caught.value)
+    protrain.load(model, optimizer, folder)
+    assert protrain.status(model).steps == 2
+    assert state_of(model) == want
     protrain.unwrap(model)

@@ -88,6 +88,16 @@ def test_plans_with_one_wrong_value(change: dict[str, Any]) -> None:
     refused(lambda: Plan.from_json(json.dumps(GOOD | change)))
 
 
+def test_numbers_that_no_plan_has_are_explained_in_lines_that_end() -> None:
+    text = (CORPUS / "profile" / "small.json").read_text()
+    tree = json.loads(plan_from_profile(Profile.from_json(text), 8 << 20).to_json())
+    tree["step_seconds"] = 0.02
+    tree["forecast"]["wait_seconds"]["update"] = 1 << 53
+    lines = Plan.from_json(json.dumps(tree)).explain().splitlines()
+    assert any("9007199254740992" in line for line in lines)
+    assert max(map(len, lines)) <= 160
+
+
 @pytest.mark.parametrize("text", ["[" * 100000, '{"a": 1, "a": 2}', "", "\x00", "9" * 10000], ids=lambda text: text[:8])
 def test_json_itself(text: str) -> None:
     refused(lambda: parse(text), ValueError)
@@ -220,6 +230,48 @@ def test_checkpoints(damage: str, checkpoint: tuple[Any, Any, Path], tmp_path: P
     before = state()
     refused(lambda: protrain.load(model, optimizer, folder), protrain.PlanError)
     assert state() == before
+
+
+def test_a_checkpoint_with_other_options_does_not_keep_out_the_next(checkpoint: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    """foreach is None in the good one, and was then compared with what the other had."""
+    import shutil
+
+    model, optimizer, good = checkpoint
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(good, folder)
+    about(lambda values: values["param_groups"][0].update(foreach=1))(folder)
+    protrain.load(model, optimizer, folder)
+    assert optimizer.param_groups[0]["foreach"] == 1
+    protrain.load(model, optimizer, good)
+    assert optimizer.param_groups[0]["foreach"] is None
+    steps(inputs(1))(model, optimizer, False)
+
+
+@pytest.mark.parametrize("part", ["param_groups", "params", "loose"])
+def test_states_of_an_optimizer_without_a_kernel_that_are_none(part: str, fresh_disk: Path) -> None:
+    """A list where a dict belongs: refused before anything has changed."""
+    folder = fresh_disk / "checkpoint"
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, torch.optim.Adamax(model.parameters()), memory=TIGHT, disk=fresh_disk)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.save(model, optimizer, folder)
+    steps(inputs(2)[1:])(model, optimizer, False)
+
+    def spoil(values: dict[str, Any]) -> None:
+        state = values["optimizer_state"]
+        if part == "param_groups":
+            state[part] = {"list": [{"list": []}]}
+        elif part == "params":
+            state[part]["head.weight"] = {"list": []}
+        else:
+            state[part] = {"tuple": []}
+
+    about(spoil)(folder)
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    refused(lambda: protrain.load(model, optimizer, folder))
+    assert {name: bits(value) for name, value in model.state_dict().items()} == before
+    assert protrain.status(model).steps == 2
+    protrain.unwrap(model)
 
 
 def test_a_checkpoint_that_is_good_is_loaded(checkpoint: tuple[Any, Any, Path]) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,67 @@ def test_budgets_know_control_groups(tmp_path: Path) -> None:
     assert room("4:memory:/\n") is None
     assert room("") is None
     assert cgroup_free_bytes(str(tmp_path / "missing")) is None
+
+
+GROUPED = """
+import sys
+from pathlib import Path
+import torch
+from nets import Block, Chain, inputs, steps
+from twins import adamw
+import protrain
+
+def train(**options):
+    model = Chain()
+    model.blocks.extend(Block() for _ in range(16))  # 120 MiB of states in all
+    optimizer = adamw(model)
+    if options:
+        model, optimizer = protrain.wrap(model, optimizer, **options)
+    losses = steps(inputs(3))(model, optimizer, False)
+    if options:
+        print(protrain.status(model).budget_bytes, protrain.status(model).disk_read_bytes)
+        protrain.unwrap(model)
+    return losses
+
+torch.set_num_threads(1)
+want = train()
+group = Path(sys.argv[1])
+(group / "cgroup.procs").write_text("0")
+assert train(disk=sys.argv[2], memory=None) == want
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group for memory, below that of this process; needs root."""
+    places = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
+    if "memory" not in places:
+        pytest.skip("no control groups of version 1 here")
+    made = Path("/sys/fs/cgroup/memory", places["memory"].lstrip("/"), f"protrain-{os.getpid()}")
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield made
+    made.rmdir()
+
+
+def test_a_control_group_that_holds_less_than_the_states(group: Path, fresh_disk: Path) -> None:
+    """Nobody says how much memory there is: the budget keeps to the group, and the kernel has nothing to kill."""
+    limit = 112 * MIB
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    result = subprocess.run(
+        [sys.executable, "-c", GROUPED, str(group), str(fresh_disk)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    budget, read = map(int, result.stdout.split())
+    assert budget < limit
+    assert read > 0
 
 
 # ---- folders ----

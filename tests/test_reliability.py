@@ -23,6 +23,7 @@ PROGRAMS = {
     "crashes": (["crashes.py", "--runs", "20", "--seed", "1"], r"20 runs killed"),
     "faults": (["faults.py", "--share", "0.001", "--begins", "8"], r'"faults": [4-9]\d\D'),
     "exits": (["exits.py"], r'"ways": 12'),
+    "interrupts": (["interrupts.py", "--share", "0.005"], r'"interrupts": [1-9]\d\d'),
     "leaks": (["leaks.py", "--rounds", "8", "--steps", "80"], r'"rounds": 8.*"steps": 80'),
     **{
         f"fuzz {kind}": (["fuzz.py", kind, "--seconds", FUZZ_SECONDS], rf"fuzz {kind}: [1-9]\d* inputs, [1-9]")

@@ -41,7 +41,7 @@ def die(*_: object) -> None:
 
 def write(target: Path, content: str, then: Callable[[], object] = lambda: None) -> None:
     with replaced(target) as fresh:
-        (fresh / "content").write_text(content)
+        (fresh / "model.safetensors").write_text(content)
         then()
 
 
@@ -61,10 +61,10 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, way: str)
     for content in ("old", "new"):
         write(target, content)
         assert names(target.parent) == ["b"]
-        assert (target / "content").read_text() == content
+        assert (target / "model.safetensors").read_text() == content
     with pytest.raises(ValueError, match="late"), replaced(target):
         raise ValueError("late")
-    assert (target / "content").read_text() == "new"
+    assert (target / "model.safetensors").read_text() == "new"
     assert names(target.parent) == ["b"]
 
 
@@ -73,13 +73,13 @@ def test_a_dead_runs_folder_goes_with_the_next_one(tmp_path: Path, way: str) -> 
     write(target, "old")
     killed_in(lambda: write(target, "half", die))
     assert len(names(tmp_path)) == 2
-    assert (target / "content").read_text() == "old"
+    assert (target / "model.safetensors").read_text() == "old"
     write(target, "new")
     assert names(tmp_path) == ["checkpoint"]
     killed_in(lambda: write(target, "half", die))
     clear_leftovers(target)
     assert names(tmp_path) == ["checkpoint"]
-    assert (target / "content").read_text() == "new"
+    assert (target / "model.safetensors").read_text() == "new"
 
 
 def test_a_living_runs_folder_stays(tmp_path: Path, way: str) -> None:
@@ -89,12 +89,12 @@ def test_a_living_runs_folder_stays(tmp_path: Path, way: str) -> None:
     for name in others:
         (tmp_path / name).mkdir()
     with replaced(target) as fresh:
-        (fresh / "content").write_text("slow")
+        (fresh / "model.safetensors").write_text("slow")
         write(target, "fast")
         assert fresh.exists()
         clear_leftovers(target)
         assert fresh.exists()
-    assert (target / "content").read_text() == "slow"
+    assert (target / "model.safetensors").read_text() == "slow"
     assert names(tmp_path) == sorted([*others, "checkpoint"])
 
 
@@ -116,7 +116,7 @@ def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not target.exists()
     clear_leftovers(target)
     assert names(tmp_path) == ["checkpoint"]
-    assert (target / "content").read_text() == "old"
+    assert (target / "model.safetensors").read_text() == "old"
 
 
 def test_killed_after_the_places_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_killed_after_the_places_were_changed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(replacing, "_sync_all", lambda _folder: None)
     killed_in(lambda: write(target, "new"))
     monkeypatch.undo()
-    assert (target / "content").read_text() == "new"
+    assert (target / "model.safetensors").read_text() == "new"
     assert len(names(tmp_path)) == 2
     clear_leftovers(target)
     assert names(tmp_path) == ["checkpoint"]
@@ -138,7 +138,7 @@ def test_through_a_link(tmp_path: Path, way: str) -> None:
     (tmp_path / "checkpoint").symlink_to(tmp_path / "large" / "real")
     for content in ("one", "two"):
         write(tmp_path / "checkpoint", content)
-        assert (tmp_path / "large" / "real" / "content").read_text() == content
+        assert (tmp_path / "large" / "real" / "model.safetensors").read_text() == content
     assert (tmp_path / "checkpoint").is_symlink()
     assert names(tmp_path) == ["checkpoint", "large"]
     assert names(tmp_path / "large") == ["real"]
@@ -180,3 +180,56 @@ def test_what_is_no_checkpoint_is_not_replaced(fresh_disk: Path) -> None:
     assert file.read_text() == "x"
     assert names(fresh_disk) == ["file", "results"]
     protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../work"])
+def test_the_current_folder_is_not_replaced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one above it; no name was once the current folder, with all that lay in it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "config.json").write_text("{}")
+    monkeypatch.chdir(work)
+    with pytest.raises(protrain.DiskError, match=r"no name|current folder"), replaced(name):
+        pass
+    assert names(tmp_path) == ["work"]
+    assert names(work) == ["config.json"]
+
+
+@pytest.mark.parametrize("other", ["src/train.py", "notes.txt", ".git/HEAD", "model.safetensors/x"])
+def test_a_folder_with_more_than_a_model_is_not_replaced(other: str, tmp_path: Path) -> None:
+    """A config.json beside it makes it no checkpoint."""
+    folder = tmp_path / "project"
+    (folder / other).parent.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / other).write_text("years")
+    with pytest.raises(protrain.DiskError, match=f"such as '{Path(other).parts[0]}'"), replaced(folder):
+        pass
+    assert (folder / other).read_text() == "years"
+    assert names(tmp_path) == ["project"]
+
+
+def test_a_folder_of_a_model_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (folder / name).write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "vocab.json"):
+        (folder / name).write_text("{}")
+    with replaced(folder) as fresh:
+        (fresh / "new").touch()
+    assert names(folder) == ["new"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_appears_while_it_is_written_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    theirs = target / "thesis.tex" if kind == "folder" else target
+
+    def somebody() -> None:
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_text("years")
+
+    with pytest.raises(protrain.DiskError, match=r"is a file|holds files"):
+        write(target, "new", somebody)
+    assert theirs.read_text() == "years"
+    assert names(tmp_path) == ["model"]

@@ -462,30 +462,39 @@ def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> N
     assert state_of(model) == state_of(plain_after(3))
 
 
-def test_a_commit_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that chunks in memory were updated with are never added to silently."""
+def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts, all of it; gradients that chunks in memory were updated with are never added to, nor used again, silently.
+    (interrupts.py has all places.)"""
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
     (x,) = inputs(1)
     model(x).backward()
+    session = session_of(model)
+    engine = session.engine
 
     class Interrupted:
-        """The engine, but for its commit."""
+        """The engine, and the signal that came while it made the step."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-        def commit(self) -> None:
+        def make_step(self, *args: Any) -> None:
+            engine.make_step(*args)
             raise KeyboardInterrupt
 
-    session = session_of(model)
-    engine = session.engine
-    monkeypatch.setattr(session, "engine", Interrupted())
+    monkeypatch.setattr(session.updates, "_engine", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()
+    assert protrain.status(model).steps == 1
+    assert state_of(model) == state_of(plain_after(1))
+    with pytest.raises(protrain.StepError, match="zero_grad"):
+        optimizer.step()
     with pytest.raises(protrain.StepError, match="zero_grad"):
         model(x).backward()
+    optimizer.zero_grad()
+    steps(inputs(3)[1:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
     protrain.unwrap(model)
 
 

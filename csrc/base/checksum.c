@@ -76,9 +76,13 @@ uint32_t ptn_checksum_plain(const void *memory, size_t bytes) {
 #define FOLD_4(sum, by, next) \
   _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, by, 0x00), _mm512_clmulepi64_epi128(sum, by, 0x11), next, 0x96)
 
-/* Fetched before they are folded, past the nearer caches, which are compute's: a fifth faster from memory. Behind the last page it
- * fetches what is likely to be next. */
+/* Fetched before they are folded: a fifth to a quarter faster from memory, and the same from caches. Past the nearer caches, which
+ * are compute's, where that costs nothing: processors that fold 512 bits take half as long again with it (16 and 10 GB/s). Behind
+ * the last page it fetches what is likely to be next. */
 #define AHEAD_BYTES 1024
+#define FETCH_ROUND(next, bytes, hint)              \
+  for (size_t line = 0; line < (bytes); line += 64) \
+  _mm_prefetch((const char *)(uintptr_t)((uintptr_t)(next) + AHEAD_BYTES + line), hint)
 
 /* What is left of less than a round, and all of what is shorter than one. */
 __attribute__((target("sse4.2"))) static uint32_t finish(uint64_t sum, const unsigned char *next, size_t bytes) {
@@ -125,8 +129,7 @@ __attribute__((target("sse4.2,avx2,pclmul,vpclmulqdq"))) static uint32_t by_vpcl
   memcpy(sums, next, ROUND);
   sums[0] = _mm256_xor_si256(sums[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(-1)));
   for (next += ROUND, bytes -= ROUND; bytes >= ROUND; next += ROUND, bytes -= ROUND) {
-    for (size_t line = 0; line < ROUND; line += 64)
-      _mm_prefetch((const char *)(uintptr_t)((uintptr_t)next + AHEAD_BYTES + line), _MM_HINT_NTA);
+    FETCH_ROUND(next, ROUND, _MM_HINT_NTA);
 #pragma GCC unroll 8
     for (size_t i = 0; i < LANES; i++) {
       __m256i words = _mm256_loadu_si256((const __m256i *)(const void *)(next + i * sizeof words));
@@ -150,6 +153,7 @@ __attribute__((target("sse4.2,avx512f,pclmul,vpclmulqdq"))) static uint32_t by_v
   memcpy(sums, next, ROUND);
   sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
   for (next += ROUND, bytes -= ROUND; bytes >= ROUND; next += ROUND, bytes -= ROUND) {
+    FETCH_ROUND(next, ROUND, _MM_HINT_T0);
 #pragma GCC unroll 4
     for (size_t i = 0; i < LANES; i++) sums[i] = FOLD_4(sums[i], by, _mm512_loadu_si512(next + i * sizeof sums[i]));
   }

@@ -141,6 +141,11 @@ static int reserve(int fd, uint64_t from, uint64_t to) {
 }
 
 static ptn_status fail_growth(const ptn_file *file, int sys_errno, uint64_t more_bytes, uint64_t free_bytes) {
+  if (sys_errno == EDQUOT) /* what is free there is others' */
+    return fail(sys_errno, file->folder, more_bytes,
+                "cannot reserve %" PRIu64 " bytes more in %s: %s; the file has %" PRIu64
+                "; make room, ask for a larger quota or name another folder",
+                more_bytes, file->folder, strerror(sys_errno), file->bytes);
   return fail(sys_errno, file->folder, more_bytes,
               "cannot reserve %" PRIu64 " bytes more in %s: %s; %" PRIu64 " bytes are free there and the file has %" PRIu64
               "; make room or name another folder",

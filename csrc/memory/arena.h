@@ -9,7 +9,7 @@
  *   resident  live + cached
  *
  * Invariants: live <= limit of each account, at every moment; the arena's resident bytes never exceed the highest sum of
- * live bytes since the last ptn_arena_trim by more than a 64th, nor the limits at all (so resident memory tells the same story as
+ * live bytes since the last ptn_arena_trim by more than a 16th, nor the limits at all (so resident memory tells the same story as
  * the peak, and a holey arena need not give pages back only to fault them in again); a block of
  * PTN_PAGE_BYTES or more starts on a page and has whole pages of its own, so that a disk can read and write it directly;
  * every other block starts at a multiple of PTN_TENSOR_ALIGN_BYTES.
@@ -25,7 +25,7 @@
 
 #include "base/status.h"
 
-#define PTN_RESIDENT_PART 64
+#define PTN_RESIDENT_PART 16
 
 typedef struct ptn_account ptn_account;
 

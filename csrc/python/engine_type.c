@@ -490,22 +490,39 @@ static PyObject *engine_wait(PyObject *object, PyObject *unused) {
   return answer(status);
 }
 
-static PyObject *engine_update_in_memory(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int param;
-  unsigned long long address;
-  double grad_scale;
-  if (!PyArg_ParseTuple(arguments, "IKd", &param, &address, &grad_scale)) return NULL;
-  ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_update_in_memory(engine, param, (const void *)(uintptr_t)address, (float)grad_scale));
-  return answer(status);
+/* A list of (parameter, address of its gradient); false with an exception set where it is another thing. */
+static bool read_updates(PyObject *list, ptn_memory_update *updates, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; i++) {
+    unsigned long long address;
+    PyObject *pair = PyList_GetItem(list, i); /* borrowed */
+    if (!pair || !PyArg_ParseTuple(pair, "IK", &updates[i].param, &address)) return false;
+    updates[i].grad = (const void *)(uintptr_t)address;
+  }
+  return true;
 }
 
-static PyObject *engine_commit(PyObject *object, PyObject *unused) {
+static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  PyObject *list;
+  double grad_scale;
+  if (!PyArg_ParseTuple(arguments, "O!d", &PyList_Type, &list, &grad_scale)) return NULL;
+  Py_ssize_t count = PyList_Size(list);
+  ptn_memory_update *updates = PyMem_Malloc((size_t)(count + 1) * sizeof *updates);
+  if (!updates) return PyErr_NoMemory();
+  PyObject *result = NULL;
+  if (read_updates(list, updates, count)) {
+    ptn_status status;
+    PTN_WITHOUT_GIL(status, ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
+    result = answer(status);
+  }
+  PyMem_Free(updates);
+  return result;
+}
+
+static PyObject *engine_commits(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  ptn_engine_commit(engine);
-  Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(ptn_engine_commits_count(engine));
 }
 
 static PyObject *engine_drop(PyObject *object, PyObject *unused) {
@@ -574,13 +591,13 @@ static PyMethodDef engine_methods[] = {
     {"flush", engine_flush, METH_NOARGS, NULL},
     {"update_spilled", engine_update_spilled, METH_VARARGS, NULL},
     {"wait", engine_wait, METH_NOARGS, NULL},
-    {"update_in_memory", engine_update_in_memory, METH_VARARGS, NULL},
+    {"make_step", engine_make_step, METH_VARARGS, NULL},
+    {"commits", engine_commits, METH_NOARGS, NULL},
     {"stage", ptn_python_stage, METH_VARARGS, NULL},
     {"stage_rest", ptn_python_stage_rest, METH_NOARGS, NULL},
     {"reserve", ptn_python_reserve, METH_O, NULL},
     {"release", ptn_python_release, METH_VARARGS, NULL},
     {"move", ptn_python_move, METH_VARARGS, NULL},
-    {"commit", engine_commit, METH_NOARGS, NULL},
     {"drop", engine_drop, METH_NOARGS, NULL},
     {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},

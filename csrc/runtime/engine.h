@@ -219,6 +219,15 @@ ptn_status ptn_engine_wait(ptn_engine *engine);
 /* Updates one parameter of a chunk in memory, at once; not undone by drop. Not over a device, where the caller's kernels do it, on
  * ptn_engine_region and ptn_engine_state, and ptn_engine_set_steps says so. */
 ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const void *grad, float grad_scale);
+typedef struct ptn_memory_update {
+  uint32_t param;
+  const void *grad;
+} ptn_memory_update;
+/* Makes the step in one call, which nothing comes between: these parameters of chunks in memory are updated, and shadows turn into
+ * homes; after a successful wait. Where it fails nothing was updated. One of no elements, wherever it is, has its step counted. */
+ptn_status ptn_engine_make_step(ptn_engine *engine, const ptn_memory_update *updates, size_t count, float grad_scale);
+/* How many steps were made: who was interrupted in one learns whether it was. */
+uint64_t ptn_engine_commits_count(const ptn_engine *engine);
 
 /* ---- updates that the caller computes (runtime/staging.c); after a successful wait ---- */
 
@@ -235,7 +244,7 @@ ptn_status ptn_engine_move(ptn_engine *engine, uint64_t offset, void *memory, ui
 
 /* Turns shadows into homes; call after a successful wait. */
 void ptn_engine_commit(ptn_engine *engine);
-/* Forgets gradients and shadows of the step under way. */
+/* Forgets gradients and shadows of the step under way; no chunk is in use any more. */
 void ptn_engine_drop(ptn_engine *engine);
 /* Gradients taken, not yet committed or dropped. */
 bool ptn_engine_has_gradients(ptn_engine *engine);

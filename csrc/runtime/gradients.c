@@ -289,16 +289,21 @@ ptn_status ptn_engine_wait(ptn_engine *engine) {
   return status;
 }
 
-ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
-  param *param = &engine->params[number];
-  chunk *chunk = &engine->chunks[param->chunk];
+/* All that can fail of an update in memory. */
+static ptn_status prepare_in_memory(ptn_engine *engine, uint32_t number, float grad_scale, ptn_update *update) {
+  const param *param = &engine->params[number];
+  const chunk *chunk = &engine->chunks[param->chunk];
   if (!param->trained || chunk->home != HOME_MEMORY)
     return ptn_fail(PTN_INVALID, "parameter %u has no home in memory or is not trained", number);
   if (engine->over.device)
     return ptn_fail(PTN_INVALID, "parameter %u lies on the device, where the CPU updates nothing: update it there", number);
   PTN_TRY(ptn_engine_to_memory(engine, param->chunk, true));
-  ptn_update update;
-  PTN_TRY(ptn_update_prepare(&update, &engine->hypers[param->group], param->steps + 1, grad_scale));
+  return ptn_update_prepare(update, &engine->hypers[param->group], param->steps + 1, grad_scale);
+}
+
+static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad, const ptn_update *update) {
+  param *param = &engine->params[number];
+  const chunk *chunk = &engine->chunks[param->chunk];
   float *states[PTN_STATE_MAX] = {0};
   uint64_t offset_bytes = engine->widening * param->offset_bytes; /* in an fp32 array */
   for (uint32_t i = 0; i < engine->n_states; i++)
@@ -307,13 +312,39 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
   ptn_span all = ptn_span_whole(param->count);
   if (engine->bf16) {
     float *master = (float *)(void *)((char *)chunk->master + offset_bytes);
-    ptn_update_run_bf16(engine->team, &update, values, master, states, grad, all);
+    ptn_update_run_bf16(engine->team, update, values, master, states, grad, all);
   } else {
-    ptn_update_run(engine->team, &update, values, states, grad, all);
+    ptn_update_run(engine->team, update, values, states, grad, all);
   }
   param->steps++;
+}
+
+ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
+  ptn_update update;
+  PTN_TRY(prepare_in_memory(engine, number, grad_scale, &update));
+  run_in_memory(engine, number, grad, &update);
   return PTN_OK;
 }
+
+ptn_status ptn_engine_make_step(ptn_engine *engine, const ptn_memory_update *updates, size_t count, float grad_scale) {
+  ptn_update *prepared = malloc((count + 1) * sizeof *prepared);
+  ptn_status status = prepared ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for the list of %zu updates", count);
+  for (size_t i = 0; i < count && status == PTN_OK; i++)
+    if (engine->params[updates[i].param].count > 0)
+      status = prepare_in_memory(engine, updates[i].param, grad_scale, &prepared[i]);
+  if (status == PTN_OK) {
+    for (size_t i = 0; i < count; i++) {
+      param *param = &engine->params[updates[i].param];
+      if (param->count > 0) run_in_memory(engine, updates[i].param, updates[i].grad, &prepared[i]);
+      else param->steps++;
+    }
+    ptn_engine_commit(engine);
+  }
+  free(prepared);
+  return status;
+}
+
+uint64_t ptn_engine_commits_count(const ptn_engine *engine) { return engine->commits_count; }
 
 /* A step is over: the file gives space back, but for what the stash had at most in this step or the one before. */
 static void trim_disk(ptn_engine *engine) {
@@ -344,6 +375,7 @@ void ptn_engine_commit(ptn_engine *engine) {
   }
   engine->gradients = 0;
   engine->any_shadow = false;
+  engine->commits_count++;
   uint32_t *order = engine->last_updates;
   engine->last_updates = engine->updates;
   engine->n_last_updates = engine->n_updates;
@@ -370,6 +402,7 @@ void ptn_engine_drop(ptn_engine *engine) {
   }
   ptn_lane_settle(engine);
   ptn_over_settle(engine);
+  ptn_residency_unuse_all(engine);
   for (uint32_t c = 0; c < engine->n_chunks; c++) {
     chunk *chunk = &engine->chunks[c];
     free(chunk->late_job);

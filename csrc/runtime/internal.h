@@ -245,6 +245,7 @@ struct ptn_engine {
   size_t n_owners, max_owners;
   uint64_t owner_bytes; /* of gradients, of which the lane let go since there was none */
   uint32_t gradients; /* taken since the last commit or drop */
+  uint64_t commits_count;
   /* the order in which chunks went to the lane: of the last step, to read ahead in, and of this one */
   uint32_t *last_updates, *updates;
   uint32_t n_last_updates, n_updates;
@@ -257,6 +258,7 @@ struct ptn_engine {
 
 /* residency.c */
 void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */
+void ptn_residency_unuse_all(ptn_engine *engine); /* locked: nobody uses a chunk any more */
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */
 void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is under way */
 

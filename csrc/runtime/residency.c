@@ -219,6 +219,14 @@ void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {
   ptn_unlock(&engine->mutex);
 }
 
+void ptn_residency_unuse_all(ptn_engine *engine) {
+  for (uint32_t i = 0; i < engine->n_slots; i++) {
+    slot *slot = &engine->slots[i];
+    if (slot->in_use > 0 && engine->over.device) ptn_upload_mark(engine, slot);
+    slot->in_use = 0;
+  }
+}
+
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk) {
   uint32_t number = (uint32_t)(chunk - engine->chunks);
   slot *slot = slot_of(engine, number);

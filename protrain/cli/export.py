@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from protrain import replacing
 from protrain.cli.words import CommandError
+from protrain.errors import DiskError
 from protrain.precision import saved_config
 from protrain.replacing import replaced
 from protrain.tensorfiles import Progress, Told, entries, write_tensors
@@ -29,10 +31,10 @@ def check_target(folder: str) -> None:
         raise CommandError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise CommandError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
-    if os.path.lexists(target) and not target.is_dir():
-        raise CommandError(f"--out {folder!r} is a file; give a folder")
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise CommandError(f"--out {folder!r} holds files that are no model; give a new or an empty folder")
+    try:
+        replacing.check_target(folder)
+    except DiskError as error:
+        raise CommandError(f"--out: {error}") from None
 
 
 def save(

@@ -127,6 +127,30 @@ static void update_twins(world *w, float scale) {
   }
 }
 
+/* One that cannot be updated, the last of all, keeps the others as they are. */
+static void refuse_step(world *w, ptn_memory_update *updates, size_t count, float scale) {
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    if (ptn_engine_in_memory(w->engine, w->params[i].chunk) || !w->twins[i].has_sum) continue;
+    updates[count] = (ptn_memory_update){.param = i, .grad = w->twins[i].sum};
+    uint64_t before = ptn_engine_commits_count(w->engine);
+    CHECK(ptn_engine_make_step(w->engine, updates, count + 1, scale) == PTN_INVALID);
+    CHECK(ptn_engine_commits_count(w->engine) == before);
+    return;
+  }
+}
+
+static void make_step(world *w, float scale) {
+  ptn_memory_update updates[PARAMS + 1];
+  size_t count = 0;
+  for (uint32_t i = 0; i < PARAMS; i++)
+    if (w->twins[i].has_sum && ptn_engine_in_memory(w->engine, w->params[i].chunk))
+      updates[count++] = (ptn_memory_update){.param = i, .grad = w->twins[i].sum};
+  refuse_step(w, updates, count, scale);
+  uint64_t before = ptn_engine_commits_count(w->engine);
+  CHECK_OK(ptn_engine_make_step(w->engine, updates, count, scale));
+  CHECK(ptn_engine_commits_count(w->engine) == before + 1);
+}
+
 static void one_step(world *w, int passes, bool late, float scale, bool skip) {
   for (int pass = 0; pass < passes; pass++) {
     ptn_engine_seek(w->engine, 0);
@@ -155,10 +179,7 @@ static void one_step(world *w, int passes, bool late, float scale, bool skip) {
   CHECK_OK(ptn_engine_update_spilled(w->engine, scale));
   ptn_engine_seek(w->engine, (uint32_t)(check_random(&seed) % (2 * CHUNKS))); /* reads while updates are under way */
   CHECK_OK(ptn_engine_wait(w->engine));
-  for (uint32_t i = 0; i < PARAMS; i++)
-    if (w->twins[i].has_sum && ptn_engine_in_memory(w->engine, w->params[i].chunk))
-      CHECK_OK(ptn_engine_update_in_memory(w->engine, i, w->twins[i].sum, scale));
-  ptn_engine_commit(w->engine);
+  make_step(w, scale);
   update_twins(w, scale);
 }
 

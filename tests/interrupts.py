@@ -1,0 +1,190 @@
+"""A step that is interrupted: KeyboardInterrupt at each place at which Python lets a signal in while protrain's code runs.
+
+    python tests/interrupts.py --share 1 --seed 1
+
+These places are where a function begins and where a call of C has come back; a step has some thousands, and --share says how
+many are tried. After each interrupt, and `zero_grad()` as users call it then: parameters, optimizer state and the count of steps
+are all those before the step or all those after it; the next step gives plain torch's loss, and what the user allocates after
+that counts in no budget. Figures are printed as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from crashes import adamw, batch, digest, make
+
+import protrain
+
+MIB = 1 << 20
+BUDGET = 4 * MIB  # of 6.3 MiB of states
+OURS = (str(Path(protrain.__file__).parent), contextlib.__file__)
+PHASES = ("forward", "backward", "step", "zero_grad")
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "modes": {"block_modes": ["swap", "checkpoint", "checkpoint_swap", "keep", "swap", "swap"]},
+    "in memory": {"memory": 3 * BUDGET // 2, "max_grad_norm": 0.5},
+    "without a kernel": {"memory": 3 * BUDGET},
+}
+WARM_STEPS = 4  # after which plans change no more
+
+
+def optimizer_of(configuration: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(model.parameters()) if configuration == "without a kernel" else adamw(model)
+
+
+class Places:
+    """Counts the places that a call comes to, and interrupts at one of them."""
+
+    def __init__(self) -> None:
+        self.count = self._at = 0
+        self.where = ""
+
+    def run(self, work: Callable[[], Any], at: int = 0) -> bool:
+        """Whether it was interrupted."""
+        self.count, self._at, self.where = 0, at, ""
+        sys.setprofile(self._event)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    def _event(self, frame: FrameType, event: str, value: Any) -> None:
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
+            return
+        self.count += 1
+        if self.count == self._at:
+            sys.setprofile(None)
+            after = f" after {value.__name__}" if event == "c_return" else ""
+            self.where = f"{frame.f_code.co_qualname}{after}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def seen(model: Any, optimizer: Any) -> tuple[str, str]:
+    """Parameters and states."""
+    states = optimizer.state_dict()["state"]
+    tensors = {f"{number}.{name}": torch.as_tensor(value) for number in states for name, value in states[number].items()}
+    return digest(model.state_dict()), digest(tensors)
+
+
+class Plain:
+    """What plain torch has after each step, as far as it was asked for."""
+
+    def __init__(self, configuration: str) -> None:
+        self._model: Any = make()
+        self._optimizer = optimizer_of(configuration, self._model)
+        self._clip = CONFIGURATIONS[configuration].get("max_grad_norm")
+        self._losses: list[float] = []
+        self._seen = [seen(self._model, self._optimizer)]
+
+    def after(self, steps: int) -> tuple[str, str]:
+        while len(self._losses) < steps:
+            loss = self._model(batch(len(self._losses)))
+            loss.backward()
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._losses.append(loss.item())
+            self._seen.append(seen(self._model, self._optimizer))
+        return self._seen[steps]
+
+    def loss(self, number: int) -> float:
+        self.after(number + 1)
+        return self._losses[number]
+
+
+class Run:
+    """All interrupts of one configuration."""
+
+    def __init__(self, configuration: str, disk: Path) -> None:
+        self.plain, self.places = Plain(configuration), Places()
+        self.found: Counter[str] = Counter()
+        model: Any = make()
+        options = {"memory": BUDGET, **CONFIGURATIONS[configuration]}
+        self.model, self.optimizer = protrain.wrap(model, optimizer_of(configuration, model), disk=disk, **options)
+        self.steps = 0
+        for _ in range(WARM_STEPS):
+            self.one_step()
+
+    def one_step(self) -> None:
+        loss = self.model(batch(self.steps))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        want = self.plain.loss(self.steps)
+        assert loss.item() == want, f"step {self.steps + 1} has loss {loss.item()}, in plain torch {want}"
+        self.steps += 1
+
+    def interrupted(self, phase: str, at: int) -> int:
+        """One step, in this phase interrupted at that place (0: at none); returns how many places there are."""
+        losses: list[torch.Tensor] = []
+        works: dict[str, Callable[[], Any]] = {
+            "forward": lambda: losses.append(self.model(batch(self.steps))),
+            "backward": lambda: torch.autograd.backward(losses[0]),
+            "step": self.optimizer.step,
+            "zero_grad": self.optimizer.zero_grad,
+        }
+        before, after = self.steps, {self.steps + 1}
+        for name, work in works.items():
+            if name != phase:
+                work()
+            elif self.places.run(work, at):
+                self.found[phase] += 1
+                after = {"forward": {before}, "backward": {before}, "step": {before, before + 1}}.get(phase, after)
+                break
+        self.optimizer.zero_grad()
+        self.steps = protrain.status(self.model).steps
+        assert self.steps in after, f"{self.steps} steps are counted, there were {before}"
+        params, states = seen(self.model, self.optimizer)
+        want = self.plain.after(self.steps)
+        assert params == want[0], f"the parameters are not those after step {self.steps}"
+        assert states == want[1], f"the states are not those after step {self.steps}"
+        return self.places.count
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--share", type=float, default=1.0, help="of the places of each phase, spread at random")
+    words.add_argument("--seed", type=int, default=1)
+    given = words.parse_args()
+    torch.set_num_threads(1)
+    chance = random.Random(given.seed)
+    found: Counter[str] = Counter()
+    for configuration in CONFIGURATIONS:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("PROTRAIN_DISK")) as disk:
+            run = Run(configuration, Path(disk))
+            for phase in PHASES:
+                count = run.interrupted(phase, 0)
+                for at in range(1, count + 1):
+                    if chance.random() >= given.share:
+                        continue
+                    try:
+                        run.interrupted(phase, at)
+                        run.one_step()
+                        torch.empty(4 * BUDGET)
+                    except BaseException as error:
+                        error.add_note(f"{configuration}, {phase} interrupted at place {at} of {count}: {run.places.where}")
+                        raise
+            protrain.unwrap(run.model)
+            found += run.found
+    print(json.dumps({"interrupts": sum(found.values()), **found, "seed": given.seed}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Several threads that use one wrapped model: they wait for each other, and what each gets is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import TIGHT, Chain, inputs, steps
+from twins import adamw, bits
+
+import protrain
+
+MODES = ["swap", "checkpoint", "checkpoint_swap", "keep"] * 2
+
+
+def in_threads(count: int, work: Callable[[], Any]) -> list[Any]:
+    """What each of so many threads returned, or raised."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_forwards_at_once(training: bool, fresh_disk: Path) -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=MODES)
+    steps(inputs(2))(model, optimizer, False)
+    (x,) = inputs(1, seed=2)
+    model.train(training)
+
+    def forwards() -> list[float]:
+        with torch.set_grad_enabled(training):
+            return [model(x).item() for _ in range(8)]
+
+    want = forwards()
+    assert len(set(want)) == 1
+    assert in_threads(3, forwards) == [want] * 3
+    optimizer.zero_grad()
+    protrain.unwrap(model)
+
+
+def test_saving_while_another_thread_trains(fresh_disk: Path) -> None:
+    """Each checkpoint is of one step, whole; training waits for it where it must."""
+    from safetensors.torch import load_file
+
+    batches, target = inputs(12), fresh_disk / "checkpoint"
+    plain: Any = Chain()
+    plain_optimizer = adamw(plain)
+    want, losses = [], []
+    for x in batches:
+        losses += steps([x])(plain, plain_optimizer, True)
+        want.append({name: bits(value) for name, value in plain.state_dict().items()})
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    found = steps(batches[:1])(model, optimizer, False)
+    seen: set[int] = set()
+    over = threading.Event()
+
+    def save() -> None:
+        while not over.is_set() or not seen:
+            protrain.save(model, optimizer, target)
+            number = json.loads((target / "protrain.json").read_text())["steps"]
+            saved = {name: bits(value) for name, value in load_file(target / "model.safetensors").items()}
+            assert saved == want[number - 1], f"the checkpoint of step {number} is none of plain torch's"
+            seen.add(number)
+
+    def train() -> None:
+        try:
+            found.extend(steps(batches[1:])(model, optimizer, False))
+        finally:
+            over.set()
+
+    both = iter((save, train))
+
+    def work() -> None:
+        next(both)()
+
+    assert in_threads(2, work) == [None, None]
+    assert found == losses
+    protrain.unwrap(model)
+
+
+def test_a_step_in_the_middle_of_a_save_is_told(fresh_disk: Path) -> None:
+    """Made by its own callback, for which nobody waits."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    steps(inputs(1))(model, optimizer, False)
+    batches = iter(inputs(2)[1:])
+
+    def train(_done: int, _all: int) -> None:
+        for x in batches:
+            steps([x])(model, optimizer, False)
+
+    with pytest.raises(protrain.StepError, match="nothing was saved"):
+        protrain.save(model, optimizer, fresh_disk / "checkpoint", progress=train)
+    assert list(fresh_disk.iterdir()) == []
+    protrain.unwrap(model)
+
+
+def test_a_child_that_is_forked_while_another_thread_saves(fresh_disk: Path) -> None:
+    """It does not wait for a thread that it does not have: the wrapped model is refused there."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    steps(inputs(1))(model, optimizer, False)
+    (x,) = inputs(1)
+    inside, forked = threading.Event(), threading.Event()
+
+    def wait(_done: int, _all: int) -> None:
+        inside.set()
+        forked.wait()
+
+    saving = threading.Thread(target=lambda: protrain.save(model, optimizer, fresh_disk / "checkpoint", progress=wait))
+    saving.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(60)
+            model(x)
+        except RuntimeError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    forked.set()
+    saving.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    protrain.unwrap(model)
