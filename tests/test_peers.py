@@ -134,6 +134,107 @@ def test_the_table_the_page_and_the_picture_are_made_from_the_record(
     assert ("peers.png" in written) == (importlib.util.find_spec("matplotlib") is not None)
 
 
+# ---- the largest model ----
+
+# Speaks for a peer that needs 10 MiB for each layer.
+GROWING = """
+    import json, pathlib, sys
+
+    layers = json.loads((pathlib.Path(json.loads(sys.argv[1])["model_folder"]) / "about.json").read_text())["layers"]
+    for line in sys.stdin:
+        answer = {"seconds": 0.1, "loss": 4.0, "base_bytes": 0, "versions": {}}
+        print(json.dumps(answer | {"peak_bytes": layers * 10 << 20, "whole_peak_bytes": 0}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("most", "largest", "tried"), [(256, (7, False), [1, 2, 4, 8, 6, 7]), (4, (4, True), [1, 2, 4])])
+def test_the_largest_model_is_the_one_whose_peak_the_budget_holds(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, largest: tuple[int, bool], tried: list[int]
+) -> None:
+    made = []
+
+    def write_model(self: runner._Bench, name: str, layers: int) -> Path:
+        made.append(layers)
+        (self._scratch / name).mkdir()
+        (self._scratch / name / "about.json").write_text(json.dumps({"layers": layers, "parameters": 1000 * layers}))
+        return self._scratch / name
+
+    monkeypatch.setattr(runner._Bench, "write_model", write_model)
+    peer(tmp_path / "peers", "one", one_row("one"), GROWING)
+    (found,) = runner.grow(words(tiny, tmp_path, tmp_path / "build", peers=("one",)), lambda text: None, most, tmp_path / "peers")
+    assert (found.largest_layers, found.largest_at_least, found.largest_parameters) == (*largest, 1000 * largest[0])
+    assert made == tried
+
+
+# ---- Ctrl-C ----
+
+# Speaks for a peer whose losses fall as the reference's, which is made of it as well.
+FALLING = """
+    import json, sys
+
+    steps = 0
+    for line in sys.stdin:
+        answer = {"seconds": 0.0, "base_bytes": 0}
+        if line.strip() == "step":
+            steps += 1
+            answer = {"seconds": 0.1, "loss": 4.0 / steps}
+        elif line.strip() == "end":
+            answer = {"peak_bytes": 1, "whole_peak_bytes": 1, "base_bytes": 0, "versions": {}}
+        print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_what_was_measured_before_ctrl_c_is_kept(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """It comes when the second of two has been asked for a step, and has not answered."""
+    for name in (listing.REFERENCE, "another"):
+        peer(tmp_path / "peers", name, one_row(name), FALLING)
+    whole, asked = runner._Runner.round, []
+
+    def stopped(self: runner._Runner) -> None:
+        asked.append(self.row.name)
+        if len(asked) == 2 * (rounds + 1):
+            assert self._process is not None
+            assert self._process._process.stdin is not None
+            self._process._process.stdin.write(b"step\n")
+            self._process._process.stdin.flush()
+            self._process._owes = True
+            raise KeyboardInterrupt
+        whole(self)
+
+    monkeypatch.setattr(runner._Runner, "round", stopped)
+    given = words(tiny, tmp_path, tmp_path / "build", rounds=5)
+    if not rounds:
+        with pytest.raises(KeyboardInterrupt):
+            runner.compare(given, lambda text: None, tmp_path / "peers")
+        return
+    found = runner.compare(given, lambda text: None, tmp_path / "peers")
+    assert found["interrupted"]
+    assert [(r["name"], len(r["seconds"]), r["verdict"], r["ratio"]) for r in found["rows"]] == [
+        (listing.REFERENCE, 1, "equal", 1.0),
+        ("another", 1, "equal", 1.0),
+    ]
+    assert show.title({**found, "model": "m"}).endswith("5 interleaved rounds, interrupted")
+
+
+def test_an_interrupted_comparison_is_written_and_ends_as_ctrl_c_does(
+    tiny: str,
+    found: dict[str, Any],
+    disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "compare", lambda *_: {**found, "interrupted": True})
+    result = CliRunner().invoke(commands, ["bench", "--model", tiny, "--disk", str(disk), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert json.loads((tmp_path / "out" / "peers.json").read_text())["interrupted"]
+    measured = sum(r["seconds"] is not None for r in found["rows"])
+    line = f"interrupted with {measured} of {len(found['rows'])} rows measured: this is what was measured until then"
+    assert line in result.output
+
+
 # ---- parts ----
 
 

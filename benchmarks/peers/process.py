@@ -30,6 +30,7 @@ class PeerProcess:
         self._disk = tempfile.TemporaryDirectory(prefix="peer-", dir=job["disk"], ignore_cleanup_errors=True)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (close closes it)
         self._buffer = b""
+        self._owes = False  # an answer, to a word that Ctrl-C came behind
         environment = {**os.environ, "PYTHONPATH": _python_path(), "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment["PATH"] = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where ninja is
         if python != Path(sys.executable):
@@ -53,12 +54,16 @@ class PeerProcess:
     def ask(self, word: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         """Raises PeerError with what the process says where it fails, or that it ended or hangs."""
         assert self._process.stdin is not None
+        if self._owes:
+            self._line(seconds)
         try:
             self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it ended; its last line says why
+        self._owes = True
         line = self._line(seconds)
+        self._owes = False
         if line is None:
             raise PeerError(f"no answer to {word!r} in {seconds:.0f} s")
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._end_text()}

@@ -30,7 +30,10 @@ from typing import Any
 from peers import listing, swap
 from peers.environments import InstallError, environment
 from peers.listing import Row
-from peers.process import BENCHMARKS, PeerError, PeerProcess
+from peers.process import ANSWER_SECONDS, BENCHMARKS, PeerError, PeerProcess
+
+from protrain.cli import interrupt
+from protrain.cli.bench import LATE_SECONDS, WRITE_SECONDS
 
 WARM_STEPS = 3  # protrain's first plans, its next two update in step()
 SEARCH_STEPS = 2  # timed, after the warm ones, for each setting
@@ -74,7 +77,8 @@ class Setting:
 @dataclass
 class Result:
     """A row of the table. peak_bytes and seconds are None where the row has none, and reason says why. The ratio is to the
-    reference in the same rounds; setup_seconds: from the model's making to steady steps, beyond what steady steps take."""
+    reference in the same rounds; setup_seconds: from the model's making to steady steps, beyond what those take. largest_...
+    is of the model with the most layers that the budget holds; at_least: more were not tried."""
 
     name: str
     peer: str
@@ -95,7 +99,9 @@ class Result:
     within_budget: bool | None = None
     setup_seconds: float | None = None
     install_seconds: float = 0.0
+    largest_layers: int | None = None
     largest_parameters: int | None = None
+    largest_at_least: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -108,18 +114,42 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
     Raises:
         ValueError: a name that no peer has.
         PeerError: the reference fails.
+        KeyboardInterrupt: Ctrl-C came before anything was measured; after that, what was measured is returned, and "interrupted"
+            is true.
     """
     rows = _chosen(listing.read_rows(folder), words)
     with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
         bench = _Bench(words, say, Path(scratch))
         bench.write_model("model", 0)
         results = bench.run(rows)
+        if bench.interrupted and not any(result.seconds for result in results):
+            raise KeyboardInterrupt
         about = json.loads((Path(scratch) / "model" / "about.json").read_text())
     return {
         "model": words.model_name, "quick": words.quick, "dropout": 0.0, **about,
         "budget_bytes": words.memory, "seq": words.seq, "batch": words.batch, "rounds": words.rounds, "seed": words.seed,
-        "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER, "rows": [asdict(result) for result in results],
+        "interrupted": bench.interrupted, "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER,
+        "rows": [asdict(result) for result in results],
     }  # fmt: skip
+
+
+def grow(words: Words, say: Say, layers_most: int = LAYERS_MOST, folder: Path = listing.FOLDER) -> list[Result]:
+    """Of each of `words.peers` the largest model that the budget holds, by the first of its settings; nothing is compared.
+
+    Raises:
+        ValueError: a name that no peer has.
+    """
+    rows = [row for row in _chosen(listing.read_rows(folder), words) if {row.name, row.peer} & set(words.peers)]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
+        bench = _Bench(words, say, Path(scratch))
+        for row in rows:
+            result = Result(row.name, row.peer, row.documented, row.note, "not compared", row.refused)
+            if bench.prepare(row, result):
+                result.knobs = row.knobs | row.settings[0]
+                bench.grow(row, Setting(row.settings[0], "not compared"), result, layers_most)
+            results.append(result)
+    return results
 
 
 def _chosen(rows: list[Row], words: Words) -> list[Row]:
@@ -139,6 +169,7 @@ class _Bench:
         self._reference: list[float] = []
         self._base_bytes = self._usual_bytes = 0
         self._pythons: dict[Path, Path] = {}
+        self.interrupted = False
 
     def write_model(self, name: str, layers: int) -> Path:
         folder = self._scratch / name
@@ -153,8 +184,19 @@ class _Bench:
         return folder
 
     def run(self, rows: list[Row]) -> list[Result]:
+        """A row of results each; after Ctrl-C those that it came before say so."""
         results = {row.name: Result(row.name, row.peer, row.documented, row.note, "not run", row.refused) for row in rows}
-        ready = [row for row in rows if self._prepare(row, results[row.name])]
+        try:
+            self._run(rows, results)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        for result in results.values():
+            if self.interrupted and result.seconds is None and not result.reason:
+                result.verdict, result.reason = "not run", "interrupted before it was measured"
+        return list(results.values())
+
+    def _run(self, rows: list[Row], results: dict[str, Result]) -> None:
+        ready = [row for row in rows if self.prepare(row, results[row.name])]
         self._refer(ready[0])
         chosen: dict[str, Setting] = {}
         for row in ready:
@@ -167,10 +209,9 @@ class _Bench:
         if not self._words.quick:
             for row in ready:
                 if results[row.name].seconds is not None:
-                    self._grow(row, chosen[row.name], results[row.name])
-        return list(results.values())
+                    self.grow(row, chosen[row.name], results[row.name])
 
-    def _prepare(self, row: Row, result: Result) -> bool:
+    def prepare(self, row: Row, result: Result) -> bool:
         """Its environment; whether it can run."""
         if row.refused:
             return False
@@ -271,7 +312,7 @@ class _Bench:
         first, waiting = _Runner(self, reference, chosen, results), others
         with first:
             first.warm()
-            while True:
+            while not self.interrupted:
                 room = _free_bytes() * 4 // 5
                 group: list[_Runner] = []
                 while waiting and (not group or chosen[waiting[0].name].resident_bytes <= room):
@@ -280,21 +321,36 @@ class _Bench:
                 self._rounds(first, group)
                 if not waiting:
                     break
-            first.finish(None)
+            if first.seconds:
+                first.finish(None)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def _rounds(self, first: _Runner, group: list[_Runner]) -> None:
+        """After Ctrl-C: the rounds that were complete."""
+        begin = len(first.seconds)
         with ExitStack() as stack:
+            try:
+                for runner in group:
+                    stack.enter_context(runner)
+                    runner.warm()
+                for number in range(self._words.rounds):
+                    self._round(number, [first, *(runner for runner in group if runner.alive)])
+            except KeyboardInterrupt:
+                self.interrupted = True
+                interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
+            complete = min(len(runner.seconds) for runner in group if runner.alive) if any(r.alive for r in group) else None
+            del first.seconds[begin + complete if complete is not None else len(first.seconds) :]
             for runner in group:
-                stack.enter_context(runner)
-                runner.warm()
-            for number in range(self._words.rounds):
-                alive = [runner for runner in group if runner.alive]
-                self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(r.row.name for r in (first, *alive))}")
-                for runner in (first, *alive):
-                    runner.round()
-                    os.sync()  # what one wrote through the page cache is not left for the next one to wait for
-            for runner in group:
-                runner.finish(first.seconds[-self._words.rounds :])
+                del runner.seconds[complete if complete is not None else 0 :]
+                if runner.seconds:
+                    runner.finish(first.seconds[begin:])
+
+    def _round(self, number: int, alive: list[_Runner]) -> None:
+        self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(runner.row.name for runner in alive)}")
+        for runner in alive:
+            runner.round()
+            os.sync()  # what one wrote through the page cache is not left for the next one to wait for
 
     def losses_until(self, count: int) -> list[float]:
         """The reference's losses; it has made more steps than others where there are several groups."""
@@ -302,17 +358,19 @@ class _Bench:
 
     # ---- the largest model ----
 
-    def _grow(self, row: Row, best: Setting, result: Result) -> None:
-        """The most layers that the budget holds, by bisection, and that model's parameters; None where not even one is held."""
+    def grow(self, row: Row, best: Setting, result: Result, most: int = LAYERS_MOST) -> None:
+        """The most layers that the budget holds, and that model's parameters: doubled up to `most`, then by bisection; None where
+        not even one is held."""
         fits, fails = 0, 1
-        while fails <= LAYERS_MOST and self._holds(row, best, fails):
+        while fails <= most and self._holds(row, best, fails):
             fits, fails = fails, 2 * fails
-        while fails - fits > max(1, fits // 16):
+        result.largest_at_least = fails > most
+        while not result.largest_at_least and fails - fits > max(1, fits // 16):
             middle = (fits + fails) // 2
             fits, fails = (middle, fails) if self._holds(row, best, middle) else (fits, middle)
         if fits:
             about = json.loads((self._model_of(fits) / "about.json").read_text())
-            result.largest_parameters = about["parameters"]
+            result.largest_layers, result.largest_parameters = fits, about["parameters"]
 
     def _model_of(self, layers: int) -> Path:
         folder = self._scratch / f"layers{layers}"
@@ -321,6 +379,7 @@ class _Bench:
     def _holds(self, row: Row, best: Setting, layers: int) -> bool:
         self._say(f"{row.name}: {layers} layers")
         found = self._try(row, best.knobs, self._model_of(layers).name, check=False)
+        self._say(f"{row.name}: {layers} layers: {found.reason or f'a peak of {found.peak_bytes >> 20} MiB'}")
         return found.verdict != "failed" and found.peak_bytes <= OVER * self._words.memory
 
 
@@ -364,14 +423,14 @@ class _Runner:
 
     def _ask(self, word: str) -> dict[str, Any]:
         assert self._process is not None
-        return self._process.ask(word)
+        return self._process.ask(word, LATE_SECONDS if self._bench.interrupted else ANSWER_SECONDS)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
         try:
             yield
         except PeerError as error:
-            if self.row.name == listing.REFERENCE:
+            if self.row.name == listing.REFERENCE and not self._bench.interrupted:
                 raise
             self.alive = False
             self._result.verdict, self._result.reason = "failed", str(error)

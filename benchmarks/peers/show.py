@@ -43,6 +43,7 @@ def title(found: dict[str, Any]) -> str:
     return (
         f"{found['model']}, {found['parameters'] / 1e6:.0f} M parameters, batch {found['batch']} x {found['seq']} tokens, "
         f"budget {size_text(found['budget_bytes'])}, {found['rounds']} interleaved rounds"
+        f"{', interrupted' if found.get('interrupted') else ''}"
     )
 
 
@@ -87,7 +88,9 @@ def print_table(found: dict[str, Any]) -> None:
 
 
 def _largest(row: dict[str, Any]) -> str:
-    return f"{row['largest_parameters'] / 1e6:,.0f} M" if row["largest_parameters"] else "–"
+    if not row["largest_parameters"]:
+        return "–"
+    return ("≥ " if row["largest_at_least"] else "") + f"{row['largest_parameters'] / 1e6:,.0f} M"
 
 
 # ---- the page ----
@@ -220,12 +223,13 @@ def write(folder: Path, found: dict[str, Any]) -> list[str]:
     from protrain.timeline import write_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"peers.json": (json.dumps(found, indent=1) + "\n").encode(), "peers.md": markdown(found).encode()}
+    written = ["peers.json", "peers.md"]
+    write_file(str(folder / "peers.json"), (json.dumps(found, indent=1) + "\n").encode())
+    write_file(str(folder / "peers.md"), markdown(found).encode())
     if find_spec("matplotlib") is not None:
-        files["peers.png"] = picture(found)
-    for name, content in files.items():
-        write_file(str(folder / name), content)
-    return list(files)
+        write_file(str(folder / "peers.png"), picture(found))
+        written.append("peers.png")
+    return written
 
 
 if __name__ == "__main__":

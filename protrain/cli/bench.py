@@ -8,16 +8,20 @@ comparison is void and that is the error.
 from __future__ import annotations
 
 import json
+import select
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from protrain.cli import interrupt
 from protrain.cli.report import Page, Recorded, Side, check_report, machine_facts, write
 from protrain.cli.words import CommandError, duration_text, size_text
 
 WARM_STEPS = 3  # of protrain: the first plans, the first two update in step()
+LATE_SECONDS = 20.0  # after Ctrl-C: at most, for the steps that are under way
+WRITE_SECONDS = 30.0  # and for what was measured to be written
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Words:
 
 
 class Child:
-    """A worker process that answers each line it is given with one line of JSON."""
+    """A worker process that answers each line it is given with one line of JSON. A terminal's Ctrl-C does not reach it."""
 
     def __init__(self, kind: str, words: dict[str, Any], name: str | None = None) -> None:
         """Args: kind, plain or protrain; words, the worker's; name, by which errors call it, the kind by default."""
@@ -47,18 +51,30 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
+        self._owes = False  # an answer, to a word that Ctrl-C came behind
 
-    def ask(self, word: str) -> dict[str, Any]:
-        """Raises CommandError with what the child says where it fails."""
-        if self._process.stdin is None or self._process.stdout is None:
+    def ask(self, word: str, seconds: float | None = None) -> dict[str, Any]:
+        """Raises CommandError with what the child says where it fails, or where it does not answer in so many seconds."""
+        if self._process.stdin is None:
             raise CommandError(f"the {self._kind} process has no pipes")
+        if self._owes:
+            self._answer(seconds)
         try:
             self._process.stdin.write(word + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it ended; its last line says why
+        self._owes = True
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float | None) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if seconds is not None and not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise CommandError(f"{self._kind}: no answer in {seconds:.0f} s")
         line = self._process.stdout.readline()
+        self._owes = False
         answer: dict[str, Any] = (
             json.loads(line) if line else {"error": f"the process ended with exit code {self._process.wait()}"}
         )
@@ -97,33 +113,50 @@ def run(words: Words) -> None:
         print(json.dumps(result))
     else:
         _print(words, result)
-        if words.report is not None:
+        if words.report is not None and recorded is not None:
             print(f"report in {words.report}")
+    if result["interrupted"]:
+        end_early(f"after {result['rounds']} of {words.rounds} rounds", words.as_json)
+
+
+def end_early(when: str, as_json: bool) -> None:
+    """Say that this is not all, and end as Ctrl-C ends a command. Raises KeyboardInterrupt."""
+    if not as_json:
+        print(f"interrupted {when}: this is what was measured until then", flush=True)
+    raise KeyboardInterrupt
 
 
 def _take_turns(words: Words, children: dict[str, Child]) -> dict[str, Any]:
     for child in children.values():
         child.ask("ready")
     seconds: dict[str, list[float]] = {kind: [] for kind in children}
-    for number in range(WARM_STEPS + words.rounds):
-        losses = {}
-        for kind, child in children.items():
-            answer = child.ask("step")
-            losses[kind] = answer["loss"]
+    interrupted = False
+    try:
+        for number in range(WARM_STEPS + words.rounds):
+            answers = {kind: child.ask("step") for kind, child in children.items()}
+            _check_losses(number, answers)
             if number >= WARM_STEPS:
-                seconds[kind].append(answer["seconds"])
-        if losses["plain"] != losses["protrain"]:
-            raise CommandError(
-                f"step {number + 1}: the loss is {losses['plain']} in plain torch, "
-                f"{losses['protrain']} in protrain; they must be equal"
-            )
-    ends = {kind: child.ask("end") for kind, child in children.items()}
+                for kind in children:
+                    seconds[kind].append(answers[kind]["seconds"])
+    except KeyboardInterrupt:
+        if not seconds["protrain"]:
+            raise
+        interrupted = True
+        interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
+    ends = {kind: child.ask("end", LATE_SECONDS if interrupted else None) for kind, child in children.items()}
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     return {
         "ratio": medians["protrain"] / medians["plain"],
-        "rounds": words.rounds,
+        "rounds": len(seconds["plain"]),
+        "interrupted": interrupted,
         **{kind: {"median_seconds": medians[kind], "seconds": seconds[kind], **ends[kind]} for kind in children},
     }
+
+
+def _check_losses(number: int, answers: dict[str, Any]) -> None:
+    plain, protrain = (answers[kind]["loss"] for kind in ("plain", "protrain"))
+    if plain != protrain:
+        raise CommandError(f"step {number + 1}: the loss is {plain} in plain torch, {protrain} in protrain; they must be equal")
 
 
 def _page(words: Words, result: dict[str, Any], recorded: Recorded) -> Page:
@@ -150,7 +183,8 @@ def _page(words: Words, result: dict[str, Any], recorded: Recorded) -> Page:
         *machine_facts(None),
     ]
     subtitle = (
-        f"{words.model_name} in {size_text(recorded.budget_bytes)}, {words.batch} × {words.seq} tokens, {words.rounds} rounds: "
+        f"{words.model_name} in {size_text(recorded.budget_bytes)}, {words.batch} × {words.seq} tokens, {result['rounds']} "
+        f"rounds: "
         f"{result['ratio']:.2f} times the time of plain PyTorch"
     )
     return Page("protrain bench step", subtitle, facts, {"protrain": recorded}, sides=sides)
@@ -176,7 +210,7 @@ def _print(words: Words, result: dict[str, Any]) -> None:
             size_text(row["peak_resident_bytes"] - row["base_resident_bytes"]),
         )
     print(
-        f"{words.model_name}, batch {words.batch} x {words.seq} tokens, {words.rounds} rounds, "
+        f"{words.model_name}, batch {words.batch} x {words.seq} tokens, {result['rounds']} rounds, "
         f"budget {size_text(result['protrain']['budget_bytes'])}, equal losses"
     )
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)

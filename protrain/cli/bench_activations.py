@@ -18,8 +18,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from protrain.cli import machine
-from protrain.cli.bench import WARM_STEPS, Child
+from protrain.cli import interrupt, machine
+from protrain.cli.bench import LATE_SECONDS, WARM_STEPS, WRITE_SECONDS, Child, end_early
 from protrain.cli.display import status_line
 from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
 from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
@@ -124,6 +124,8 @@ def run(words: Words) -> None:
         print(json.dumps(summary), flush=True)
     else:
         _print(found, summary)
+    if bench.interrupted:
+        end_early(f"with {len(found)} of {len(wanted)} configurations measured", words.as_json)
 
 
 def _count_blocks(config: Any) -> int:
@@ -144,17 +146,21 @@ class _Bench:
         self._losses: list[float] = []  # of keep, step by step
         self._seconds: list[float] = []  # of keep, every measured round
         self.recorded: dict[str, Recorded] = {}  # for a report, of the pure modes
+        self.interrupted = False
 
     def measure(self, wanted: list[Configuration]) -> Iterator[Measured]:
-        """Keep's figures come last, when all its rounds are over. wanted[0] is keep."""
+        """Keep's figures come last, when all its rounds are over. wanted[0] is keep. After Ctrl-C: of the rounds until then;
+        raises KeyboardInterrupt where there are none."""
         keep, waiting = self._start(wanted[0]), wanted[1:]
         try:
             resident = self._warm(wanted[0], keep, is_keep=True)
-            while waiting:
+            while waiting and not self.interrupted:
                 done = yield from self._group(keep, resident, waiting)
                 waiting = waiting[done:]
             if len(wanted) == 1:
                 self._rounds({}, keep)
+            if not self._seconds:
+                raise KeyboardInterrupt
             yield self._figures(wanted[0], keep, self._seconds, self._seconds)
         finally:
             keep.end()
@@ -177,7 +183,10 @@ class _Bench:
             first = len(self._seconds)
             seconds = self._rounds(children, keep)
             for configuration, child in children.items():
-                yield self._figures(configuration, child, seconds[configuration], self._seconds[first:])
+                if seconds[configuration]:
+                    yield self._figures(configuration, child, seconds[configuration], self._seconds[first:])
+        except KeyboardInterrupt:
+            self._stop()
         finally:
             for child in children.values():
                 child.end()
@@ -209,16 +218,26 @@ class _Bench:
         return seconds
 
     def _rounds(self, children: dict[Configuration, Child], keep: Child) -> dict[Configuration, list[float]]:
+        """The seconds of each round that was complete."""
         seconds: dict[Configuration, list[float]] = {configuration: [] for configuration in children}
-        for number in range(self._words.rounds):
-            self._say(f"round {number + 1} of {self._words.rounds}: keep and {', '.join(c.name for c in children)}")
-            self._seconds.append(self._step(KEEP, keep, len(self._losses), is_keep=True))
-            for configuration, child in children.items():
-                seconds[configuration].append(self._step(configuration.name, child, WARM_STEPS + number))
+        try:
+            for number in range(self._words.rounds):
+                self._say(f"round {number + 1} of {self._words.rounds}: keep and {', '.join(c.name for c in children)}")
+                of_keep = self._step(KEEP, keep, len(self._losses), is_keep=True)
+                of_round = [self._step(one.name, child, WARM_STEPS + number) for one, child in children.items()]
+                self._seconds.append(of_keep)
+                for configuration, taken in zip(children, of_round, strict=True):
+                    seconds[configuration].append(taken)
+        except KeyboardInterrupt:
+            self._stop()
         return seconds
 
+    def _stop(self) -> None:
+        self.interrupted = True
+        interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
+
     def _figures(self, configuration: Configuration, child: Child, seconds: list[float], keep_seconds: list[float]) -> Measured:
-        answer = child.ask("end")
+        answer = child.ask("end", LATE_SECONDS if self.interrupted else None)
         words, status = self._words, answer["status"]
         if "recorded" in answer and configuration.n_moved == configuration.n_blocks:
             self.recorded[configuration.name] = Recorded.from_fields(answer["recorded"])
@@ -260,7 +279,7 @@ def _summary(words: Words, found: list[Measured]) -> dict[str, Any]:
         "model": words.model_name,
         "batch": words.batch,
         "seq": words.seq,
-        "rounds": words.rounds,
+        "rounds": min(len(measured.seconds) for measured in found),
         "seed": words.seed,
         "budget_bytes": words.memory,
         "cpu": machine.cpu_name(),

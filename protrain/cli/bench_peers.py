@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli import machine
+from protrain.cli.bench import end_early
 from protrain.cli.display import status_line
 from protrain.cli.words import CommandError
 
@@ -64,6 +65,9 @@ def run(words: Words) -> None:
         written = show.write(Path(words.out), found)
         if not words.as_json:
             print(f"in {words.out}: {', '.join(written)}")
+    if found["interrupted"]:
+        measured = sum(row["seconds"] is not None for row in found["rows"])
+        end_early(f"with {measured} of {len(found['rows'])} rows measured", words.as_json)
 
 
 def _command() -> str:

@@ -21,11 +21,18 @@ GRACE_SECONDS = 5.0
 
 _received: list[int] = []
 _pipe: list[int] = []
+_end = 0.0  # of the grace, once a signal was received
 
 
 def pressed() -> int | None:
     """The exit code that a received signal asks for (130 for SIGINT, 143 for SIGTERM), else None."""
     return 128 + _received[0] if _received else None
+
+
+def extend(seconds: float) -> None:
+    """Give the process so many seconds from now, where a signal was received: what was measured is to be written."""
+    global _end
+    _end = max(_end, time.monotonic() + seconds)
 
 
 def install() -> None:
@@ -51,7 +58,9 @@ def _watch(reader: int) -> None:
     numbers: list[int] = []
     while not numbers:
         numbers = [number for number in os.read(reader, 64) if number in (signal.SIGINT, signal.SIGTERM)]
-    time.sleep(GRACE_SECONDS)
+    extend(GRACE_SECONDS)
+    while (left := _end - time.monotonic()) > 0:
+        time.sleep(left)
     replacing = sys.modules.get("protrain.replacing")  # what is not loaded has written nothing
     for path in tuple(replacing.litter) if replacing else ():
         shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""PatrickStar, arXiv 2108.05818."""

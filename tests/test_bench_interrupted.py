@@ -1,0 +1,98 @@
+"""Ctrl-C during `protrain bench step` and `bench activations`: what was measured is shown and written; one line says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from protrain.cli import bench, bench_activations
+
+MIB = 1 << 20
+PLAN = {"n_persist": 3, "n_chunks": 3}
+
+
+class Scripted:
+    """A child that answers at once. stop: behind so many steps of all of them Ctrl-C comes instead of an answer."""
+
+    stop = 0
+    steps = 0
+
+    def __init__(self, kind: str, words: dict[str, Any], name: str | None = None) -> None:
+        self.modes, self.owes = words.get("block_modes"), False
+
+    def ask(self, word: str, seconds: float | None = None) -> dict[str, Any]:
+        if word == "step":
+            Scripted.steps += 1
+            if Scripted.steps > Scripted.stop:
+                raise KeyboardInterrupt
+            return {"seconds": 0.5, "loss": 4.0}
+        status = {
+            "plan": {**PLAN, "block_modes": self.modes}, "peak_memory_bytes": 9, "memory_bytes": 4, "wait_seconds": 0.0,
+            "disk_read_bytes": 0, "disk_write_bytes": 0, "steps": 4,
+        }  # fmt: skip
+        return {"peak_resident_bytes": 2 * MIB, "base_resident_bytes": MIB, "budget_bytes": MIB, "status": status}
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 100}
+    transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def stop(steps: int) -> None:
+        Scripted.stop, Scripted.steps = steps, 0
+
+    monkeypatch.setattr(bench, "Child", Scripted)
+    monkeypatch.setattr(bench_activations, "Child", Scripted)
+    return stop
+
+
+def step_words(model: str) -> bench.Words:
+    return bench.Words(model, None, 32, 1, 5, 0, None, True)
+
+
+def test_bench_step_shows_the_rounds_that_were_complete(tiny: str, stop_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stop_at(2 * (bench.WARM_STEPS + 2) + 1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(step_words(tiny))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rounds"], found["interrupted"], found["plain"]["seconds"]) == (2, True, [0.5, 0.5])
+    stop_at(2 * (bench.WARM_STEPS + 2) + 1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(bench.Words(**{**vars(step_words(tiny)), "as_json": False}))
+    assert capsys.readouterr().out.endswith("interrupted after 2 of 5 rounds: this is what was measured until then\n")
+
+
+def test_before_the_first_round_there_is_nothing_to_show(tiny: str, stop_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stop_at(2 * bench.WARM_STEPS + 1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(step_words(tiny))
+    stop_at(bench.WARM_STEPS)
+    with pytest.raises(KeyboardInterrupt):
+        bench_activations.run(bench_activations.Words(tiny, 64 * MIB, 32, 1, 2, 0, 0, None, None, True))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_curve_is_drawn_of_what_was_measured(
+    tiny: str, stop_at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory has room for one configuration beside keep, so that each has a group of its own; the second is interrupted."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench_activations, "_free_bytes", lambda used: 3 * MIB if used == 2 * MIB else 0)
+    stop_at(2 * bench.WARM_STEPS + 2 * 3 + bench.WARM_STEPS + 1)
+    words = bench_activations.Words(tiny, 64 * MIB, 32, 1, 3, 0, 0, None, str(tmp_path / "curve.png"), True)
+    with pytest.raises(KeyboardInterrupt):
+        bench_activations.run(words)
+    *found, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [one["name"] for one in found] == summary["configurations"] == ["swap", "keep"]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

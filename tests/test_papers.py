@@ -1,0 +1,204 @@
+"""The papers' experiments: each at its smallest size, its processes in this one; how processes take turns; pages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.papers import __main__ as every  # noqa: E402
+from benchmarks.papers import beside, turns  # noqa: E402
+from benchmarks.papers.patrickstar import static_partition  # noqa: E402
+from benchmarks.papers.records import Experiment, Settings  # noqa: E402
+from benchmarks.papers.ssdtrain import lifespan, rok_curve  # noqa: E402
+from benchmarks.papers.training import Shape, Way, train  # noqa: E402
+
+MIB = 1 << 20
+TINY = Shape("gpt2", 64, 2, 1, 32)
+
+
+class Here:
+    """`Turns` in this process: what makes them slow is the start of others."""
+
+    def __init__(self, function: Callable[..., Any], *words: Any) -> None:
+        self._generator, self._error = function(*words), ""
+        try:
+            next(self._generator)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._generator.close()
+
+    def ask(self, word: Any = None) -> Any:
+        if not self._error:
+            try:
+                return self._generator.send(word)
+            except Exception as error:
+                self._error = f"{type(error).__name__}: {error}"
+        raise turns.RefusedError(self._error)
+
+
+def rows_of_peers(settings: Settings, shape: Shape, memory: int, names: tuple[str, ...], *_: Any) -> list[dict[str, Any]]:
+    """What benchmarks/peers would say, which has tests of its own."""
+    fields = {"tokens_per_second": 10.0, "peak_bytes": memory, "within_budget": True, "layers": 2, "at_least": True, "reason": ""}
+    return [{"name": name, **fields} for name in names]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [turns, *map(module_of, every.names())]:
+        if hasattr(module, "Turns"):
+            monkeypatch.setattr(module, "Turns", Here)
+        for name in ("compared", "largest_here"):
+            if hasattr(module, name) and module.__name__.endswith(("figure3_throughput", "table2_largest_model")):
+                monkeypatch.setattr(module, name, rows_of_peers)
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.papers.{name}")
+
+
+NEEDS_PROCESSES = ("ssdtrain.rok_curve",)  # of `protrain bench activations`, which has tests of its own
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", [name for name in every.names() if name not in NEEDS_PROCESSES])
+def test_every_experiment_runs_and_makes_a_page_of_its_record(name: str, disk: Path, tmp_path: Path) -> None:
+    experiment: Experiment = module_of(name).EXPERIMENT
+    record = experiment.record(Settings(tiny=True, disk=str(disk)))
+    written = experiment.write(json.loads(json.dumps(record)), tmp_path)
+    assert f"{experiment.name.replace('/', '.')}" == name
+    assert [path.relative_to(tmp_path / "papers").with_suffix("").as_posix() for path in written] == [experiment.name] * 2
+    page = written[-1].read_text()
+    assert page.startswith(f"# {experiment.title}\n\nBy `python -m benchmarks.papers.{name} ")
+    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    assert tables
+    assert all(len({line.count(" | ") for line in lines}) == 1 for lines in tables)
+
+
+def test_the_curve_is_made_of_what_bench_activations_writes(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (ROOT / "benchmarks/results/activations.jsonl").read_text().splitlines()]
+    record = {"title": "t", "command": "c", "date": "d", "device": "cpu", "machine": {"cpu": "p", "cores": 2, "torch": "2"}}
+    record |= {"summary": lines[-1], "points": [lines[-2], *lines[:-2]]}
+    page = rok_curve.EXPERIMENT.page(record)
+    for one in record["points"]:
+        assert f"| {one['name']} |" in page
+    if importlib.util.find_spec("matplotlib") is not None:
+        written = rok_curve.EXPERIMENT.write(record, tmp_path)
+        assert [path.suffix for path in written] == [".json", ".png", ".md"]
+        assert "](rok_curve.png)" in written[-1].read_text()
+
+
+def test_readme_has_every_script_and_no_other() -> None:
+    lines = (ROOT / "benchmarks/papers/README.md").read_text().splitlines()
+    assert sorted(line.split("`")[1] for line in lines if line.startswith("| `")) == sorted(every.names())
+
+
+# ---- taking turns ----
+
+
+def test_a_process_trains_as_one_trains_here(disk: Path) -> None:
+    way = Way(64 * MIB, disk=str(disk))
+    with turns.Turns(train, TINY, way) as process, Here(train, TINY, way) as here:
+        first, second = process.ask(1), process.ask(2)
+        assert [*first["losses"], *second["losses"]] == here.ask(3)["losses"]
+    assert len(second["seconds"]) == len(second["step_seconds"]) == 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_ways_take_turns_and_find_equal_losses(disk: Path) -> None:
+    ways = {name: Way(64 * MIB, disk=str(disk)) for name in ("first", "second")}
+    found = turns.take_turns(TINY, ways, rounds=2, warm=1)
+    assert list(found) == ["first", "second"]
+    assert (len(found["second"]["seconds"]), found["first"]["ratio"]) == (2, 1.0)
+    assert found["first"]["losses"] == found["second"]["losses"]
+    assert len(set(found["first"]["losses"])) == 3
+
+
+def test_a_process_that_ends_says_how() -> None:
+    with turns.Turns(exit, 3) as process, pytest.raises(turns.RefusedError, match="the process ended with exit code 3"):
+        process.ask()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_way_with_other_losses_has_no_figures(disk: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"other, step 2: the loss is "):
+        turns.check_losses([2.0, 1.0], [2.0, 1.0000001], "other", exact=True)
+    turns.check_losses([2.0, 1.0], [2.0, 1.0000001], "other", exact=False)
+    with pytest.raises(turns.RefusedError, match="BudgetError"):
+        turns.take_turns(TINY, {"first": Way(1000, disk=str(disk))}, rounds=1)
+    ways = {"first": Way(64 * MIB, disk=str(disk)), "refused": Way(1000, disk=str(disk))}
+    assert turns.take_turns(TINY, ways, rounds=1)["refused"]["reason"].startswith("BudgetError: ")
+
+
+@pytest.mark.usefixtures("quick")
+def test_rates_set_late_are_the_same_training_with_no_update_behind_backward(disk: Path) -> None:
+    way = Way(6 * MIB, disk=str(disk))
+    found = turns.take_turns(
+        Shape("gpt2", 128, 4, 1, 32), {"early": way, "late": Way(6 * MIB, late=True, disk=str(disk))}, rounds=2
+    )
+    assert found["late"]["step_write_bytes"] > found["early"]["step_write_bytes"]  # gradients wait on the disk
+
+
+# ---- parts ----
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "vit", "encoder"])
+def test_every_family_has_blocks_and_takes_its_batches(family: str) -> None:
+    from protrain.blocks import find_blocks
+
+    shape = Shape(family, 64, 4, 1, 32)
+    model = shape.model()
+    assert len(find_blocks(model)) == 4
+    output = model(**shape.inputs(0))
+    assert (output.loss if hasattr(output, "loss") else output).isfinite().all()
+
+
+def test_eviction_is_counted_by_the_order_of_a_step() -> None:
+    accesses, two_slots = [0, 1, 2, 2, 1, 0], [0, 1, 0]
+    assert static_partition.loads_by_slots(accesses, two_slots) == 2  # 2, then 0 again; 1 stays
+    assert static_partition.loads_by_choice(accesses, 2, static_partition.farthest_next_use) == 2
+    assert static_partition.loads_by_choice(accesses, 2, static_partition.least_recently_used) == 2
+    assert static_partition.loads_by_choice([0, 1, 2], 2, static_partition.least_recently_used) == 3
+    assert static_partition.loads_by_choice([0, 1, 2], 2, static_partition.farthest_next_use) == 1
+    assert static_partition.loads_by_choice(accesses, 3, static_partition.farthest_next_use) == 0
+
+
+def test_lifespan_and_bandwidth_are_the_papers_formulas() -> None:
+    found = lifespan.model_of(24_000_000_000, 4.0)
+    assert found["write_bytes_per_second"] == 12e9
+    assert found["lifespan_years"] == pytest.approx(4 * 600e12 * 86 * 4.0 / 24e9 / (365 * 86400))
+
+
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.papers.records.has_gpu", lambda: False)
+    assert lifespan.EXPERIMENT.main(["--device", "cuda"]) == 0
+    assert capsys.readouterr().out == "ssdtrain/lifespan: skipped: no GPU\n"
+
+
+def test_on_a_gpu_the_largest_is_bisected_until_a_system_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(settings: Settings, shape: Shape, memory: int, name: str) -> dict[str, Any]:
+        asked.append(shape.layers)
+        return {"step_seconds": 1.0} if shape.layers <= 5 else {"does_not_fit": "no memory"}
+
+    monkeypatch.setattr(beside, "_run_on_gpu", run)
+    (found,) = beside.largest(Settings(device="cuda"), TINY, MIB, ["plain torch"], 64)
+    assert found == {"name": "plain torch", "layers": 5, "at_least": False, "reason": "no memory"}
+    assert asked == [1, 2, 4, 8, 6, 5]
+    (found,) = beside.largest(Settings(device="cuda"), TINY, MIB, ["plain torch"], 4)
+    assert (found["layers"], found["at_least"]) == (4, True)
