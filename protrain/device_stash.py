@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -51,12 +52,28 @@ class Record:
 
     put: what was saved, as long as it lives; owner: shares its version counter; came: what was brought last, as long as that
     lives; storage: the same, held for uses that did not ask yet; follows: whether compute comes behind its copy; waiting: those
-    uses.
+    uses; block: that saved it.
     """
 
-    __slots__ = ("__weakref__", "bytes", "came", "core", "follows", "owner", "place", "put", "stash", "storage", "waiting")
+    __slots__ = (
+        "__weakref__",
+        "block",
+        "bytes",
+        "came",
+        "core",
+        "follows",
+        "owner",
+        "place",
+        "put",
+        "stash",
+        "storage",
+        "waiting",
+    )
 
-    def __init__(self, stash: DeviceStash, core: _core.DeviceRecord, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self, stash: DeviceStash, core: _core.DeviceRecord, tensor: torch.Tensor, storage: torch.UntypedStorage, block: int
+    ) -> None:
+        self.block = block
         self.stash, self.core, self.bytes = stash, core, storage.nbytes()
         self.put, self.owner = _Alive(storage), over_nothing(tensor)
         self.came: _Alive | None = None
@@ -92,8 +109,8 @@ class DeviceStash:
     copy, since wrap.
     """
 
-    def __init__(self, engine: _core.Engine, compute: Compute) -> None:
-        self._engine, self._compute = engine, compute
+    def __init__(self, engine: _core.Engine, compute: Compute, modes: Callable[[], tuple[str, ...]]) -> None:
+        self._engine, self._compute, self._modes = engine, compute, modes
         self.hooks: _core.SavedTensors | None = None
         self.least_bytes = self.pool_bytes = self.forwarded_bytes = 0
         self.window_bytes = 64 * MIB
@@ -137,13 +154,13 @@ class DeviceStash:
             return Stashed(record, tensor)
 
     def _put(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record:
-        address = self._compute.on_device(tensor) - tensor.storage_offset() * tensor.itemsize
+        address = self._compute.on_device(tensor) - int(tensor.storage_offset()) * tensor.itemsize
         block = self.hooks.block if self.hooks is not None else -1
         core = self._engine.put(address, storage.nbytes(), block)
         self._leaving.append((storage, core))
         self._leaving_bytes += storage.nbytes()
         self.settle(self.window_bytes)
-        return Record(self, core, tensor, storage)
+        return Record(self, core, tensor, storage, block)
 
     def settle(self, most_bytes: int = 0) -> None:
         """Let go of what copies are done with, and of more where they hold more than this: compute then comes behind them."""
@@ -183,7 +200,7 @@ class DeviceStash:
             if not saved.asked:
                 saved.asked = True
                 self.over(record)
-            self._bring_ahead(record.place)
+            self._bring_ahead(record)
             tensor = torch.empty(0, dtype=saved.dtype, device=self._compute.device)
             tensor.set_(storage, saved.offset, saved.size, saved.stride)  # type: ignore[call-overload]
             self._compute.used_here(tensor)
@@ -214,15 +231,20 @@ class DeviceStash:
         record.came, record.follows = _Alive(storage), False
         return storage
 
-    def _bring_ahead(self, place: int) -> None:
-        """What backward asks for next is ordered now, as far as the window goes and the host has it."""
-        ahead_bytes = 0
+    def _bring_ahead(self, asked: Record) -> None:
+        """What backward asks for next is ordered now, as far as the window goes and the host has it.
+
+        Not across a block that is recomputed: that takes all the memory that the plan has for one block.
+        """
+        ahead_bytes, place, modes = 0, asked.place, self._modes()
         for number in reversed(list(self._order)):
             record = self._order[number]() if number < place and number in self._order else None
             if record is None or record.waiting == 0:
                 continue
             if record.storage is None and self._somewhere(record) is not None:
                 continue
+            if record.block != asked.block and any(mode != "swap" for mode in modes[record.block : asked.block + 1]):
+                return
             ahead_bytes += record.bytes
             if ahead_bytes > self.window_bytes:
                 return

@@ -50,7 +50,7 @@ class Runner:
         self.blocks, self.residency, self.modes = wrapped.blocks, residency, modes
         self.compute = wrapped.compute
         self._wrapped, self._engine, self._clock = wrapped, engine, clock
-        self.device_stash = DeviceStash(engine, wrapped.compute) if wrapped.compute.separate else None
+        self.device_stash = DeviceStash(engine, wrapped.compute, lambda: self.modes) if wrapped.compute.separate else None
         self.habits = [BlockHabits() for _ in wrapped.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed

@@ -148,9 +148,9 @@ def test_activations_leave_and_come_back(driver: Any, fresh_disk: Path) -> None:
         record.want(False)
         engine.transfer(1, 0, found.data_ptr(), False)
         assert torch.equal(found, values)
-        assert record.near
         while not record.ended:
             pass
+        assert record.near
         del record  # nothing of it is in flight: its memory is free at once
     stats = engine.stats()
     assert stats["stash_put_bytes"] == stats["stash_brought_bytes"] == 2 * MIB
