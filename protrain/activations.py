@@ -134,7 +134,7 @@ def _copied_inputs(inputs: Any) -> Any:
     return tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def _over_nothing(tensor: torch.Tensor) -> torch.Tensor:
+def over_nothing(tensor: torch.Tensor) -> torch.Tensor:
     """An alias that shares the tensor's version counter and lies over no memory."""
     alias = tensor.detach()
     alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -188,8 +188,8 @@ class Frame:
         self.copied = copied
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
         self.versions = self._versions()
-        self.state = ModuleState(runner.blocks[number][1], self.habits.large)
         self.compute = runner.compute
+        self.state = ModuleState(runner.blocks[number][1], self.habits.large, compared=not self.compute.separate)
         self.random_state = self.compute.random_state()
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -209,7 +209,7 @@ class Frame:
             self.inputs, self.copied = self.given, False
             self.versions = self._versions()
         elif self.copied and not in_place:
-            self.versions = [(_over_nothing(leaf), version) for leaf, version in self.given_versions]
+            self.versions = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []

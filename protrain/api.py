@@ -123,13 +123,10 @@ def _check_on_cpu(named: list[tuple[str, nn.Parameter]]) -> None:
             raise PlanError(f"model: parameter {name} is on {p.device}; plans are made on the CPU: give the model on cpu or meta")
 
 
-def _check_over_device(optimizer: torch.optim.Optimizer, modes: list[str] | None, plan: Plan | None) -> None:
+def _check_over_device(optimizer: torch.optim.Optimizer) -> None:
     """What works in ordinary memory, and not yet over a device."""
     if not has_kernel(optimizer):
         raise PlanError(f"optimizer is {type(optimizer).__name__}; over a device it can be Adam, AdamW or SGD yet")
-    for mode in [*(modes or []), *(plan.block_modes if plan else [])]:
-        if mode.endswith("swap"):
-            raise PlanError(f"block_modes: {mode!r} does not work over a device yet; keep and checkpoint do")
 
 
 def _check_optimizer(optimizer: Any, named: list[tuple[str, nn.Parameter]]) -> dict[int, int]:
@@ -204,8 +201,9 @@ def wrap(
     Args:
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
             what is free now less a reserve, or the control group's limit.
-        host_memory: over a GPU, the budget of host memory for chunks, and for what gradients and updates pass through. None:
-            what is free now less a reserve. Host and device are one where the CPU computes.
+        host_memory: over a GPU, the budget of host memory for chunks and for activations of blocks that swap, and for what
+            gradients and updates pass through. None: what is free now less a reserve. Host and device are one where the CPU
+            computes.
         disk: folder for what does not fit. None: $PROTRAIN_DISK, else the temporary directory. A tmpfs is refused.
         accumulate: backward passes in each optimizer step.
         max_grad_norm: clip the global 2-norm as torch.nn.utils.clip_grad_norm_ does; optimizer.grad_norm is the norm before.
@@ -243,7 +241,7 @@ def wrap(
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
     if compute.separate:
-        _check_over_device(optimizer, modes, plan)
+        _check_over_device(optimizer)
     layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None, dtype)
     if plan is not None:
         check_plan(plan, layout, len(blocks))

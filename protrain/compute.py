@@ -92,6 +92,9 @@ class Compute:
         assert tensor.device == self.device, f"a tensor on {self.device} is wanted, this one is on {tensor.device}"
         return tensor.data_ptr()
 
+    def used_here(self, tensor: torch.Tensor) -> None:
+        """The current stream uses a tensor that another may have been made for."""
+
     # ---- state ----
 
     def random_state(self) -> Any:
@@ -170,6 +173,9 @@ class Cuda(Accelerator):
         """Segments that torch keeps for later are not held: what torch says of them is what it could give out again."""
         kept = torch.cuda.memory_reserved(self.number) - torch.cuda.memory_allocated(self.number)
         return max(super().held_bytes(engine) - kept, int(engine.stats()["device_bytes"]))
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.number))
 
     def random_state(self) -> Any:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.number)

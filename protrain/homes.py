@@ -47,14 +47,19 @@ class Homes:
         """
         old, engine = self.arrangement, self._engine
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
+        same_stash = arrangement.stash_pool_bytes == old.stash_pool_bytes
         same_ring = arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces
-        if self.settled and same_slots and same_ring and arrangement.shadow_of_chunk == old.shadow_of_chunk:
+        same_away = same_stash and arrangement.shadow_of_chunk == old.shadow_of_chunk
+        if self.settled and same_slots and same_ring and same_away:
             self._use(arrangement)
             self._set_order()
             self._to_memory(arrangement)
             self._set_goal()
+            self._set_stash()
             return
         self._residency.release_node()
+        if self._runner.device_stash is not None:
+            self._runner.device_stash.settle()
         engine.drop()
         try:
             self._move(arrangement)
@@ -120,12 +125,21 @@ class Homes:
         if wrapped.compute.separate:
             engine.set_gradient_memory(found.gradient_memory_bytes)
             engine.set_staging(found.staging_bytes, STAGING_PIECES if found.staging_bytes else 0)
+            self._set_stash()
             self._tell_unlocked()
         budget, plan = wrapped.settings.memory_bytes, found.plan
         engine.set_pending(max(budget - plan.peak_bytes, max(wrapped.layout.grad_bytes, default=0)))
         self._set_order()
         self._set_goal()
         self._runner.make_hooks(on_disk=any(slot >= 0 for slot in found.slot_of_chunk))
+
+    def _set_stash(self) -> None:
+        """Host memory for activations, and how much of them is on the way at once."""
+        stash = self._runner.device_stash
+        if stash is None:
+            return
+        self._engine.set_stash_memory(self.arrangement.stash_pool_bytes)
+        stash.pool_bytes, stash.window_bytes = self.arrangement.stash_pool_bytes, self.arrangement.stash_window_bytes
 
     def _tell_unlocked(self) -> None:
         """Host memory that the driver did not lock is copied from and to more slowly: said once."""

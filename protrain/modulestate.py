@@ -22,25 +22,27 @@ COPIED_BYTES = 1 << 20
 
 
 class _Buffer:
-    __slots__ = ("before", "held", "leaf", "module", "version")
+    __slots__ = ("before", "compared", "held", "leaf", "module", "version")
 
-    def __init__(self, module: nn.Module, leaf: str, held: torch.Tensor, always: bool) -> None:
-        self.module, self.leaf, self.held, self.version = module, leaf, held, held._version
+    def __init__(self, module: nn.Module, leaf: str, held: torch.Tensor, always: bool, compared: bool) -> None:
+        self.module, self.leaf, self.held, self.version, self.compared = module, leaf, held, held._version, compared
         copied = always or held.nbytes <= COPIED_BYTES
         self.before: torch.Tensor | None = held.detach().clone() if copied else None
 
     def changed(self) -> bool:
-        """Kernels of batch norm write running means past their version, so values are looked at where there is a copy."""
+        """Kernels of batch norm write running means past their version, so values are looked at where there is a copy; where
+        looking would wait for a device, what has a copy may have changed."""
         if self.module._buffers.get(self.leaf) is not self.held or self.held._version != self.version:
             return True
-        return self.before is not None and not torch.equal(self.before, self.held)
+        return self.before is not None and not (self.compared and torch.equal(self.before, self.held))
 
 
 class ModuleState:
     """Taken before a block's forward; `settle` after it keeps what forward changed."""
 
-    def __init__(self, block: nn.Module, large: set[str]) -> None:
-        """large: "MODULE.BUFFER" of the large buffers that forward is known to change; `settle` adds to it."""
+    def __init__(self, block: nn.Module, large: set[str], compared: bool = True) -> None:
+        """large: "MODULE.BUFFER" of the large buffers that forward is known to change; `settle` adds to it. compared: values may
+        be looked at; else copies stay until the recomputation."""
         self.large = large
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.buffers: list[tuple[str, _Buffer]] = []
@@ -52,7 +54,7 @@ class ModuleState:
                 for leaf, held in module._buffers.items():
                     if held is not None and not held.is_inference():
                         path = f"{name}.{leaf}" if name else leaf
-                        self.buffers.append((path, _Buffer(module, leaf, held, path in large)))
+                        self.buffers.append((path, _Buffer(module, leaf, held, path in large, compared)))
 
     def settle(self) -> None:
         """Forward is over: copies of buffers that it left alone go."""

@@ -125,7 +125,8 @@ class Arrangement:
     rise_bytes: by how much the backward of a block rises above its begin; 0 where nothing swaps.
     headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes; 0 where nothing swaps.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
-    gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do.
+    gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
+    stash_pool_bytes: for activations of blocks that swap; stash_window_bytes: of them on the way at once.
     """
 
     plan: Plan
@@ -142,6 +143,8 @@ class Arrangement:
     shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
     gradient_memory_bytes: int = 0
     staging_bytes: int = 0
+    stash_pool_bytes: int = 0
+    stash_window_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:

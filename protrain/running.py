@@ -22,6 +22,7 @@ from .activations import (
     run_operation,
     run_swapped,
 )
+from .device_stash import DeviceStash, Stashed
 from .errors import PlanError
 from .parameters import DisableTorchFunction
 from .residency import Residency
@@ -49,6 +50,7 @@ class Runner:
         self.blocks, self.residency, self.modes = wrapped.blocks, residency, modes
         self.compute = wrapped.compute
         self._wrapped, self._engine, self._clock = wrapped, engine, clock
+        self.device_stash = DeviceStash(engine, wrapped.compute, lambda: self.modes) if wrapped.compute.separate else None
         self.habits = [BlockHabits() for _ in wrapped.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
@@ -59,14 +61,26 @@ class Runner:
         """Saved-tensor hooks: of operations outside of blocks, which keep, and of blocks that swap. What lives on anyway, the
         model's buffers, is not to be written. on_disk: there are parameters on disk."""
         saved_parameter = self.residency.saved_parameter if on_disk else None
-        keep = _core.SavedTensors(self._engine, saved_parameter, self.residency.unpack_parameter, 0)
+        keep = _core.SavedTensors(self._engine, saved_parameter, self._unpack, 0)
         self.operation_hooks = keep.pack, keep.unpack
         least_bytes = STASH_LEAST_BYTES * self._wrapped.element_bytes // 4  # what is stashed in fp32 is stashed in bf16
-        self.stash = _core.SavedTensors(self._engine, saved_parameter, self.residency.unpack_parameter, least_bytes)
+        over_device = self.device_stash
+        stash_tensor = over_device.pack if over_device is not None else None
+        self.stash = _core.SavedTensors(self._engine, saved_parameter, self._unpack, least_bytes, stash_tensor)
         self.stash_hooks = self.stash.pack, self.stash.unpack
-        for buffer in self._wrapped.model.buffers():
-            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.device.type == "cpu":
+        plain = [b for b in self._wrapped.model.buffers() if type(b) is torch.Tensor and b.layout == torch.strided]
+        for buffer in plain:
+            if buffer.device.type == "cpu":
                 _core.mark_static(buffer.data_ptr())
+        if over_device is not None:
+            over_device.hooks, over_device.least_bytes = self.stash, least_bytes
+            over_device.mark_static(plain)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        """What the hooks gave autograd and do not know themselves."""
+        if type(saved) is Stashed:
+            return saved.record.stash.unpack(saved)
+        return self.residency.unpack_parameter(saved)
 
     def recompute_all(self) -> None:
         """The blocks of this forward take as little memory as they can."""

@@ -133,6 +133,7 @@ class Session:
                     return forward(*args, **kwargs)
             self.begin_forward(args, kwargs)
             self.engine.stash_begin()
+            self._settle_stash()
             self.runner.stashing = True
             return forward(*args, **kwargs)
         except BaseException:
@@ -193,6 +194,12 @@ class Session:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
 
+    def _settle_stash(self) -> None:
+        """What copies from a device are done with is free; what failed of them is told."""
+        if self.runner.device_stash is not None:
+            self.runner.device_stash.settle()
+            self.engine.stash_check()
+
     # ---- the end of a step ----
 
     def step(self) -> torch.Tensor | None:
@@ -228,6 +235,7 @@ class Session:
 
     def _make_step(self) -> torch.Tensor | None:
         settings, gradients = self.wrapped.settings, self.gradients
+        self._settle_stash()
         in_memory = gradients.collect()  # looked at before anything is updated: updates in memory are not undone
         norm, scale = gradients.clip(settings.max_grad_norm) if settings.max_grad_norm is not None else (None, 1.0)
         gradients.using(in_memory)
@@ -325,6 +333,8 @@ class Session:
             self.closed = True
             self.clock.close()
             self.engine.close()
+            if self.runner.device_stash is not None:
+                self.runner.device_stash.close()
             self.wrapped.compute.trim()
             if restore:
                 self.wrapped.places.give_back()

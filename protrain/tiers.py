@@ -1,9 +1,11 @@
 """Tiers beside a device: which chunks that are not persistent are at home in host memory, which on disk, and what passes
 through.
 
-The plan says which chunks persist; of the others the first in execution order come to host memory, as many as its budget
-holds, and the rest to disk. What then is left of the budget gives chunks on the host a shadow, so that they are updated behind
-backward and not behind the next forward: again the first first, which the next forward asks for first.
+The plan says which chunks persist. Activations of blocks that swap have a pool of host memory, half of the budget for it at
+most while chunks could have it: what the pool does not hold goes on to disk. Of the chunks the first in execution order come
+to host memory, as many as what is left holds, and the rest to disk. What then is left gives chunks on the host a shadow, so
+that they are updated behind backward and not behind the next forward: again the first first, which the next forward asks for
+first; and then more to activations.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .errors import BudgetError
+from .layout import PAGE_BYTES
 from .planning import Arrangement
 from .sizes import MIB, format_bytes
 from .wrapped import Wrapped
@@ -19,29 +22,48 @@ STAGING_PIECE_BYTES = 4 * MIB
 STAGING_PIECES = 4
 
 
+#: For activations of which nothing is known, because the model cannot run without data.
+UNKNOWN_STASH_BYTES = 64 * MIB
+
+
+def _in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _stash_needs(found: Arrangement) -> tuple[int, int]:
+    """What activations take of host memory: at least, for those of one block, and in all."""
+    n_swapping = sum(mode.endswith("swap") for mode in found.plan.block_modes)
+    if n_swapping == 0:
+        return 0, 0
+    total = found.stash_bytes * 9 // 8 or UNKNOWN_STASH_BYTES  # their storages may hold more than what is saved
+    return _in_pages(total // n_swapping), _in_pages(total)
+
+
 def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     """The arrangement with the homes of chunks that are not persistent, and what the host's memory is used for.
 
     Raises:
-        BudgetError: host memory does not hold what gradients and loads pass through.
+        BudgetError: host memory does not hold what gradients, loads and activations pass through.
     """
     layout, budget = wrapped.layout, wrapped.settings.host_bytes
     away = [chunk for chunk, slot in enumerate(found.slot_of_chunk) if slot >= 0]
     static = found.static_bytes - found.plan.ring_bytes  # the ring is the host's
-    if not away:
-        return replace(found, static_bytes=static)
     homes = [layout.sizes[c] * (1 + wrapped.state_arrays * layout.trained[c]) for c in away]
     sums = [layout.sizes[c] * layout.trained[c] for c in away]
-    gradients = 2 * max(sums)
-    staging = min(STAGING_PIECE_BYTES, max(layout.sizes[c] for c in away))
-    ways = gradients + found.plan.ring_bytes + STAGING_PIECES * staging  # as if one were on disk
+    gradients = 2 * max(sums, default=0)
+    staging = min(STAGING_PIECE_BYTES, max((layout.sizes[c] for c in away), default=0))
+    ring = found.plan.ring_bytes if away else 0
+    least_stash, all_stash = _stash_needs(found)
+    ways = gradients + ring + STAGING_PIECES * staging + least_stash  # as if one were on disk
     if ways > budget:
         raise BudgetError(
-            f"host_memory of {format_bytes(budget)} does not hold what gradients and parameters pass through: give at least "
-            f"{format_bytes(ways)}",
+            f"host_memory of {format_bytes(budget)} does not hold what gradients, parameters and activations pass through: give "
+            f"at least {format_bytes(ways)}",
             needed_bytes=ways, budget_bytes=budget, smallest_bytes=ways,
         )  # fmt: skip
     room, n_host = budget - ways, 0
+    stash = least_stash + min(all_stash - least_stash, (room // 2 if away else room) // PAGE_BYTES * PAGE_BYTES)
+    room -= stash - least_stash
     while n_host < len(away) and homes[n_host] + sums[n_host] <= room:
         room -= homes[n_host] + sums[n_host]
         n_host += 1
@@ -50,13 +72,18 @@ def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
         shadows[chunk] = layout.trained[chunk] and home <= room
         room -= home if shadows[chunk] else 0
     on_disk = n_host < len(away)
-    host_bytes = budget - room - (0 if on_disk else STAGING_PIECES * staging)
+    room += 0 if on_disk else STAGING_PIECES * staging
+    more = min(all_stash - stash, room // PAGE_BYTES * PAGE_BYTES)
+    stash, room = stash + more, room - more
     disk_bytes = sum(2 * home + total if total else home for home, total in zip(homes[n_host:], sums[n_host:], strict=True))
+    host_bytes = budget - room
     return replace(
         found,
-        plan=replace(found.plan, n_host=n_host, host_bytes=host_bytes, disk_bytes=disk_bytes),
+        plan=replace(found.plan, n_host=n_host, host_bytes=host_bytes, disk_bytes=disk_bytes + max(found.stash_bytes - stash, 0)),
         static_bytes=static,
         shadow_of_chunk=shadows,
         gradient_memory_bytes=gradients,
         staging_bytes=staging if on_disk else 0,
+        stash_pool_bytes=stash,
+        stash_window_bytes=least_stash // 2,
     )

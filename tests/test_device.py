@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, fit, run
 
 import protrain
-from protrain import _core, compute
+from protrain import _core, compute, fitting, modulestate
+from protrain.tiers import place_away
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +119,223 @@ def test_recomputed_blocks(device: StandIn) -> None:
     assert set(status.plan.block_modes) == {"checkpoint"}
 
 
+class Counting(nn.Module):
+    """A block that counts its forwards in a buffer, and has one that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.full((256,), 0.5))
+        self.down = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y: torch.Tensor = torch.tanh(self.down(x)) * self.count * self.scale
+        return y
+
+
+class Counted(Chain):
+    block = Counting
+
+
+def test_buffers_of_recomputed_blocks_are_not_looked_at(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would wait for the device; they are what they were all the same."""
+    want = run(Counted, steps(inputs(3)))
+
+    def looked(*_: Any) -> bool:
+        raise AssertionError("buffers were compared")
+
+    monkeypatch.setattr(modulestate.torch, "equal", looked)
+    got = run(Counted, steps(inputs(3)), memory=ROOMY, host_memory=64 * MIB, block_modes=["checkpoint"] * 8)
+    assert_equal(got, want, ROOMY)
+
+
+# ---- activations ----
+
+#: Modes of a Chain's blocks; what they save has 256 rows here, which is 0.25 MiB and 0.5 MiB a tensor.
+MODES = {
+    "swap": ["swap"] * 8,
+    "checkpoint_swap": ["checkpoint_swap"] * 8,
+    "mixed": ["swap", "keep", "checkpoint", "checkpoint_swap"] * 2,
+}
+ROOMY = TIGHT + 16 * MIB
+ROWS = 256
+
+
+def stash_of(model: Any) -> tuple[Any, _core.Stats]:
+    session = protrain.session_of(model)
+    return session.runner.device_stash, session.engine.stats()
+
+
+def at_rest(model: Any) -> _core.Stats:
+    """Figures when what nobody needs any more is gone, which lanes see to after their last copy."""
+    stash, stats = stash_of(model)
+    stash.settle()
+    for _ in range(4000):
+        if stats["stash_host_bytes"] == stats["stash_disk_bytes"] == 0:
+            return stats
+        time.sleep(0.005)
+        stats = stash_of(model)[1]
+    raise AssertionError(f"the stash still has something: {stats}")
+
+
+def little_pool(monkeypatch: pytest.MonkeyPatch, size_bytes: int = 3 * MIB // 2) -> None:
+    """Activations have so little host memory that most of them go on to disk."""
+
+    def placed(found: Any, wrapped: Any) -> Any:
+        found = place_away(found, wrapped)
+        return replace(found, stash_pool_bytes=min(found.stash_pool_bytes, size_bytes))
+
+    monkeypatch.setattr(fitting, "place_away", placed)
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("pool", ["all", "little"])
+def test_blocks_that_swap(modes: str, pool: str, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pool == "little":
+        little_pool(monkeypatch)
+    found: dict[str, Any] = {}
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = steps([x.clone() for x in inputs(3, rows=ROWS)])(model, optimizer, plain)
+        if not plain:
+            found["stats"] = at_rest(model)
+        return figures
+
+    got = run(Chain, loop, memory=ROOMY, host_memory=64 * MIB, block_modes=MODES[modes])
+    status = assert_equal(got, run(Chain, loop), ROOMY)
+    stats = found["stats"]
+    assert status.plan.block_modes == tuple(MODES[modes])
+    assert stats["stash_put_bytes"] > 3 * 2 * ROWS * 256 * 4
+    assert 0 < stats["stash_brought_bytes"] <= stats["stash_put_bytes"]
+    if pool == "little" and modes == "swap":
+        assert stats["stash_written_bytes"] > stats["stash_put_bytes"] // 2
+    if pool == "all":
+        assert stats["stash_written_bytes"] == 0  # the disk where the host is short, and only there
+
+
+def test_swapping_in_passes_with_dropout(device: StandIn, apart: None, gpt2: Any, token_batches: Any) -> None:
+    options: dict[str, Any] = {"memory": 40 * MIB, "host_memory": 48 * MIB, "accumulate": 2, "max_grad_norm": 0.5}
+    modes = ["swap", "checkpoint_swap", "checkpoint", "swap"]
+    equal(gpt2, fit(token_batches(4, length=128), 2, 0.5), block_modes=modes, **options)
+
+
+def test_swapping_in_bf16(device: StandIn, gpt2: Any, token_batches: Any) -> None:
+    loop = test_bf16.fit(token_batches(3, length=128), clip=0.5)
+    modes = ["swap", "checkpoint_swap"] * 2
+    test_bf16.assert_equal(gpt2, loop, memory=48 * MIB, host_memory=1 << 30, max_grad_norm=0.5, block_modes=modes)
+
+
+def swapping(disk: Path, modes: list[str] | None = None) -> tuple[Any, Any]:
+    """A wrapped Chain whose blocks swap, after one step, and its optimizer."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(
+        model, adamw(model), memory=64 * MIB, host_memory=64 * MIB, disk=disk, block_modes=modes or ["swap"] * 8
+    )
+    steps(inputs(1, rows=ROWS))(model, optimizer, False)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("pool", ["all", "little"])
+def test_graphs_that_are_kept_and_dropped(pool: str, device: StandIn, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward twice with another forward between them, and a graph that nobody asks."""
+    if pool == "little":
+        little_pool(monkeypatch)
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures: list[Any] = []
+        for number, x in enumerate(inputs(3, rows=ROWS)):
+            dropped = model(x)
+            del dropped
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            second = model(x + number)
+            second.backward()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    options: dict[str, Any] = {"memory": 64 * MIB, "host_memory": 64 * MIB, "disk": fresh_disk, "accumulate": 3}
+    assert_equal(run(Chain, loop, **options, block_modes=["swap"] * 8), run(Chain, loop), 64 * MIB)
+
+
+def test_saved_twice_it_leaves_once(device: StandIn, fresh_disk: Path) -> None:
+    model, _ = swapping(fresh_disk)
+    stash, _ = stash_of(model)
+    engine = protrain.session_of(model).engine
+    engine.stash_begin()
+    before = engine.stats()["stash_record_count"]
+    x = torch.randn(512, 256)
+    saved = [stash.pack(x), stash.pack(x.t()), stash.pack(x[256:])]
+    assert engine.stats()["stash_record_count"] == before + 1
+    stash.settle()
+    want = x.clone()
+    del x
+    views = [stash.unpack(one) for one in saved]
+    assert torch.equal(views[0], want)
+    assert torch.equal(views[1], want.t())
+    assert torch.equal(views[2], want[256:])
+    assert [view.stride() for view in views] == [(256, 1), (1, 256), (256, 1)]
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    del saved, views
+    at_rest(model)
+    protrain.unwrap(model)
+
+
+def test_what_somebody_has_is_not_brought(device: StandIn, fresh_disk: Path) -> None:
+    model, _ = swapping(fresh_disk)
+    stash, stats = stash_of(model)
+    x = torch.randn(512, 256)
+    saved = stash.pack(x)
+    stash.settle()
+    assert stash.unpack(saved).data_ptr() == x.data_ptr()
+    assert protrain.session_of(model).engine.stats()["stash_brought_bytes"] == stats["stash_brought_bytes"]
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stash.unpack(saved)
+    assert stash.pack(torch.zeros(8)) is None  # small
+    assert stash.pack(torch.zeros(100, 64, 256)[5]) is None  # of something large that lives on
+    protrain.unwrap(model)
+
+
+def test_activations_of_a_model_that_was_unwrapped(device: StandIn, fresh_disk: Path) -> None:
+    model, _ = swapping(fresh_disk)
+    loss = model(inputs(1, rows=ROWS)[0]).sum()
+    protrain.unwrap(model)
+    with pytest.raises(protrain.StepError, match="not wrapped any more"):
+        loss.backward()
+
+
+def test_activations_move_with_their_pool(device: StandIn, fresh_disk: Path) -> None:
+    """A graph that is kept while homes move, and the pool with them."""
+    model, optimizer = swapping(fresh_disk)
+    session = protrain.session_of(model)
+    x = torch.randn(512, 256)
+    want = x.clone()
+    saved = session.runner.device_stash.pack(x)
+    del x
+    session.homes.rearrange(replace(session.homes.arrangement, stash_pool_bytes=0))
+    assert torch.equal(session.runner.device_stash.unpack(saved), want)
+    del saved
+    steps(inputs(1, rows=ROWS))(model, optimizer, False)
+    protrain.unwrap(model)
+
+
+def test_a_disk_that_does_not_give_activations_back(device: StandIn, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    little_pool(monkeypatch, MIB)
+    model, optimizer = swapping(fresh_disk)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = model(inputs(1, rows=ROWS)[0]).square().mean()
+    with broken_file(fresh_disk), pytest.raises(protrain.DiskError, match=r"activations of block \d"):
+        loss.backward()
+    del loss
+    optimizer.zero_grad()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    protrain.unwrap(model)
+
+
 def test_between_steps(device: StandIn, apart: None, fresh_disk: Path) -> None:
     """Values written in place, a forward without gradients, a step that is skipped, a checkpoint, another wrap."""
 
@@ -178,19 +399,25 @@ def test_a_wrong_byte_on_disk_names_its_chunk(device: StandIn, fresh_disk: Path)
     optimizer.step()
     optimizer.zero_grad()
     want = {name: value.clone() for name, value in model.state_dict().items()}
+    with broken_file(fresh_disk), pytest.raises(protrain.DiskError, match=r"parameters of chunk \d"):
+        model(x).backward()
+    optimizer.zero_grad()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    protrain.unwrap(model)
+
+
+@contextmanager
+def broken_file(folder: Path) -> Iterator[None]:
+    """All bytes of the store's file in this folder are wrong meanwhile."""
     files = [int(name) for name in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{name}")]
-    (file,) = (fd for fd in files if os.readlink(f"/proc/self/fd/{fd}").startswith(str(fresh_disk)))
+    (file,) = (fd for fd in files if os.readlink(f"/proc/self/fd/{fd}").startswith(str(folder)))
     size = os.fstat(file).st_size
     kept = bytearray(size)
     for at in range(0, size, 1 << 20):
         kept[at : at + (1 << 20)] = _read(file, at, min(1 << 20, size - at))
     _write(file, bytes(byte ^ 1 for byte in kept[:4096]) * (size // 4096))
-    with pytest.raises(protrain.DiskError, match=r"parameters of chunk \d"):
-        model(x).backward()
+    yield
     _write(file, bytes(kept))
-    optimizer.zero_grad()
-    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
-    protrain.unwrap(model)
 
 
 def _path(file: int) -> str:
@@ -216,8 +443,6 @@ def test_refusals(device: StandIn) -> None:
     assert caught.value.smallest_bytes > MIB
     with pytest.raises(protrain.BudgetError, match=r"^memory: "):
         protrain.wrap(model, adamw(model), memory=MIB, host_memory=64 * MIB)
-    with pytest.raises(protrain.PlanError, match="'swap' does not work over a device yet"):
-        protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=["keep"] * 7 + ["swap"])
     with pytest.raises(protrain.PlanError, match="RMSprop; over a device it can be Adam, AdamW or SGD yet"):
         protrain.wrap(model, torch.optim.RMSprop(model.parameters()), memory=TIGHT)
     wrapped, optimizer = protrain.wrap(model, adamw(model), memory=caught.value.smallest_bytes + TIGHT, host_memory=64 * MIB)

@@ -128,6 +128,44 @@ def test_one_budget_for_the_engine_and_torch(
     assert driver.fake_complaint() == b""
 
 
+def test_activations_leave_and_come_back(driver: Any, fresh_disk: Path) -> None:
+    """Through the host, and through the disk where their memory on the host goes."""
+    engine = engine_over(driver, fresh_disk)
+    values, found = torch.randn(5000), torch.empty(5000)
+    engine.to_memory(0, False)
+    engine.set_stash_memory(3 * MIB)
+    assert engine.stats()["host_bytes"] == 3 * MIB
+    region = engine.region(0)
+    assert region is not None
+    for memory in (3 * MIB, 0):
+        engine.transfer(1, 0, values.data_ptr(), True)
+        record = engine.put(region.address, MIB, 3)
+        record.let_go()
+        engine.transfer(1, 0, torch.zeros(5000).data_ptr(), True)
+        engine.set_stash_memory(memory)  # the largest record fits in any case
+        record.bring(region.address)
+        record.follow()
+        record.want(False)
+        engine.transfer(1, 0, found.data_ptr(), False)
+        assert torch.equal(found, values)
+        while not record.ended:
+            pass
+        assert record.near
+        del record  # nothing of it is in flight: its memory is free at once
+    stats = engine.stats()
+    assert stats["stash_put_bytes"] == stats["stash_brought_bytes"] == 2 * MIB
+    assert stats["stash_written_bytes"] == stats["stash_read_bytes"] == MIB
+    assert stats["stash_disk_bytes"] == stats["stash_host_bytes"] == 0
+    with pytest.raises(ValueError, match="do not fit the"):
+        engine.put(region.address, 2 * MIB, 0)
+    record = engine.put(region.address, MIB, 3)
+    engine.close()
+    with pytest.raises(protrain.StepError, match="not wrapped any more"):
+        record.bring(region.address)
+    del record, region
+    assert driver.fake_complaint() == b""
+
+
 def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one takes a GPU's allocations, what begins is ended, and segments go with their pool."""
     calls: list[tuple[Any, ...]] = []

@@ -16,7 +16,7 @@ from twins import adamw
 import protrain
 from protrain import _core
 
-TYPES = ("Region", "Engine", "Saved", "SavedTensors", "MachineBench")
+TYPES = ("Region", "Engine", "Saved", "SavedTensors", "DeviceRecord", "MachineBench")
 ROUNDS = 20
 
 

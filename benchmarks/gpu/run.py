@@ -64,7 +64,7 @@ def work(words: argparse.Namespace) -> dict[str, Any]:
     if words.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         total = torch.cuda.get_device_properties(0).total_memory
-        if words.system != "protrain":
+        if not words.system.startswith("protrain"):
             torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0))
     model = make_model(words)
     generator = torch.Generator().manual_seed(1)

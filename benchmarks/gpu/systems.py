@@ -103,15 +103,23 @@ def fsdp2_offload(model: Any, settings: Settings) -> Step:
     return _ordinary(model, _adamw(model))
 
 
-def protrain_(model: Any, settings: Settings) -> Step:
-    """protrain: the model begins on the CPU."""
+def protrain_(model: Any, settings: Settings, mode: str | None = None) -> Step:
+    """protrain: the model begins on the CPU. mode: of each block; None: chosen by the plan."""
     import protrain
+    from protrain.blocks import find_blocks
 
+    modes = [mode] * len(find_blocks(model)) if mode else None
     with torch.device(settings.device):
         model, optimizer = protrain.wrap(
-            model, _adamw(model), memory=settings.memory_bytes, host_memory=settings.host_memory, disk=settings.disk
-        )
+            model, _adamw(model), memory=settings.memory_bytes, host_memory=settings.host_memory, disk=settings.disk,
+            block_modes=modes,
+        )  # fmt: skip
     return _ordinary(model, optimizer)
+
+
+def protrain_swap(model: Any, settings: Settings) -> Step:
+    """The same, each block's activations on the host."""
+    return protrain_(model, settings, "swap")
 
 
 def deepspeed(model: Any, settings: Settings) -> Step:
@@ -173,6 +181,7 @@ SYSTEMS: dict[str, Callable[[Any, Settings], Step]] = {
     "save_on_cpu": save_on_cpu,
     "FSDP2 CPUOffloadPolicy": fsdp2_offload,
     "protrain": protrain_,
+    "protrain, blocks swap": protrain_swap,
     "DeepSpeed ZeRO-3 offload": deepspeed,
     "ColossalAI Gemini": colossalai,
     "Megatron-core": megatron_core,

@@ -10,7 +10,7 @@
 #include "runtime/engine.h"
 
 typedef struct ptn_module_state {
-  PyObject *region_type, *device_type, *engine_type, *saved_type, *saved_tensors_type, *machine_bench_type;
+  PyObject *region_type, *device_type, *engine_type, *saved_type, *saved_tensors_type, *device_record_type, *machine_bench_type;
 } ptn_module_state;
 
 /* How often this process was forked off from another one since the module was loaded: what has threads is of one process, and
@@ -21,7 +21,7 @@ extern int ptn_python_forks;
 PyObject *ptn_python_raise(void);
 
 extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec,
-    ptn_machine_bench_spec;
+    ptn_device_record_spec, ptn_machine_bench_spec;
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 
@@ -40,6 +40,7 @@ ptn_account *ptn_python_account(PyObject *object);      /* of what computes: its
 ptn_account *ptn_python_host_account(PyObject *object); /* over a device: of ordinary memory beside it; else NULL */
 int ptn_python_device_number(PyObject *object);         /* of the GPU; -1: it computes in ordinary memory */
 bool ptn_python_is_bf16(PyObject *object);
+PyObject *ptn_python_device_record_type(PyObject *object); /* borrowed; NULL with an exception set */
 
 /* The device of a Device, and its number as above, where asked for; NULL with an exception set. */
 ptn_device *ptn_python_device(PyObject *object, int *number);
@@ -57,9 +58,12 @@ PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
 PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_set_stash_memory(PyObject *object, PyObject *number);
+PyObject *ptn_python_stash_check(PyObject *object, PyObject *unused);
 PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused);
 PyObject *ptn_python_base(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_state(PyObject *object, PyObject *arguments);
+PyObject *ptn_python_put(PyObject *object, PyObject *arguments); /* device_record_type.c */
 
 /* Methods of Engine for updates that Python computes (engine_staging.c). */
 PyObject *ptn_python_stage(PyObject *object, PyObject *arguments);

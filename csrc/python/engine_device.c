@@ -39,6 +39,22 @@ PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
   return answer(status);
 }
 
+PyObject *ptn_python_set_stash_memory(PyObject *object, PyObject *number) {
+  ptn_engine *engine = ptn_python_drive(object);
+  unsigned long long bytes = engine ? PyLong_AsUnsignedLongLong(number) : 0;
+  if (PyErr_Occurred()) return NULL;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_set_stash_memory(engine, bytes));
+  return answer(status);
+}
+
+PyObject *ptn_python_stash_check(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  return answer(ptn_engine_over_device(engine) ? ptn_device_stash_check(ptn_engine_device_stash(engine)) : PTN_OK);
+}
+
 PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_engine *engine = ptn_python_engine(object);

@@ -87,13 +87,32 @@ static bool add_stash(PyObject *dict, ptn_stash *stash) {
   return ADD(dict, figures);
 }
 
+/* Over a device: memory_bytes are the host's, and what brings tells is what came back from there. */
+static bool add_device_stash(PyObject *dict, ptn_device_stash *stash) {
+  ptn_device_stash_stats stats;
+  ptn_device_stash_get_stats(stash, &stats);
+  const figure figures[] = {
+      {"stash_record_count", (long long)stats.record_count},
+      {"stash_put_bytes", (long long)stats.put_bytes},
+      {"stash_brought_bytes", (long long)stats.brought_bytes},
+      {"stash_written_bytes", (long long)stats.written_bytes},
+      {"stash_read_bytes", (long long)stats.read_bytes},
+      {"stash_host_bytes", (long long)stats.host_bytes},
+      {"stash_disk_bytes", (long long)stats.disk_bytes},
+      {"stash_most_disk_bytes", (long long)stats.most_disk_bytes},
+      {"stash_wait_ns", stats.wait_ns},
+  };
+  return ADD(dict, figures);
+}
+
 PyObject *ptn_python_stats(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_engine *engine = ptn_python_engine(object);
   PyObject *dict = engine ? PyDict_New() : NULL;
   if (!dict) return NULL;
   if (!add_engine(dict, engine, ptn_python_host_account(object)) || !add_store(dict, ptn_engine_store(engine)) ||
-      !add_account(dict, ptn_python_account(object)) || !add_stash(dict, ptn_engine_stash(engine)))
+      !add_account(dict, ptn_python_account(object)) || !add_stash(dict, ptn_engine_stash(engine)) ||
+      (ptn_engine_over_device(engine) && !add_device_stash(dict, ptn_engine_device_stash(engine))))
     Py_CLEAR(dict);
   return dict;
 }
@@ -152,6 +171,7 @@ PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused) {
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
   ptn_stash_begin(ptn_engine_stash(engine));
+  if (ptn_engine_over_device(engine)) ptn_device_stash_begin(ptn_engine_device_stash(engine));
   Py_RETURN_NONE;
 }
 
@@ -160,5 +180,6 @@ PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused) {
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
   ptn_stash_end(ptn_engine_stash(engine));
+  if (ptn_engine_over_device(engine)) ptn_device_stash_end(ptn_engine_device_stash(engine));
   Py_RETURN_NONE;
 }

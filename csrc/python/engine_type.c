@@ -90,6 +90,11 @@ int ptn_python_device_number(PyObject *object) { return ((engine_object *)object
 
 bool ptn_python_is_bf16(PyObject *object) { return ((engine_object *)object)->bf16; }
 
+PyObject *ptn_python_device_record_type(PyObject *object) {
+  const ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
+  return state ? state->device_record_type : NULL;
+}
+
 /* What the engine orders from now on belongs to the stream on which torch now orders its own. */
 static bool hand_stream_over(const engine_object *self) {
   PyObject *handle = PyObject_CallNoArgs(self->current_stream);
@@ -554,6 +559,9 @@ static PyMethodDef engine_methods[] = {
     {"to_host", ptn_python_to_host, METH_VARARGS, NULL},
     {"set_gradient_memory", ptn_python_set_gradient_memory, METH_O, NULL},
     {"set_staging", ptn_python_set_staging, METH_VARARGS, NULL},
+    {"set_stash_memory", ptn_python_set_stash_memory, METH_O, NULL},
+    {"put", ptn_python_put, METH_VARARGS, NULL},
+    {"stash_check", ptn_python_stash_check, METH_NOARGS, NULL},
     {"unlocked_reason", ptn_python_unlocked_reason, METH_NOARGS, NULL},
     {"base", ptn_python_base, METH_VARARGS, NULL},
     {"state", ptn_python_state, METH_VARARGS, NULL},

@@ -8,6 +8,9 @@
  *                 tensor alive, so its memory is the stash's alone once the program has dropped it;
  *   kept          anything else: an alias, so that no output of a node keeps its own graph alive.
  *
+ * Over a device there is no arena: `stash_tensor` (protrain/device_stash.py) may take a tensor that lies in no chunk, and what it
+ * returns goes to autograd and comes to `unpack_parameter` again.
+ *
  * Autograd does not look at versions where hooks are set, so unpack does. A record of the stash has an owner for that: an alias
  * of the tensor that shares its version counter but lies over no memory. The last use of the record gives it up.
  *
@@ -30,6 +33,7 @@ typedef struct saved_tensors_object {
   PyObject *engine;
   PyObject *saved_parameter; /* None: no parameter's chunk is on disk */
   PyObject *unpack_parameter;
+  PyObject *stash_tensor; /* over a device; None: nothing is stashed */
   PyObject *saved_type;
   PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
   PyObject *empty;                                   /* a tensor without memory */
@@ -213,11 +217,20 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_d
   return facts->ndim == 0 || (facts->shape && facts->strides);
 }
 
-/* The stash does not work there yet, and the arena has no slots. */
-static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const void *address) {
+static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts) {
   const ptn_engine *engine = ptn_python_engine(self->engine);
   if (!engine) return NULL;
-  return ptn_engine_in_slot(engine, address) ? pack_static(self, tensor) : keep(self, tensor);
+  if (ptn_engine_in_slot(engine, facts->data)) return pack_static(self, tensor);
+  int own_type = ptn_python_device_number(self->engine) < 0 ? PTN_DLPACK_CPU : PTN_DLPACK_CUDA;
+  if (self->stash_tensor == Py_None || (PyObject *)Py_TYPE(tensor) != self->tensor_type || facts->device_type != own_type ||
+      ptn_engine_in_chunk(engine, facts->data))
+    return keep(self, tensor);
+  int lazy = is_lazy(self, tensor, facts->type);
+  if (lazy != 0) return lazy > 0 ? keep(self, tensor) : NULL;
+  PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, NULL);
+  if (found != Py_None) return found; /* also NULL */
+  Py_DECREF(found);
+  return keep(self, tensor);
 }
 
 static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
@@ -228,7 +241,7 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   ptn_dlpack_tensor facts;
   ptn_block block;
   if (!read_facts(self, tensor, &facts)) return keep(self, tensor);
-  if (self->over_device) return pack_over_device(self, tensor, facts.data);
+  if (self->over_device) return pack_over_device(self, tensor, &facts);
   if (facts.device_type != PTN_DLPACK_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   /* An instance of a subclass would come back without what makes it one. */
@@ -285,11 +298,11 @@ static bool find_torch(saved_tensors_object *self) {
 }
 
 static PyObject *saved_tensors_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"engine", "saved_parameter", "unpack_parameter", "least_bytes", NULL};
-  PyObject *engine, *saved_parameter, *unpack_parameter;
+  static char *names[] = {"engine", "saved_parameter", "unpack_parameter", "least_bytes", "stash_tensor", NULL};
+  PyObject *engine, *saved_parameter, *unpack_parameter, *stash_tensor = Py_None;
   unsigned long long least_bytes;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOK", names, &engine, &saved_parameter, &unpack_parameter,
-                                   &least_bytes) ||
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOK|O", names, &engine, &saved_parameter, &unpack_parameter,
+                                   &least_bytes, &stash_tensor) ||
       !ptn_python_engine(engine))
     return NULL;
   saved_tensors_object *self = PyObject_GC_New(saved_tensors_object, type);
@@ -298,6 +311,7 @@ static PyObject *saved_tensors_new(PyTypeObject *type, PyObject *arguments, PyOb
   self->engine = Py_NewRef(engine);
   self->saved_parameter = Py_NewRef(saved_parameter);
   self->unpack_parameter = Py_NewRef(unpack_parameter);
+  self->stash_tensor = Py_NewRef(stash_tensor);
   self->saved_type = Py_NewRef(((ptn_module_state *)PyType_GetModuleState(type))->saved_type);
   self->least_bytes = least_bytes;
   self->block = -1;
@@ -313,6 +327,7 @@ static int saved_tensors_traverse(PyObject *object, visitproc visit, void *arg) 
   Py_VISIT(self->engine);
   Py_VISIT(self->saved_parameter);
   Py_VISIT(self->unpack_parameter);
+  Py_VISIT(self->stash_tensor);
   Py_VISIT(self->saved_type);
   return 0;
 }
@@ -322,6 +337,7 @@ static int saved_tensors_clear(PyObject *object) {
   saved_tensors_object *self = (saved_tensors_object *)object;
   Py_CLEAR(self->saved_parameter);
   Py_CLEAR(self->unpack_parameter);
+  Py_CLEAR(self->stash_tensor);
   return 0;
 }
 

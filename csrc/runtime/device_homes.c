@@ -280,7 +280,12 @@ ptn_status ptn_over_end_fill(ptn_engine *engine, slot *slot, chunk *chunk) {
 /* ---- figures ---- */
 
 void ptn_over_count(const ptn_engine *engine, ptn_engine_stats *out) {
-  out->host_bytes = engine->over.pool.bytes + engine->over.staging.bytes;
+  const engine_device *over = &engine->over;
+  ptn_device_stash_stats stash;
+  ptn_device_stash_get_stats(over->stash, &stash);
+  out->wait_ns += stash.wait_ns;
+  out->disk_bytes += stash.disk_bytes;
+  out->host_bytes = over->pool.bytes + over->staging.bytes + over->stash_pool.bytes;
   out->device_bytes = 0;
   for (uint32_t i = 0; i < engine->n_chunks; i++) {
     const chunk *chunk = &engine->chunks[i];

@@ -15,6 +15,7 @@
 /* ---- streams ---- */
 
 ptn_stream *ptn_over_stream(const ptn_engine *engine) { return engine->over.streams[engine->over.stream]; }
+ptn_stream *ptn_engine_stream(const ptn_engine *engine) { return ptn_over_stream(engine); }
 
 ptn_status ptn_engine_set_stream(ptn_engine *engine, ptn_stream *stream) {
   engine_device *over = &engine->over;
@@ -49,6 +50,14 @@ bool ptn_engine_in_slot(const ptn_engine *engine, const void *address) {
   for (uint32_t i = 0; i < engine->n_slots; i++) {
     const ptn_region *region = engine->slots[i].region;
     if ((uintptr_t)address - (uintptr_t)region->memory < region->bytes) return true;
+  }
+  return false;
+}
+
+bool ptn_engine_in_chunk(const ptn_engine *engine, const void *address) {
+  for (uint32_t i = 0; i < engine->n_chunks; i++) {
+    const ptn_region *region = engine->chunks[i].params;
+    if (region && (uintptr_t)address - (uintptr_t)region->memory < region->bytes) return true;
   }
   return false;
 }
@@ -94,6 +103,30 @@ ptn_status ptn_engine_set_staging(ptn_engine *engine, uint64_t piece_bytes, uint
     over->pieces[i].next = over->free_pieces;
     over->free_pieces = &over->pieces[i];
   }
+  return PTN_OK;
+}
+
+/* ---- activations ---- */
+
+ptn_device_stash *ptn_engine_device_stash(ptn_engine *engine) { return engine->over.stash; }
+
+ptn_status ptn_engine_set_stash_memory(ptn_engine *engine, uint64_t bytes) {
+  engine_device *over = &engine->over;
+  if (!over->device) return ptn_fail(PTN_INVALID, "memory for a device's activations was asked for without a device");
+  bytes = ptn_round_up(ptn_max_u64(bytes, ptn_device_stash_largest(over->stash)), PTN_PAGE_BYTES);
+  if (bytes == over->stash_pool.bytes) return PTN_OK;
+  PTN_TRY(ptn_homes_quiet(engine, "memory for activations cannot change"));
+  PTN_TRY(ptn_device_stash_set_pool(over->stash, NULL, 0));
+  ptn_over_finish(engine);
+  ptn_over_unpin(engine, &over->stash_pool);
+  if (bytes == 0) return PTN_OK;
+  PTN_TRY(ptn_over_pin(engine, bytes, &over->stash_pool));
+  return ptn_device_stash_set_pool(over->stash, over->stash_pool.memory, bytes);
+}
+
+ptn_status ptn_engine_let_go(ptn_engine *engine, ptn_device_record *record) {
+  const engine_device *over = &engine->over;
+  for (uint32_t i = 0; i < over->n_streams; i++) PTN_TRY(ptn_device_record_let_go(record, over->streams[i]));
   return PTN_OK;
 }
 
@@ -153,6 +186,9 @@ ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device, ptn_account *ac
   PTN_TRY(over->kind->create_event(device, PTN_EVENT_ORDER, &over->joined));
   PTN_TRY(ptn_transfers_create(&over->upload, device, "ptn-upload"));
   PTN_TRY(ptn_transfers_create(&over->offload, device, "ptn-offload"));
+  const ptn_device_stash_config stash = {
+      .device = device, .upload = over->upload, .offload = over->offload, .store = engine->store, .trace = engine->trace};
+  PTN_TRY(ptn_device_stash_create(&over->stash, &stash));
   return ptn_host_start(engine);
 }
 
@@ -161,10 +197,13 @@ void ptn_over_close(ptn_engine *engine) {
   engine_device *over = &engine->over;
   if (!over->device) return;
   if (over->lane_started) ptn_host_stop(engine);
+  ptn_device_stash_close(over->stash);
+  ptn_device_stash_release(over->stash);
   ptn_transfers_destroy(over->upload);
   ptn_transfers_destroy(over->offload);
   over->kind->destroy_event(over->device, over->made);
   over->kind->destroy_event(over->device, over->joined);
   ptn_over_unpin(engine, &over->pool);
+  ptn_over_unpin(engine, &over->stash_pool);
   drop_staging(engine);
 }

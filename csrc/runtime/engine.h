@@ -35,6 +35,7 @@
 #include "disk/store.h"
 #include "memory/arena.h"
 #include "optim/optim.h"
+#include "runtime/device_stash.h"
 #include "runtime/stash.h"
 
 typedef struct ptn_engine ptn_engine;
@@ -84,7 +85,7 @@ typedef struct ptn_engine_config {
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
-  int64_t wait_ns;         /* the driving thread waited, since create, for the stash too */
+  int64_t wait_ns;         /* the driving thread waited, since create, for both stashes too */
   int64_t update_ns;       /* the lane computed updates, since create */
   uint64_t loaded_bytes;   /* parameters read into slots */
   uint64_t loads, hits;    /* demands that had to load, that found the chunk there or under way */
@@ -125,6 +126,16 @@ const char *ptn_engine_unlocked_reason(const ptn_engine *engine);
 bool ptn_engine_over_device(const ptn_engine *engine);
 /* Whether this address of the device lies in a slot; on the driving thread. */
 bool ptn_engine_in_slot(const ptn_engine *engine, const void *address);
+/* Whether it lies in a persistent chunk; the same. */
+bool ptn_engine_in_chunk(const ptn_engine *engine, const void *address);
+/* The stream that was set last. */
+ptn_stream *ptn_engine_stream(const ptn_engine *engine);
+/* Activations that leave the device's memory; borrowed, NULL without a device. */
+ptn_device_stash *ptn_engine_device_stash(ptn_engine *engine);
+/* Pinned memory for them; between steps. Records that there are go to the disk, and the largest of them fits in any case. */
+ptn_status ptn_engine_set_stash_memory(ptn_engine *engine, uint64_t bytes);
+/* ptn_device_record_let_go for every compute stream. */
+ptn_status ptn_engine_let_go(ptn_engine *engine, ptn_device_record *record);
 
 /* ---- homes and slots; between steps only (runtime/homes.c) ---- */
 

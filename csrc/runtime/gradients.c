@@ -349,6 +349,7 @@ uint64_t ptn_engine_commits_count(const ptn_engine *engine) { return engine->com
 /* A step is over: the file gives space back, but for what the stash had at most in this step or the one before. */
 static void trim_disk(ptn_engine *engine) {
   uint64_t most_bytes = ptn_stash_mark(engine->stash);
+  if (engine->over.stash) most_bytes += ptn_device_stash_mark(engine->over.stash);
   ptn_store_trim(engine->store, ptn_max_u64(most_bytes, engine->stash_bytes));
   engine->stash_bytes = most_bytes;
 }

@@ -184,6 +184,9 @@ typedef struct engine_device {
   uint32_t n_pieces;
   uint64_t piece_bytes;
   slot *first_load;
+  /* activations */
+  ptn_device_stash *stash;
+  ptn_pinned stash_pool;
   /* the lane that updates on the host */
   pthread_t lane;
   bool lane_started, stop;

@@ -110,16 +110,40 @@ def test_homes(homes: str, precision: str) -> None:
     assert (on_disk > 0) == (homes in ("mixed", "disk"))
 
 
-@pytest.mark.parametrize("mode", ["keep", "checkpoint"])
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
 def test_modes(mode: str) -> None:
-    status = equal(Wide, inputs(4, rows=64), block_modes=[mode] * 8, **HOMES["mixed"])
+    status = equal(Wide, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
     assert set(status.plan.block_modes) == {mode}
 
 
-@pytest.mark.parametrize("mode", ["swap", "checkpoint_swap"])
-def test_modes_that_are_refused(mode: str) -> None:
-    with pytest.raises(protrain.PlanError, match="does not work over a device yet"):
-        wrap(Wide(), block_modes=[mode] * 8, **HOMES["mixed"])
+def test_activations_leave_and_come_back() -> None:
+    """All that swapping blocks save, through the host and, where that is short, through the disk."""
+    for host_memory in (4 << 30, 160 * MIB):
+        model, optimizer = wrap(Wide(), on="cpu", memory=512 * MIB, host_memory=host_memory, block_modes=["swap"] * 8)
+        try:
+            train(model, optimizer, inputs(4, rows=4096))
+            stats = protrain.session_of(model).engine.stats()
+            assert stats["stash_put_bytes"] > 4 * 8 * 4096 * 256 * 4
+            assert stats["stash_brought_bytes"] > stats["stash_put_bytes"] // 2
+            assert (stats["stash_written_bytes"] > 0) == (host_memory < 1 << 30)
+        finally:
+            protrain.unwrap(model)
+
+
+def test_swapping_takes_less_than_keeping() -> None:
+    """By torch's own count of tensors."""
+    peaks = {}
+    for mode in ("keep", "swap", "checkpoint"):
+        model, optimizer = wrap(Chain(), on="cpu", memory=2 << 30, host_memory=4 << 30, block_modes=[mode] * 8)
+        try:
+            x = inputs(1, rows=1 << 14)
+            train(model, optimizer, x)
+            torch.cuda.reset_peak_memory_stats()
+            train(model, optimizer, x)
+            peaks[mode] = torch.cuda.max_memory_allocated()
+        finally:
+            protrain.unwrap(model)
+    assert peaks["swap"] < (peaks["keep"] + peaks["checkpoint"]) / 2
 
 
 def test_dropout_is_drawn_again() -> None:
@@ -142,13 +166,14 @@ def test_dropout_is_drawn_again() -> None:
 # ---- streams ----
 
 
-def test_a_stream_that_is_not_the_default() -> None:
-    equal(Wide, inputs(5, rows=64), torch.cuda.Stream(), **HOMES["mixed"])
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint_swap"])
+def test_a_stream_that_is_not_the_default(mode: str) -> None:
+    equal(Wide, inputs(5, rows=256), torch.cuda.Stream(), block_modes=[mode] * 8, **HOMES["mixed"])
 
 
 def test_streams_that_change() -> None:
     """Each step on another one, ordered by the caller as torch asks for."""
-    batches = inputs(6, rows=64)
+    batches, modes = inputs(6, rows=256), ["swap", "keep", "checkpoint", "checkpoint_swap"] * 2
 
     def run(model: Any, trainer: Any) -> list[float]:
         losses, before = [], torch.cuda.current_stream()
@@ -160,7 +185,7 @@ def test_streams_that_change() -> None:
         torch.cuda.current_stream().wait_stream(before)
         return losses
 
-    model, optimizer = wrap(Wide(), on="cpu", **HOMES["mixed"])
+    model, optimizer = wrap(Wide(), on="cpu", block_modes=modes, **HOMES["mixed"])
     try:
         losses, persistent = run(model, optimizer), on_gpu(model)
     finally:
@@ -260,7 +285,8 @@ def test_a_thousand_steps() -> None:
     """In turn over all homes and modes, values going from one wrapped model to the next, beside one plain model."""
     make, batches = Chain, inputs(1000, rows=16)
     state = {name: value.clone() for name, value in make().state_dict().items()}
-    kinds = [(homes, mode) for homes in ("host", "mixed", "disk") for mode in ("keep", "checkpoint")]
+    modes = ("keep", "swap", "checkpoint", "checkpoint_swap")
+    kinds = [(homes, mode) for homes in ("host", "mixed", "disk") for mode in modes]
     for number, begin in enumerate(range(0, 1000, 50)):
         homes, mode = kinds[number % len(kinds)]
         options = {
