@@ -95,7 +95,9 @@ def measured(settings: Settings, shape: Shape, memory: int, rounds: int) -> dict
 def measure(settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {"planned": [planned(case) for case in (CASES[2:] if settings.tiny else CASES)]}
     if settings.device != "cpu":
-        return found | {"reason": "Nothing is measured on a GPU: blocks do not swap over a device yet."}
+        return found | {
+            "reason": "Nothing is measured on a GPU: there activations go to the host, and to the disk what that does not hold."
+        }
     shape, memory, rounds = Shape("gpt2", 512, 4, 4, 512), 2 << 30, 5
     if settings.tiny:
         shape, memory, rounds = Shape("gpt2", 64, 2, 4, 128), 64 << 20, 1

@@ -20,7 +20,7 @@ PAPER = (
 
 def measure(settings: Settings) -> dict[str, Any]:
     if settings.device != "cpu":
-        return {"reason": "no curve: blocks do not swap over a device yet; figure6_step_and_peak has keep and checkpoint there"}
+        return {"reason": "no curve: protrain bench activations trains on the CPU; figure6_step_and_peak has its modes on a GPU"}
     model, seq, batch, rounds, mixes, memory = "gpt2-bytes", 384, 4, 4, 1, "4GiB"
     with tempfile.TemporaryDirectory() as folder:
         if settings.tiny:
