@@ -17,7 +17,7 @@
 #include "profile/measure.h"
 #include "python/binding.h"
 
-#define REQUEST_BYTES (2 * PTN_MIB) /* between a piece of the ring and one of the store */
+#define REQUEST_BYTES ((uint64_t)PTN_MIB) /* between a record of a small model and a piece of the store */
 #define PIECE_COUNT ((size_t)PTN_MIB / sizeof(float)) /* of each array of the update lane */
 #define ARRAYS 4 /* parameters, two of state, gradients */
 #define UPDATED_ARRAYS 3
