@@ -76,7 +76,7 @@ uint32_t ptn_checksum_plain(const void *memory, size_t bytes) {
 #define FOLD_4(sum, by, next) \
   _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, by, 0x00), _mm512_clmulepi64_epi128(sum, by, 0x11), next, 0x96)
 
-/* Fetched before they are folded: a fifth to a quarter faster from memory, and the same from caches. Past the nearer caches, which
+/* Fetched before they are folded: a fifth to a third faster from memory, and the same from caches. Past the nearer caches, which
  * are compute's, where that costs nothing: processors that fold 512 bits take half as long again with it (16 and 10 GB/s). Behind
  * the last page it fetches what is likely to be next. */
 #define AHEAD_BYTES 1024

@@ -20,13 +20,17 @@ PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
   return answer(status);
 }
 
-PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number) {
+static PyObject *set_memory(PyObject *object, PyObject *number, ptn_status (*set)(ptn_engine *engine, uint64_t bytes)) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned long long bytes = engine ? PyLong_AsUnsignedLongLong(number) : 0;
   if (PyErr_Occurred()) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_set_gradient_memory(engine, bytes));
+  PTN_WITHOUT_GIL(status, set(engine, bytes));
   return answer(status);
+}
+
+PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number) {
+  return set_memory(object, number, ptn_engine_set_gradient_memory);
 }
 
 PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
@@ -40,12 +44,7 @@ PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
 }
 
 PyObject *ptn_python_set_stash_memory(PyObject *object, PyObject *number) {
-  ptn_engine *engine = ptn_python_drive(object);
-  unsigned long long bytes = engine ? PyLong_AsUnsignedLongLong(number) : 0;
-  if (PyErr_Occurred()) return NULL;
-  ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_set_stash_memory(engine, bytes));
-  return answer(status);
+  return set_memory(object, number, ptn_engine_set_stash_memory);
 }
 
 PyObject *ptn_python_stash_check(PyObject *object, PyObject *unused) {
