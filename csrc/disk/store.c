@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
+#include "base/openmp.h"
 #include "base/threads.h"
 #include "disk/engine.h"
 #include "disk/file.h"
@@ -163,17 +164,20 @@ typedef struct outcome {
   uint64_t bad_offset; /* with EBADMSG; otherwise PTN_PAGE_SUMS_ALL_GOOD */
 } outcome;
 
-static void fail_io(const ptn_store *store, ptn_io *io, const ptn_piece *piece, outcome outcome) {
+static ptn_status fail_page(const ptn_store *store, uint64_t bad_offset) {
   const char *folder = store->file.folder;
-  io->status = ptn_fail_disk(outcome.sys_errno, folder, piece->bytes, io->write ? "write" : "read");
-  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) {
-    ptn_error *error = ptn_last_error();
-    error->asked_bytes = PTN_PAGE_BYTES;
-    snprintf(error->message, sizeof error->message,
-             "what was read from the disk is not what was written: %zu bytes at %" PRIu64
-             " of the file in %s have another checksum; the disk or its memory is faulty",
-             PTN_PAGE_BYTES, outcome.bad_offset, folder);
-  }
+  ptn_status status = ptn_fail_disk(EBADMSG, folder, PTN_PAGE_BYTES, "read");
+  ptn_error *error = ptn_last_error();
+  snprintf(error->message, sizeof error->message,
+           "what was read from the disk is not what was written: %zu bytes at %" PRIu64
+           " of the file in %s have another checksum; the disk or its memory is faulty",
+           PTN_PAGE_BYTES, bad_offset, folder);
+  return status;
+}
+
+static void fail_io(const ptn_store *store, ptn_io *io, const ptn_piece *piece, outcome outcome) {
+  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) io->status = fail_page(store, outcome.bad_offset);
+  else io->status = ptn_fail_disk(outcome.sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
   ptn_error_save(&io->error);
 }
 
@@ -209,6 +213,10 @@ static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
 /* All of a piece has been moved: its sums are kept, or compared. */
 static void piece_moved(ptn_piece *piece) {
   ptn_store *store = piece->own.store;
+  if (piece->own.io->caller_sums) {
+    piece_ended(piece, (outcome){.bad_offset = PTN_PAGE_SUMS_ALL_GOOD});
+    return;
+  }
   uint64_t bytes = piece->own.whole_bytes, begin = bytes - piece->bytes, unwritten_bytes = 0;
   char *memory = (char *)piece->memory - begin;
   uint64_t offset = piece->offset - begin;
@@ -333,6 +341,54 @@ ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, u
   ptn_condition_destroy(&waiter.condition);
   ptn_mutex_destroy(&waiter.mutex);
   return io.status == PTN_OK ? PTN_OK : ptn_error_restore(&io.error);
+}
+
+/* ---- sums of the caller ---- */
+
+#define CALLER_PAGES 32 /* for one thread at least */
+
+typedef struct caller_sums {
+  ptn_store *store;
+  char *memory;
+  uint64_t offset;
+  bool note;
+  _Atomic uint64_t unwritten_bytes, bad_offset; /* the least of those that differ */
+  _Atomic int64_t checksum_ns;
+} caller_sums;
+
+static void sum_range(void *context, size_t begin, size_t end) {
+  caller_sums *sums = context;
+  uint64_t skipped = begin * PTN_PAGE_BYTES, bytes = (end - begin) * PTN_PAGE_BYTES, unwritten_bytes = 0;
+  uint64_t bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
+  int64_t begin_ns = ptn_thread_processor_ns();
+  if (sums->note) ptn_page_sums_note(&sums->store->sums, sums->memory + skipped, sums->offset + skipped, bytes);
+  else
+    bad_offset = ptn_page_sums_check(&sums->store->sums, sums->memory + skipped, sums->offset + skipped, bytes, &unwritten_bytes);
+  atomic_fetch_add(&sums->checksum_ns, ptn_thread_processor_ns() - begin_ns);
+  atomic_fetch_add(&sums->unwritten_bytes, unwritten_bytes);
+  uint64_t least = atomic_load(&sums->bad_offset);
+  while (bad_offset < least && !atomic_compare_exchange_weak(&sums->bad_offset, &least, bad_offset)) {
+  }
+}
+
+static uint64_t sum_all(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool note) {
+  caller_sums sums = {.store = store, .memory = memory, .offset = offset, .note = note};
+  atomic_store(&sums.bad_offset, PTN_PAGE_SUMS_ALL_GOOD);
+  ptn_openmp_run((size_t)(bytes / PTN_PAGE_BYTES), CALLER_PAGES, sum_range, &sums);
+  ptn_lock(&store->mutex);
+  store->checksum_ns += atomic_load(&sums.checksum_ns);
+  store->unwritten_bytes += atomic_load(&sums.unwritten_bytes);
+  ptn_unlock(&store->mutex);
+  return atomic_load(&sums.bad_offset);
+}
+
+void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset, uint64_t bytes) {
+  sum_all(store, (void *)(uintptr_t)memory, offset, bytes, true);
+}
+
+ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes) {
+  uint64_t bad_offset = sum_all(store, memory, offset, bytes, false);
+  return bad_offset == PTN_PAGE_SUMS_ALL_GOOD ? PTN_OK : fail_page(store, bad_offset);
 }
 
 /* ---- space ---- */

@@ -8,7 +8,8 @@
  * Every byte that comes back is what was written, or the request fails: pages have checksums in memory (page_sums.h), taken when a write
  * has ended and compared when a read has ended, on the threads of the store, before done is called. A page that differs is PTN_DISK
  * with EBADMSG, which names its place; it may be read again. A write that failed leaves the sums as they were: what is read then is
- * what was there before, or an error.
+ * what was there before, or an error. Who makes bytes and is about to use them may take and compare sums for itself, while it has
+ * them in its caches: a request then leaves that to its caller.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
  * pieces are in flight. Requests of one urgency are started in the order they came, urgent ones first; they may finish in
@@ -40,6 +41,7 @@ struct ptn_io {
   uint64_t bytes;
   bool write;
   bool urgent; /* compute waits for it, or soon will */
+  bool caller_sums; /* the caller calls ptn_store_note before a write, ptn_store_check after a read */
   /* Called once, on a thread of the store (or inside submit when it fails at once), with no lock held. It may submit. */
   void (*done)(ptn_io *io);
   void *context; /* the caller's */
@@ -59,7 +61,7 @@ typedef struct ptn_store_stats {
   uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
   uint64_t reserved_bytes;          /* of the file */
   uint64_t unwritten_bytes;         /* read where nothing was ever written: zeros */
-  int64_t checksum_ns;              /* of processor time, on the threads of the store */
+  int64_t checksum_ns;              /* of processor time, on the threads of the store and its callers' */
 } ptn_store_stats;
 
 /* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of
@@ -84,6 +86,11 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);
 void ptn_store_submit(ptn_store *store, ptn_io *io);
 /* Reads or writes and waits; not urgent-aware callers (tools, tests, state_dict) use this. */
 ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write);
+/* For requests with caller_sums; on the threads that the caller computes with (base/openmp.h). No request for these pages is in flight. */
+void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset,
+                    uint64_t bytes); /* memory is going to be written there */
+ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset,
+                           uint64_t bytes); /* it was read from there: PTN_DISK where it differs */
 void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out);
 
 #endif

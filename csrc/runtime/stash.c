@@ -79,12 +79,12 @@ void ptn_stash_close(ptn_stash *stash) {
          stash->starting)
     ptn_wait(&stash->changed, &stash->mutex);
   for (;;) {
-    ptn_record *record = any_with_something(stash);
-    if (!record && stash->outside_count == 0) break;
-    if (!record) {
-      ptn_wait(&stash->changed, &stash->mutex); /* others use the store, and may come back with more */
+    if (stash->outside_count > 0) {
+      ptn_wait(&stash->changed, &stash->mutex); /* others use the store and what lies there, and may come back with more */
       continue;
     }
+    ptn_record *record = any_with_something(stash);
+    if (!record) break;
     if (record_is_held(record)) ptn_record_let_go(record);
     record->state = RECORD_ON_DISK;
     ptn_record_release_space(record);
@@ -157,6 +157,7 @@ void ptn_stash_begin(ptn_stash *stash) {
   if (!stash->closed) {
     stash->backward = NULL;
     stash->turned = stash->hold_back = false;
+    stash->failure = PTN_OK; /* of a write that nobody was told of: its record stayed in memory, and that pass is over */
     if (!stash->current || stash->current->n_moments > 0) new_pass(stash); /* where it fails the pass before goes on */
     ptn_stash_write(stash, false);
   }
@@ -315,14 +316,17 @@ static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t
   return PTN_OK;
 }
 
-/* Space for it on the disk, also where the rule keeps it: memory may need it to go after all. Unlocks meanwhile; the caller's use
- * keeps the record. */
+/* Space for it on the disk, also where the rule keeps it: memory may need it to go after all. What is going to be written is summed
+ * now, while those who computed it have it in their caches. Unlocks meanwhile; the caller's use keeps the record. */
 static ptn_status reserve(ptn_stash *stash, ptn_record *record) {
   ptn_extent extent;
+  bool sum = !kept_by_rule(stash, record);
   go_outside(stash);
   ptn_status status = ptn_store_reserve(stash->store, record->block.bytes, &extent);
+  if (status == PTN_OK && sum) ptn_store_note(stash->store, record->block.memory, extent.offset, record->block.bytes);
   come_back(stash);
   if (status != PTN_OK) return status;
+  record->summed = sum;
   record->extent = extent;
   stash->stats.disk_bytes += extent.bytes;
   stash->stats.most_disk_bytes = ptn_max_u64(stash->stats.most_disk_bytes, stash->stats.disk_bytes);
@@ -386,6 +390,30 @@ static void *hand_over(ptn_stash *stash, ptn_record *record) {
   return record->block.memory;
 }
 
+/* The caller has its hold on what came from the disk: it is compared now, by those who are about to use it and have it in their caches
+ * then. What differs is nobody's, and may be read again. Unlocks meanwhile. */
+static ptn_status check(ptn_stash *stash, ptn_record *record, void *memory) {
+  if (!record->unchecked) return PTN_OK;
+  uint64_t serial = record->block.serial, offset = record->extent.offset, bytes = record->block.bytes;
+  go_outside(stash);
+  ptn_status status = ptn_store_check(stash->store, memory, offset, bytes);
+  come_back(stash);
+  bool same = record->block.serial == serial; /* another may have found it bad, and read it again */
+  if (status == PTN_OK) {
+    if (same) record->unchecked = false;
+    return PTN_OK;
+  }
+  ptn_error error;
+  ptn_error_save(&error);
+  ptn_error_of(&error, "activations of block %d", (int)record->number);
+  if (same && record->state == RECORD_IN_BOTH) {
+    ptn_record_let_go(record);
+    record->state = RECORD_ON_DISK;
+  }
+  ptn_arena_free(memory);
+  return ptn_error_restore(&error);
+}
+
 static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
   for (;;) {
     if (stash->closed) return ptn_fail(PTN_STEP, "backward needs activations of a model that is not wrapped any more");
@@ -400,12 +428,12 @@ static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
     }
     if (record_is_held(record)) {
       *memory = hand_over(stash, record);
-      return PTN_OK;
+      return check(stash, record, *memory);
     }
     if (record->state == RECORD_ON_DISK && ptn_arena_hold(&record->block)) { /* somebody else has it still */
       *memory = record->block.memory;
       stash->stats.forwarded_bytes += record->block.bytes;
-      return PTN_OK;
+      return check(stash, record, *memory);
     }
     if (record->state == RECORD_ON_DISK) PTN_TRY(ptn_stash_read(stash, record, true));
     else ptn_stash_wait(stash, PTN_TRACE_ACTIVATIONS, record->number);
@@ -431,7 +459,10 @@ ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
     }
     if (first) record->waiting--;
     status = get(stash, record, memory);
-    if (status != PTN_OK && first) record->waiting++;
+    if (status != PTN_OK) {
+      *memory = NULL;
+      if (first) record->waiting++;
+    }
     stash->hold_back = false;
     if (status == PTN_OK) ptn_stash_advance(stash);
   }

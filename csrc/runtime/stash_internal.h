@@ -31,6 +31,8 @@ struct ptn_record {
   bool asked; /* by any of its uses */
   bool passed; /* by reading ahead: backward is near */
   bool dropped; /* no use left: goes when what is in flight has ended */
+  bool summed; /* its sums were noted when it was put */
+  bool unchecked; /* its block came from the disk, and was not compared yet */
   ptn_extent extent;
   ptn_io io;
   ptn_status status; /* of the last read, until somebody was told */

@@ -102,6 +102,7 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
                           .offset = record->extent.offset,
                           .bytes = bytes,
                           .write = true,
+                          .caller_sums = record->summed,
                           .done = write_done,
                           .context = record};
     traffic_in(&stash->writes, bytes);
@@ -213,8 +214,14 @@ ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record, bool urgent) {
   }
   record->block = block;
   stash->stats.memory_bytes += bytes;
-  record->io = (ptn_io){
-      .memory = memory, .offset = record->extent.offset, .bytes = bytes, .urgent = urgent, .done = read_done, .context = record};
+  record->unchecked = true;
+  record->io = (ptn_io){.memory = memory,
+                        .offset = record->extent.offset,
+                        .bytes = bytes,
+                        .urgent = urgent,
+                        .caller_sums = true,
+                        .done = read_done,
+                        .context = record};
   if (waits) stash->reads_moving_count++;
   ptn_unlock(&stash->mutex);
   ptn_store_submit(stash->store, &record->io); /* the record may be gone after this */

@@ -91,7 +91,7 @@ static void a_goal_slows_forward(void) {
     world_open(&here, (world_options){.limit_bytes = goal ? 0 : most_bytes});
     if (goal) ptn_account_set_goal(here.account, most_bytes);
     faulty_shaker shaker;
-    faulty_start_shaking(&shaker, &here.disk, 5, 200000);
+    faulty_start_shaking(&shaker, &here.disk, 5, 3000000);
     ptn_stash_begin(here.stash);
     for (uint64_t i = 0; i < CREW; i++) {
       people.records[i] = put_and_free(&here, BYTES, i + 1);
