@@ -11,6 +11,7 @@
  * its extent is reserved from QUEUED on until it is destroyed, or until it is known that it will not be written; a record with
  * no use is gone, or in flight and marked dropped; a pass is freed when it has no record and is neither current nor asked.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -405,6 +406,8 @@ static ptn_status check(ptn_stash *stash, ptn_record *record, void *memory) {
   }
   ptn_error error;
   ptn_error_save(&error);
+  size_t length = strlen(error.message);
+  snprintf(error.message + length, sizeof error.message - length, ", or the tensor was changed after it was saved");
   ptn_error_of(&error, "activations of block %d", (int)record->number);
   if (same && record->state == RECORD_IN_BOTH) {
     ptn_record_let_go(record);

@@ -231,6 +231,45 @@ static void a_failure_that_nobody_hears_of(void) {
   }
 }
 
+/* A failure that came when nobody called any more is not the next pass's. */
+static void a_failure_is_not_told_a_pass_later(void) {
+  open_here();
+  faulty_tell_of(&here.disk, FAULTY_WRITES, FAULT_ERRNO, EIO, 1, 1);
+  ptn_stash_begin(here.stash);
+  ptn_record *record = put_and_free(&here, BYTES, 1);
+  world_settle(&here);
+  CHECK(ptn_record_drop(record, false) == NULL);
+  faulty_tell(&here.disk, FAULT_NONE, 0, 0, 0);
+  ptn_stash_begin(here.stash);
+  record = put_and_free(&here, BYTES, 2);
+  ptn_stash_end(here.stash);
+  get_and_free(record, true, 2);
+  CHECK(ptn_record_drop(record, true) == NULL);
+  close_here();
+}
+
+/* Changed after it was saved, before it was written, and nobody said so: an error, where it has left memory. */
+static void what_changed_unseen_is_noticed(void) {
+  open_here();
+  faulty_close(&here.disk);
+  ptn_stash_begin(here.stash);
+  tensor saved = tensor_make(&here, BYTES, 1);
+  ptn_record *record = tensor_put(&here, &saved, true);
+  ((uint64_t *)saved.memory)[BYTES / sizeof(uint64_t) - 1]++;
+  tensor_free(&saved);
+  faulty_open(&here.disk);
+  world_settle(&here);
+  overwrite_free_memory(&here, BYTES, 1);
+  ptn_stash_end(here.stash);
+  for (int round = 0; round < 2; round++) {
+    void *memory = &memory;
+    CHECK(ptn_stash_get(record, true, &memory) == PTN_DISK && memory == NULL);
+    CHECK(strstr(ptn_last_error()->message, "block 7") && strstr(ptn_last_error()->message, "changed after it was saved"));
+  }
+  CHECK(ptn_record_drop(record, false) == NULL);
+  close_here();
+}
+
 /* ---- no space ---- */
 
 /* The disk is full: the tensor stays its owner's, the error says what was asked of whom, and all goes on when there is room. */
@@ -271,6 +310,8 @@ int main(int count, char **words) {
       {"a_dead_disk", a_dead_disk},
       {"a_dead_disk_under_pressure", a_dead_disk_under_pressure},
       {"a_failure_that_nobody_hears_of", a_failure_that_nobody_hears_of},
+      {"a_failure_is_not_told_a_pass_later", a_failure_is_not_told_a_pass_later},
+      {"what_changed_unseen_is_noticed", what_changed_unseen_is_noticed},
       {"a_full_disk", a_full_disk},
   };
   return run_cases(cases, sizeof cases / sizeof *cases, count, words);
