@@ -262,6 +262,7 @@ def wrap(
         Settings(budget, host_budget, folder, accumulate, norm, plan, modes), compute,
         Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
+    meta = materialise.OnMeta(model)
     session = Session(wrapped)
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
@@ -272,6 +273,7 @@ def wrap(
         ours = Optimizer(session, optimizer)
     except BaseException as error:
         _close_unfinished(session, error)
+        meta.put_back(error)
         raise
     model.__dict__[KEY] = session
     _open.add(session)
