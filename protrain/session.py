@@ -137,8 +137,10 @@ class Session:
             self.runner.stashing = True
             return forward(*args, **kwargs)
         except BaseException:
-            if not self.gradients.passes:  # no step is under way: what is allocated from here on is the user's
-                self.runner.forget()
+            self.runner.forget()
+            if self.gradients.passes:
+                self.engine.unuse_all()
+            else:  # no step is under way: what is allocated from here on is the user's
                 self.engine.drop()
                 if training:
                     self._began = None

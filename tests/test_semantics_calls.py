@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain import activations
 from protrain.api import session_of
 from protrain.blocks import find_blocks
 from protrain.counting import uncounted
@@ -460,6 +462,50 @@ def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> N
     del after
     steps(inputs(3)[2:])(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(3))
+
+
+@pytest.mark.parametrize("where", ["hooks", "chunk"])
+def test_an_interrupt_in_a_later_forward_of_a_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it kept from being undone is undone, and what the passes before it gave stays: the forward can be made again."""
+
+    def interrupt(*arguments: Any) -> None:
+        if len(interrupts) <= step:
+            interrupts.append(step)
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    model: Any = Chain()
+    options: dict[str, Any] = {"memory": TIGHT, "accumulate": 2, "block_modes": ["checkpoint"] * 8}
+    model, optimizer = protrain.wrap(model, adamw(model), **options)
+    session = session_of(model)
+    with uncounted():
+        plain = Chain()
+        plain_optimizer = adamw(plain)
+    interrupts: list[int] = []
+    call: Any = activations._pop if where == "hooks" else session.engine.unuse
+    for step in range(3):
+        one, other = inputs(2, seed=step)
+        model(one).backward()
+        with monkeypatch.context() as patch:
+            if where == "hooks":
+                patch.setattr(activations, "_pop", interrupt)
+            else:
+                patch.setattr(session.runner, "_engine", SimpleNamespace(unuse=interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model(other)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        model(other).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with uncounted():
+            for x in (one, other):
+                plain(x).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        assert state_of(model) == state_of(plain)
+    assert interrupts == [0, 1, 2]
+    assert protrain.status(model).peak_memory_bytes <= TIGHT
+    protrain.unwrap(model)
 
 
 def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
