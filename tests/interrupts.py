@@ -171,7 +171,7 @@ class Run:
     def interrupted(self, phase: str, at: int, again: bool = False) -> int:
         """One step, in this phase interrupted at that place (0: at none); returns how many places there are. again: a forward
         that is interrupted is made once more, and the step is completed."""
-        before, after, kind = self.steps, {self.steps + 1}, phase.split()[0]
+        before, after, kind = self.steps, {self.steps + 1}, phase.split(maxsplit=1)[0]
         for name, work in self.works().items():
             if name != phase:
                 work()
