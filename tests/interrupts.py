@@ -28,6 +28,7 @@ import torch
 from crashes import adamw, batch, digest, make
 
 import protrain
+from protrain.counting import uncounted
 
 MIB = 1 << 20
 BUDGET = 4 * MIB  # of 6.3 MiB of states
@@ -108,14 +109,15 @@ class Plain:
         return [batch(self._passes * step + number).to(self.dtype) for number in range(self._passes)]
 
     def after(self, steps: int) -> tuple[str, str]:
-        while len(self._losses) < steps:
-            self._losses.append([])
-            for x in self.batches(len(self._losses) - 1):
-                loss = self._model(x)
-                loss.backward()
-                self._losses[-1].append(loss.item())
-            self._update()
-            self._seen.append(self._look())
+        with uncounted():
+            while len(self._losses) < steps:
+                self._losses.append([])
+                for x in self.batches(len(self._losses) - 1):
+                    loss = self._model(x)
+                    loss.backward()
+                    self._losses[-1].append(loss.item())
+                self._update()
+                self._seen.append(self._look())
         return self._seen[steps]
 
     def _update(self) -> None:

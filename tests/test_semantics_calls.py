@@ -23,6 +23,7 @@ from protrain import activations
 from protrain.api import session_of
 from protrain.blocks import find_blocks
 from protrain.counting import uncounted
+from protrain.timeline import BlockClock
 
 
 @pytest.fixture(autouse=True)
@@ -506,6 +507,24 @@ def test_an_interrupt_in_a_later_forward_of_a_step(where: str, monkeypatch: pyte
     assert interrupts == [0, 1, 2]
     assert protrain.status(model).peak_memory_bytes <= TIGHT
     protrain.unwrap(model)
+
+
+def test_an_interrupt_as_backward_begins(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After zero_grad() what is allocated is the user's."""
+
+    def interrupt(_clock: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, optimizer = wrapped
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockClock, "_backward_over", property(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs(1)[0]).backward()
+    optimizer.zero_grad()
+    after = torch.zeros(TIGHT // 2)  # two budgets
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+    del after
 
 
 def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
