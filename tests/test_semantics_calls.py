@@ -196,6 +196,14 @@ def test_one_wrapped_model_feeds_another() -> None:
     assert train(TIGHT) == train(None)
 
 
+def test_wrapping_with_a_wrapped_optimizer_is_refused() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.unwrap(model)
+    with pytest.raises(protrain.PlanError, match="one that wrap returned; make a torch optimizer over the model's parameters"):
+        protrain.wrap(model, optimizer, memory=TIGHT)
+
+
 def test_wrapping_twice_is_refused(wrapped: Any) -> None:
     model, _ = wrapped
     for given in (model, nn.Sequential(model, nn.Linear(2, 2))):
@@ -463,6 +471,41 @@ def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> N
     del after
     steps(inputs(3)[2:])(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(3))
+
+
+def test_a_write_that_is_refused_changes_nothing(wrapped: Any) -> None:
+    """While gradients wait parameters on disk cannot be written; what the operation left in a slot is not read."""
+    model, optimizer = wrapped
+    x = inputs(3)[2]
+    refused = 0
+    for name, p in model.named_parameters():
+        model(x).backward()
+        before = bits(p.detach())
+        with torch.no_grad():
+            try:
+                p.mul_(2)
+                p.mul_(0.5)
+            except protrain.StepError:
+                refused += 1
+        assert bits(p.detach()) == before, name
+        optimizer.zero_grad()
+    assert refused > 10
+    steps([x])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_a_state_dict_is_loaded_whole_or_not_at_all(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    before = state_of(model)
+    with uncounted():
+        other = {name: value + 1 for name, value in model.state_dict().items()}
+    model(inputs(3)[2]).backward()
+    with pytest.raises(protrain.StepError, match=r"load_state_dict in the middle of a step: call optimizer.step\(\)"):
+        model.load_state_dict(other)
+    assert state_of(model) == before
+    optimizer.zero_grad()
+    model.load_state_dict(other)
+    assert state_of(model) == {name: bits(value) for name, value in other.items()}
 
 
 @pytest.mark.parametrize("where", ["hooks", "chunk"])
