@@ -31,7 +31,7 @@ from .precision import check_dtypes, check_grads, converted, dtype_of, state_arr
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, takes_use_cache
-from .sizes import check_count, default_disk_folder, default_memory_bytes, parse_bytes
+from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes
 from .timeline import StepTrace, Timeline
 from .wrapped import Settings, Wrapped
 
@@ -165,11 +165,7 @@ def _check_norm(value: Any) -> float | None:
 def _check_disk(disk: Any) -> str:
     if disk is None:
         disk = default_disk_folder()
-    if not isinstance(disk, str | os.PathLike):
-        raise TypeError(f"disk is {disk!r}; give the path of a folder")
-    folder = os.fspath(disk)
-    if not isinstance(folder, str):
-        raise TypeError(f"disk is {disk!r}; give the path of a folder as str")
+    folder = check_folder(disk, "disk")
     if not os.path.isdir(folder):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -253,7 +249,7 @@ def wrap(
     if on_meta and param_init_fn is None and weights is None:
         raise PlanError(f"model: parameter {on_meta} is on meta; give param_init_fn or weights")
     if weights is not None:
-        materialise.weight_files(os.fspath(weights))
+        materialise.weight_files(check_folder(weights, "weights"))
     folder = _check_disk(disk)
     footprint = _footprint(optimizer, named, folder, budget, dtype)
 
@@ -262,6 +258,7 @@ def wrap(
         Settings(budget, host_budget, folder, accumulate, norm, plan, modes), compute,
         Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
+    meta = materialise.OnMeta(model)
     session = Session(wrapped)
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
@@ -272,6 +269,7 @@ def wrap(
         ours = Optimizer(session, optimizer)
     except BaseException as error:
         _close_unfinished(session, error)
+        meta.put_back(error)
         raise
     model.__dict__[KEY] = session
     _open.add(session)

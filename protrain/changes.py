@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from . import _core
 from .counting import uncounted
-from .errors import PlanError
+from .errors import PlanError, StepError
 from .parameters import DisableTorchFunction
 from .precision import has_master
 from .strides import dense_strides
@@ -127,12 +128,15 @@ def check_parameters(wrapped: Wrapped) -> None:
                 raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
 
 
-def refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """A pre-hook of load_state_dict.
+def check_load(engine: _core.Engine, metadata: dict[str, Any]) -> None:
+    """Before load_state_dict changes a module.
 
     Raises:
         PlanError: assign=True, which would put other parameters into the model.
+        StepError: gradients wait for a step; parameters on disk cannot be written, and those in memory alone are not to be.
     """
+    if engine.has_gradients():
+        raise StepError("load_state_dict in the middle of a step: call optimizer.step() or optimizer.zero_grad() first")
     if metadata.get("assign_to_params_buffers"):
         raise PlanError("load_state_dict(assign=True) would replace the parameters of a wrapped model; load without assign")
 

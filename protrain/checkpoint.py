@@ -27,6 +27,7 @@ from .precision import has_master, saved_config
 from .reading import open_file, parse, shown
 from .replacing import clear_leftovers, replaced
 from .session import Session
+from .sizes import check_folder
 from .statefiles import check_states, states_of
 from .tensorfiles import Entry, Progress, TensorFile, Told, entries, write_tensors
 
@@ -69,13 +70,13 @@ def save(
         progress: called after each tensor with the bytes that are written and the bytes in all.
 
     Raises:
-        PlanError: the model is not wrapped, or the optimizer is not its own.
+        PlanError, TypeError, ValueError: the model is not wrapped, the optimizer is not its own, or the folder is no path.
         DiskError: the folder cannot be written, or holds what is no checkpoint; what was there before is still there.
         StepError: `extra` or `progress` made a step.
     """
-    session = _session(model, optimizer)
+    session, path = _session(model, optimizer), check_folder(folder, "folder")
     with session.turn:
-        _save(session, model, os.fspath(folder), extra, progress)
+        _save(session, model, path, extra, progress)
 
 
 def _save(
@@ -230,9 +231,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
         DiskError: the folder holds no checkpoint, or cannot be read, or another run replaced it meanwhile: load it again.
         PlanError: it is one of another model or optimizer; nothing was changed.
     """
-    session = _session(model, optimizer)
+    session, path = _session(model, optimizer), check_folder(folder, "folder")
     with session.turn:
-        _load(session, model, optimizer, os.fspath(folder))
+        _load(session, model, optimizer, path)
 
 
 def _place(folder: str) -> tuple[int, int] | None:

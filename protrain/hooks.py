@@ -104,10 +104,13 @@ class ModelHooks:
         def fill(_module: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> None:
             states.fill_state_dict(own, state_dict, prefix)
 
+        def check(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+            changes.check_load(session.engine, metadata)
+
+        self._handles.append(module.register_load_state_dict_pre_hook(check))
         if session.wrapped.master_array:
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
         self._handles.append(module.register_state_dict_post_hook(fill))
-        self._handles.append(module.register_load_state_dict_pre_hook(changes.refuse_assign))
 
 
 def _zero_grad(session: Session) -> Callable[..., None]:

@@ -44,6 +44,37 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+class OnMeta:
+    """What of a model is on meta before it is filled: there it is put back where filling fails, so that it can be filled anew."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = [(name, p, torch.empty_like(p)) for name, p in model.named_parameters() if p.device.type == "meta"]
+        self._buffers = [
+            (module, leaf, buffer)
+            for module in model.modules()
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and buffer.device.type == "meta"
+        ]
+
+    def put_back(self, error: BaseException) -> None:
+        """error: why filling failed; it is noted there what cannot be put back."""
+        for module, leaf, buffer in self._buffers:
+            module._buffers[leaf] = buffer
+        for name, p, as_it_was in self._params:
+            try:
+                _swap(p, nn.Parameter(as_it_was, requires_grad=p.requires_grad))
+            except RuntimeError:  # torch does so only where nothing else refers to it, a view for instance
+                error.add_note(f"protrain: parameter {name} is referred to, and cannot be on meta again: make the model anew")
+                return
+
+
+def _swap(p: nn.Parameter, other: nn.Parameter) -> None:
+    """The same Python object, with its attributes, is now what the other is."""
+    attributes = dict(p.__dict__)
+    torch.utils.swap_tensors(p, other)
+    p.__dict__.update(attributes)
+
+
 # ---- buffers ----
 
 
@@ -155,6 +186,11 @@ class Filler:
             p.data.copy_(given)
             self.keep(number, given)
 
+    def withdraw(self, number: int) -> None:
+        """Parameter `number`, entered before, lies where its chunk does, whatever it was lent or given."""
+        with DisableTorchFunction():
+            self.session.params[number].data = self.session.residency.place(number)
+
     def leave(self, number: int) -> None:
         """Parameter `number` has its values."""
         chunk = self.session.layout.entries[number].chunk
@@ -183,10 +219,7 @@ def make_real(session: Session, chunk: int) -> None:
         p = session.params[number]
         if p.device.type != "meta":
             continue
-        attributes = dict(p.__dict__)
-        real = nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad)
-        torch.utils.swap_tensors(p, real)
-        p.__dict__.update(attributes)
+        _swap(p, nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad))
 
 
 def from_memory(session: Session) -> None:
@@ -211,17 +244,23 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
             continue
         for number in own:
             filler.enter(number)
+        try:
+            for number in own:
+                filler.lend(number)
+            empty = _empty_buffers(module, session.wrapped.compute.device)
+            param_init_fn(module)
+            _check_kept(module, index)
+            for leaf in empty:
+                buffer = module._buffers[leaf]
+                if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
+                    raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
+            for number in own:
+                filler.take_back(number)
+        except BaseException:
+            for number in own:
+                filler.withdraw(number)
+            raise
         for number in own:
-            filler.lend(number)
-        empty = _empty_buffers(module, session.wrapped.compute.device)
-        param_init_fn(module)
-        _check_kept(module, index)
-        for leaf in empty:
-            buffer = module._buffers[leaf]
-            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
-                raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
-        for number in own:
-            filler.take_back(number)
             filler.leave(number)
 
 

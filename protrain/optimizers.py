@@ -28,8 +28,10 @@ def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
 
     Raises:
         TypeError: it is no torch optimizer.
-        PlanError: its step needs the whole model at once.
+        PlanError: it is wrapped, or its step needs the whole model at once.
     """
+    if isinstance(optimizer, Optimizer):
+        raise PlanError("optimizer is one that wrap returned; make a torch optimizer over the model's parameters again")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}; give a torch.optim optimizer over the model's parameters")
     if not has_kernel(optimizer):

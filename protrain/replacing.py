@@ -175,19 +175,20 @@ def _locked_name(target: Path, make: Callable[[Path], int]) -> Iterator[Path]:
     while True:
         fresh = _name(target, "partial")
         litter.add(str(fresh))
-        handle = -1
+        handles: list[int] = []
         try:
-            handle = make(fresh)
+            handles.append(make(fresh))
+            handles.append(os.dup(handles[0]))  # a folder is removed through two descriptors, and there may be no others then
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _is(fresh, handle):
+                fcntl.flock(handles[0], fcntl.LOCK_EX)
+            if not _is(fresh, handles[0]):
                 continue  # somebody took it for a dead run's before it was locked
             yield fresh
             return
         finally:
-            _remove(fresh)
-            if handle >= 0:
+            for handle in handles:
                 os.close(handle)
+            _remove(fresh)
             litter.discard(str(fresh))
 
 
@@ -218,9 +219,10 @@ def _taken(path: Path) -> Iterator[bool]:
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-        return
+    for call in (path.unlink, path.rmdir):
+        with contextlib.suppress(OSError):
+            call()
+            return
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -78,7 +78,6 @@ class Session:
         # the step under way
         self._began: float | None = None
         self._wait_ns = 0
-        self._in_backward = False  # whether a backward pass of it has begun
         self._shapes: Shapes | None = None  # of its batches; (): they differ
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._noted_commits = 0  # steps that the engine has made and `_note_commit` has heard of
@@ -137,8 +136,10 @@ class Session:
             self.runner.stashing = True
             return forward(*args, **kwargs)
         except BaseException:
-            if not self.gradients.passes:  # no step is under way: what is allocated from here on is the user's
-                self.runner.forget()
+            self.runner.forget()
+            if self.gradients.passes:
+                self.engine.unuse_all()
+            else:  # no step is under way: what is allocated from here on is the user's
                 self.engine.drop()
                 if training:
                     self._began = None
@@ -190,7 +191,6 @@ class Session:
             self.runner.recompute_all()
 
     def _backward_begins(self) -> None:
-        self._in_backward = True
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
 
@@ -229,7 +229,7 @@ class Session:
                 self.forget()
             raise
         finally:
-            self._began, self._in_backward = None, False
+            self._began, self.clock.in_backward = None, False
             self.wrapped.compute.count(self.engine, False)
         return norm
 
@@ -282,7 +282,7 @@ class Session:
         self.runner.forget()
         self.residency.release_node()
         self.gradients.forget()
-        self._began, self._in_backward = None, False
+        self._began, self.clock.in_backward = None, False
         self.clock.forget()
         self.wrapped.compute.count(self.engine, False)
 
@@ -290,7 +290,7 @@ class Session:
         """Drop all gradients, and the step under way."""
         with self.turn:
             self._note_commit()
-            if self.gradients.passes or self._in_backward or self.engine.has_gradients():
+            if self.gradients.passes or self.clock.in_backward or self.engine.has_gradients():
                 self.forget()
             self.gradients.drop()
 

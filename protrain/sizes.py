@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
+
+from .reading import MOST_COUNT, MOST_INT
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -13,7 +16,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 
 
 def check_count(value: object, name: str) -> int:
-    """`value`, a whole number of at least 1.
+    """`value`, a whole number of at least 1, and of at most 2,147,483,648.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -22,7 +25,23 @@ def check_count(value: object, name: str) -> int:
         raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
     if value < 1:
         raise ValueError(f"{name} is {value}; give a whole number, at least 1")
+    if value > MOST_COUNT:
+        raise ValueError(f"{name} is {value:.4g}; give a whole number, at most {MOST_COUNT}")
     return value
+
+
+def check_folder(value: Any, name: str) -> str:
+    """The path of a folder as a str; whether there is one is not looked at.
+
+    Raises:
+        TypeError, ValueError: it is no path.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{name} is {value!r}; give the path of a folder as str")
+    if "\0" in path:
+        raise ValueError(f"{name} is {path!r}; give a path without null characters")
+    return path
 
 
 def parse_bytes(value: object, name: str = "memory") -> int:
@@ -30,7 +49,7 @@ def parse_bytes(value: object, name: str = "memory") -> int:
 
     Raises:
         TypeError: value is neither an int nor a str.
-        ValueError: it is not positive or not a size.
+        ValueError: it is not positive, or beyond 4 EiB, or not a size.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name} is {value!r}; give bytes as an int, or words as '4GiB' or '512MiB'")
@@ -38,10 +57,14 @@ def parse_bytes(value: object, name: str = "memory") -> int:
         match = _SIZE.fullmatch(value)
         if not match:
             raise ValueError(f"{name} is {value!r}; give bytes as an int, or words as '4GiB' or '512MiB'")
-        value = int(float(match[1]) * _UNITS[(match[2] or "").upper()])
-    if value <= 0:
+        found = float(match[1]) * _UNITS[(match[2] or "").upper()]
+    else:
+        found = value
+    if found > MOST_INT:
+        raise ValueError(f"{name} is {found:.4g}; it must be at most {MOST_INT} bytes")
+    if found < 1:
         raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")
-    return value
+    return int(found)
 
 
 def format_bytes(value: float) -> str:

@@ -65,7 +65,7 @@ class BlockClock:
 
     __slots__ = (
         "_backward_begins", "_began_ns", "_closed", "_engine", "_first_block_task", "_last", "_open", "_open_ns", "_queued",
-        "passes", "sampler", "step",
+        "in_backward", "passes", "sampler", "step",
     )  # fmt: skip
 
     def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None]) -> None:
@@ -78,6 +78,7 @@ class BlockClock:
         self._queued = -1  # the graph task whose end calls `_backward_over`
         self._first_block_task = -1  # the graph task in which a block's backward has begun
         self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
+        self.in_backward = False  # whether a backward pass of the step under way has begun
         self.passes: list[Pass] = []  # of the step under way
         self.step: StepTrace | None = None  # the last completed step
         self.sampler: Sampler | None = None  # told of what begins and ends, where somebody wants to know
@@ -123,6 +124,7 @@ class BlockClock:
         """Called in a backward: its end is to be noted."""
         task = _graph_task()
         if task != self._queued and not self._closed:
+            self.in_backward = True  # first: what an interrupt leaves is dropped where a backward is known to have begun
             self._queued, self._open = task, -1  # what a backward that failed left open has no end
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
 

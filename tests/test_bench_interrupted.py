@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from protrain.cli import bench, bench_activations
+from protrain.cli import bench, bench_activations, bench_peers
 
 MIB = 1 << 20
 PLAN = {"n_persist": 3, "n_chunks": 3}
@@ -73,14 +73,28 @@ def test_bench_step_shows_the_rounds_that_were_complete(tiny: str, stop_at: Any,
     assert capsys.readouterr().out.endswith("interrupted after 2 of 5 rounds: this is what was measured until then\n")
 
 
-def test_before_the_first_round_there_is_nothing_to_show(tiny: str, stop_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_the_first_round_there_is_nothing_to_show(
+    tiny: str, stop_at: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But a line says so."""
+
+    def no_peer_was_measured(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    said = ("", "interrupted before there was anything to show\n")
     stop_at(2 * bench.WARM_STEPS + 1)
     with pytest.raises(KeyboardInterrupt):
         bench.run(step_words(tiny))
+    assert capsys.readouterr() == said
     stop_at(bench.WARM_STEPS)
     with pytest.raises(KeyboardInterrupt):
         bench_activations.run(bench_activations.Words(tiny, 64 * MIB, 32, 1, 2, 0, 0, None, None, True))
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == said
+    monkeypatch.syspath_prepend(str(bench_peers.BENCHMARKS))
+    monkeypatch.setattr("peers.runner.compare", no_peer_was_measured)
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers.run(bench_peers.Words(tiny, 64 * MIB, 32, 1, 2, 0, None, True, False, (), None, True))
+    assert capsys.readouterr() == said
 
 
 def test_the_curve_is_drawn_of_what_was_measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,39 @@ def test_every_status_of_the_core_has_its_exception() -> None:
         assert (type(raised), str(raised)) == (RAISED[name], "the GPU: gone")
     assert issubclass(errors.DeviceError, RuntimeError)
     assert issubclass(errors.DeviceError, errors.Error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": 1 << 80}, "memory is 1.209e+24; it must be at most 4611686018427387904 bytes"),
+        ({"memory": (1 << 64) + (1 << 30)}, "memory is 1.845e+19; it must be at most"),  # what 64 bits show of it is a budget
+        ({"memory": "9" * 30}, "memory is 1e+30; it must be at most"),
+        ({"memory": "9" * 400}, "memory is inf; it must be at most"),
+        ({"memory": "0.1"}, "memory is '0.1'; it must be more than 0 bytes"),
+        ({"accumulate": (1 << 32) + 1}, "accumulate is 4.295e+09; give a whole number, at most 2147483648"),
+        ({"accumulate": 1 << 70}, "accumulate is 1.181e+21; give a whole number, at most 2147483648"),
+        ({"disk": "a\0b"}, r"disk is 'a\x00b'; give a path without null characters"),
+        ({"disk": b"/tmp"}, "disk is b'/tmp'; give the path of a folder as str"),
+        ({"weights": 3}, "weights is 3; give the path of a folder as str"),
+    ],
+)
+def test_arguments_that_are_beyond_what_the_core_takes(arguments: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        protrain.wrap(model, optimizer, **{"memory": "16MiB", **arguments})
+    assert type(model.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("call", [protrain.save, protrain.load])
+@pytest.mark.parametrize("folder", [None, 3, b"/tmp/name", "a\0b"])
+def test_folders_that_are_no_paths(call: Any, folder: Any, disk: Path) -> None:
+    model = nn.Linear(2, 2)
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), fused=True), memory="16MiB", disk=disk)
+    with pytest.raises((TypeError, ValueError), match=f"^folder is {re.escape(repr(folder))}; give "):
+        call(model, optimizer, folder)
+    protrain.unwrap(model)
 
 
 def test_a_disk_folder_that_cannot_be_made_is_the_disks_error(tmp_path: Path) -> None:

@@ -86,10 +86,11 @@ def test_a_limit_of_descriptors(fresh_disk: Path) -> None:
     """No descriptor is left for the store's file: nothing was changed, and nothing stays open."""
     model: Any = Chain()
     before = state_of(model)
+    optimizer, wrap_now = adamw(model), protrain.wrap  # both import what they need
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
     with limited(resource.RLIMIT_NOFILE, free), pytest.raises(protrain.DiskError) as caught:
-        protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+        wrap_now(model, optimizer, memory=TIGHT, disk=fresh_disk)
     refused(caught.value, errno.EMFILE, fresh_disk, "Too many open files")
     assert state_of(model) == before
     again = os.open("/dev/null", os.O_RDONLY)
@@ -98,6 +99,24 @@ def test_a_limit_of_descriptors(fresh_disk: Path) -> None:
     model, _ = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
     protrain.unwrap(model)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("free", range(3))
+def test_a_save_without_descriptors_leaves_nothing(free: int, fresh_disk: Path) -> None:
+    """So many are left when it begins: what it had written is removed with them, and the checkpoint that was there stays."""
+    model, optimizer = wrap(fresh_disk)
+    target = fresh_disk / "checkpoint"
+    protrain.save(model, optimizer, target)
+    before = {path.name: path.stat().st_ino for path in target.iterdir()}
+    steps(inputs(1))(model, optimizer, False)
+    first = os.open("/dev/null", os.O_RDONLY)
+    os.close(first)
+    with limited(resource.RLIMIT_NOFILE, first + free), pytest.raises(protrain.DiskError) as caught:
+        protrain.save(model, optimizer, target)
+    refused(caught.value, errno.EMFILE, fresh_disk, "Too many open files")
+    assert {path.name: path.stat().st_ino for path in target.iterdir()} == before
+    assert os.listdir(fresh_disk) == ["checkpoint"]
+    protrain.unwrap(model)
 
 
 def test_no_locked_memory_is_needed(fresh_disk: Path) -> None:

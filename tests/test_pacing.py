@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
-from protrain import pacing
+from protrain import _core, pacing, updates
+from protrain import session as session_module
 from protrain.api import session_of
 from protrain.planning import arrange
 from protrain.profiles import Machine, Speed
@@ -72,10 +73,35 @@ def test_the_third_step_runs_by_a_plan_of_the_first_two(
     protrain.unwrap(model)
 
 
-def test_steps_that_depart_are_planned_again_and_that_is_said_once(gpt2: Any, token_batches: Any) -> None:
+class Clock:
+    """Stands for the clocks that steps are timed by, later than all that they have shown; goes on a little where it is looked at,
+    and by `block_seconds` in each forward of a block that `slow` was given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.block_seconds = 0.0
+        self._ns = _core.now_ns() + 10**15
+        patch.setattr(_core, "now_ns", self.now_ns)
+        for module in (session_module, updates):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now_ns() / 1e9))
+
+    def now_ns(self) -> int:
+        self._ns += 1000
+        return self._ns
+
+    def slow(self, block: nn.Module) -> None:
+        def pass_time(*_: Any) -> None:
+            self._ns += round(self.block_seconds * 1e9)
+
+        block.register_forward_pre_hook(pass_time)
+
+
+def test_steps_that_depart_are_planned_again_and_that_is_said_once(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = gpt2(layers=2, hidden=64)
-    delay = [0.02]  # so that other noise is small beside it
-    model.transformer.h[1].register_forward_pre_hook(lambda *_: time.sleep(delay[0]))
+    clock = Clock(monkeypatch)
+    clock.slow(model.transformer.h[1])
+    clock.block_seconds = 0.02
     model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
     (ids,) = token_batches(1)
     with warnings.catch_warnings(record=True) as said:
@@ -83,18 +109,25 @@ def test_steps_that_depart_are_planned_again_and_that_is_said_once(gpt2: Any, to
         for _ in range(pacing.PROFILED_STEPS):
             step(model, optimizer, ids)
         planned = protrain.status(model).plan.step_seconds
-        assert planned > 0
-        delay[0] = 5 * planned
+        assert planned == pytest.approx(0.02, rel=0.01)
+        clock.block_seconds = 0.1
+        for _ in range(pacing.DEPARTED_STEPS - 1):
+            step(model, optimizer, ids)
+        clock.block_seconds = 0.02
+        step(model, optimizer, ids)  # as planned: those before it do not count
+        clock.block_seconds = 0.1
         for _ in range(pacing.DEPARTED_STEPS - 1):
             step(model, optimizer, ids)
         assert protrain.status(model).plan.step_seconds == planned
         step(model, optimizer, ids)
         again = protrain.status(model).plan.step_seconds
-        assert again > 4 * planned
-        delay[0] = 20 * planned
-        for _ in range(2 * pacing.DEPARTED_STEPS):
+        assert again == pytest.approx(0.1, rel=0.01)
+        clock.block_seconds = 0.4
+        for _ in range(2 * pacing.DEPARTED_STEPS - 1):
             step(model, optimizer, ids)
-        assert protrain.status(model).plan.step_seconds > 2 * again
+        assert protrain.status(model).plan.step_seconds == again
+        step(model, optimizer, ids)
+        assert protrain.status(model).plan.step_seconds == pytest.approx(0.4, rel=0.01)
     assert [str(w.message).split(";")[-1] for w in said if "planned again" in str(w.message)] == [
         " they were measured and planned again"
     ]

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain import activations
 from protrain.api import session_of
 from protrain.blocks import find_blocks
 from protrain.counting import uncounted
+from protrain.timeline import BlockClock
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +194,14 @@ def test_one_wrapped_model_feeds_another() -> None:
         return figures
 
     assert train(TIGHT) == train(None)
+
+
+def test_wrapping_with_a_wrapped_optimizer_is_refused() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.unwrap(model)
+    with pytest.raises(protrain.PlanError, match="one that wrap returned; make a torch optimizer over the model's parameters"):
+        protrain.wrap(model, optimizer, memory=TIGHT)
 
 
 def test_wrapping_twice_is_refused(wrapped: Any) -> None:
@@ -460,6 +471,103 @@ def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> N
     del after
     steps(inputs(3)[2:])(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(3))
+
+
+def test_a_write_that_is_refused_changes_nothing(wrapped: Any) -> None:
+    """While gradients wait parameters on disk cannot be written; what the operation left in a slot is not read."""
+    model, optimizer = wrapped
+    x = inputs(3)[2]
+    refused = 0
+    for name, p in model.named_parameters():
+        model(x).backward()
+        before = bits(p.detach())
+        with torch.no_grad():
+            try:
+                p.mul_(2)
+                p.mul_(0.5)
+            except protrain.StepError:
+                refused += 1
+        assert bits(p.detach()) == before, name
+        optimizer.zero_grad()
+    assert refused > 10
+    steps([x])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
+def test_a_state_dict_is_loaded_whole_or_not_at_all(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    before = state_of(model)
+    with uncounted():
+        other = {name: value + 1 for name, value in model.state_dict().items()}
+    model(inputs(3)[2]).backward()
+    with pytest.raises(protrain.StepError, match=r"load_state_dict in the middle of a step: call optimizer.step\(\)"):
+        model.load_state_dict(other)
+    assert state_of(model) == before
+    optimizer.zero_grad()
+    model.load_state_dict(other)
+    assert state_of(model) == {name: bits(value) for name, value in other.items()}
+
+
+@pytest.mark.parametrize("where", ["hooks", "chunk"])
+def test_an_interrupt_in_a_later_forward_of_a_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it kept from being undone is undone, and what the passes before it gave stays: the forward can be made again."""
+
+    def interrupt(*arguments: Any) -> None:
+        if len(interrupts) <= step:
+            interrupts.append(step)
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    model: Any = Chain()
+    options: dict[str, Any] = {"memory": TIGHT, "accumulate": 2, "block_modes": ["checkpoint"] * 8}
+    model, optimizer = protrain.wrap(model, adamw(model), **options)
+    session = session_of(model)
+    with uncounted():
+        plain = Chain()
+        plain_optimizer = adamw(plain)
+    interrupts: list[int] = []
+    call: Any = activations._pop if where == "hooks" else session.engine.unuse
+    for step in range(3):
+        one, other = inputs(2, seed=step)
+        model(one).backward()
+        with monkeypatch.context() as patch:
+            if where == "hooks":
+                patch.setattr(activations, "_pop", interrupt)
+            else:
+                patch.setattr(session.runner, "_engine", SimpleNamespace(unuse=interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model(other)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        model(other).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with uncounted():
+            for x in (one, other):
+                plain(x).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        assert state_of(model) == state_of(plain)
+    assert interrupts == [0, 1, 2]
+    assert protrain.status(model).peak_memory_bytes <= TIGHT
+    protrain.unwrap(model)
+
+
+def test_an_interrupt_as_backward_begins(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After zero_grad() what is allocated is the user's."""
+
+    def interrupt(_clock: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, optimizer = wrapped
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockClock, "_backward_over", property(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs(1)[0]).backward()
+    optimizer.zero_grad()
+    after = torch.zeros(TIGHT // 2)  # two budgets
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+    del after
 
 
 def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

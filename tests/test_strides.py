@@ -409,6 +409,65 @@ def test_a_function_that_replaces_parameters_is_refused() -> None:
         protrain.wrap(model, adamw(model), memory=TIGHT, param_init_fn=replace)
 
 
+@pytest.mark.parametrize("budget", [TIGHT, 1 << 30], ids=["tight", "ample"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_function_that_fails_leaves_the_model_on_meta(precision: str, budget: int) -> None:
+    """Its own error is told, and the same model can be wrapped again, with the same numbers."""
+
+    def fill(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p)
+        calls.append(module)
+        if len(calls) == attempts[-1]:
+            raise ArithmeticError("of the function itself")
+
+    def attempt(fails: int) -> None:
+        calls.clear()
+        attempts.append(fails)
+        torch.manual_seed(3)
+        protrain.wrap(model, adamw(model), memory=budget, precision=precision, param_init_fn=fill)
+
+    calls: list[nn.Module] = []
+    attempts: list[int] = []  # the number of the call that fails; 0: none
+    model = on_meta(Chain)
+    for fails in (1, 7, 30):
+        with pytest.raises(ArithmeticError, match="of the function itself") as caught:
+            attempt(fails)
+        assert not hasattr(caught.value, "__notes__")
+        assert {(p.device.type, p.dtype, type(p)) for p in model.parameters()} == {("meta", torch.float32, nn.Parameter)}
+    attempt(0)
+    protrain.unwrap(model)
+    want = Chain()
+    torch.manual_seed(3)
+    for module in want.modules():
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p)
+    for ours, theirs in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
+
+
+def test_a_function_that_fails_while_something_refers_to_a_parameter() -> None:
+    def fill(module: nn.Module) -> None:
+        part = next(module.parameters(recurse=False))[:2]
+        raise ArithmeticError(f"with a view of {part.shape}")
+
+    model = on_meta(Chain)
+    with pytest.raises(ArithmeticError, match="with a view") as caught:
+        protrain.wrap(model, adamw(model), memory=TIGHT, param_init_fn=fill)
+    assert "cannot be on meta again: make the model anew" in caught.value.__notes__[0]
+
+
+def test_data_of_another_shape_from_a_function_is_refused() -> None:
+    def fill(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = torch.ones(3)
+
+    model = on_meta(Chain)
+    with pytest.raises(protrain.PlanError, match=r"was given data of shape \(3,\)"):
+        protrain.wrap(model, adamw(model), memory=1 << 30, param_init_fn=fill)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_read_from_a_folder(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_model

@@ -420,6 +420,13 @@ static PyObject *engine_unuse(PyObject *object, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
+static PyObject *engine_unuse_all(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)unused;
+  ptn_engine_unuse_all(engine);
+  Py_RETURN_NONE;
+}
+
 /* ---- gradients and updates ---- */
 
 static PyObject *engine_set_hyper(PyObject *object, PyObject *arguments) {
@@ -584,6 +591,7 @@ static PyMethodDef engine_methods[] = {
     {"seek", engine_seek, METH_VARARGS, NULL},
     {"demand", engine_demand, METH_VARARGS, NULL},
     {"unuse", engine_unuse, METH_VARARGS, NULL},
+    {"unuse_all", engine_unuse_all, METH_NOARGS, NULL},
     {"set_hyper", engine_set_hyper, METH_VARARGS, NULL},
     {"gradient", engine_gradient, METH_VARARGS, NULL},
     {"spilled", engine_spilled, METH_VARARGS, NULL},

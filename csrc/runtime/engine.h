@@ -188,6 +188,8 @@ void ptn_engine_seek(ptn_engine *engine, uint32_t moment); /* a step begins (0):
  * there. Over a device the chunk is there for what is ordered on the compute stream from now on. */
 ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t chunk, bool *conflict);
 void ptn_engine_unuse(ptn_engine *engine, uint32_t chunk);
+/* As often as it takes for every chunk: what used them was interrupted. Gradients stay. */
+void ptn_engine_unuse_all(ptn_engine *engine);
 
 /* ---- gradients and updates (runtime/gradients.c, runtime/lane.c) ---- */
 

@@ -409,15 +409,26 @@ static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stret
     PTN_TRY(write_zeros(engine, chunk, master));
   }
   uint64_t begin = part->array == 0 ? 0 : array_offset(engine, chunk, part->array - 1);
-  PTN_TRY(
-      ptn_homes_transfer(engine, chunk->extents[chunk->current].offset + begin + part->offset_bytes, memory, part->bytes, write));
+  uint64_t offset = chunk->extents[chunk->current].offset + begin + part->offset_bytes;
+  ptn_status status = ptn_homes_transfer(engine, offset, memory, part->bytes, write);
   if (write && part->array == 0) {
     ptn_lock(&engine->mutex);
     ptn_residency_settle(engine);
     ptn_residency_forget(engine, chunk);
     ptn_unlock(&engine->mutex);
   }
-  return PTN_OK;
+  return status;
+}
+
+/* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. */
+static ptn_status check_write(ptn_engine *engine, chunk *chunk, uint32_t array) {
+  ptn_status status = ptn_homes_quiet(engine, "values cannot be written");
+  if (status != PTN_OK && array == 0) {
+    ptn_lock(&engine->mutex);
+    ptn_residency_forget(engine, chunk);
+    ptn_unlock(&engine->mutex);
+  }
+  return status;
 }
 
 ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_t array, uint64_t first, uint64_t count,
@@ -429,7 +440,7 @@ ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_
   if (first > param->count || count > param->count - first)
     return ptn_fail(PTN_INVALID, "parameter %u has %llu elements, %llu from number %llu on are asked for", number,
                     (unsigned long long)param->count, (unsigned long long)count, (unsigned long long)first);
-  if (write) PTN_TRY(ptn_homes_quiet(engine, "values cannot be written"));
+  if (write) PTN_TRY(check_write(engine, chunk, array));
   if (count == 0) return PTN_OK;
   uint64_t widening = array > 0 ? engine->widening : 1, size = widening * engine->element_bytes;
   stretch part = {.array = array, .offset_bytes = widening * param->offset_bytes + first * size, .bytes = count * size};

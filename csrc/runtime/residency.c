@@ -227,6 +227,12 @@ void ptn_residency_unuse_all(ptn_engine *engine) {
   }
 }
 
+void ptn_engine_unuse_all(ptn_engine *engine) {
+  ptn_lock(&engine->mutex);
+  ptn_residency_unuse_all(engine);
+  ptn_unlock(&engine->mutex);
+}
+
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk) {
   uint32_t number = (uint32_t)(chunk - engine->chunks);
   slot *slot = slot_of(engine, number);

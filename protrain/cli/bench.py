@@ -12,6 +12,8 @@ import select
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,13 +101,14 @@ def run(words: Words) -> None:
             f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
         )
     children: dict[str, Child] = {}
-    try:
-        for kind in ("plain", "protrain"):
-            children[kind] = Child(kind, asdict(words))
-        result = _take_turns(words, children)
-    finally:
-        for child in children.values():
-            child.end()
+    with saying_what_is_missing():
+        try:
+            for kind in ("plain", "protrain"):
+                children[kind] = Child(kind, asdict(words))
+            result = _take_turns(words, children)
+        finally:
+            for child in children.values():
+                child.end()
     recorded = result["protrain"].pop("recorded", None)
     if words.report is not None and recorded is not None:
         write(words.report, _page(words, result, Recorded.from_fields(recorded)))
@@ -117,6 +120,16 @@ def run(words: Words) -> None:
             print(f"report in {words.report}")
     if result["interrupted"]:
         end_early(f"after {result['rounds']} of {words.rounds} rounds", words.as_json)
+
+
+@contextmanager
+def saying_what_is_missing() -> Iterator[None]:
+    """Around what measures: where Ctrl-C ends it, a line on stderr says why nothing is shown."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted before there was anything to show", file=sys.stderr, flush=True)
+        raise
 
 
 def end_early(when: str, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from protrain.cli import interrupt, machine
-from protrain.cli.bench import LATE_SECONDS, WARM_STEPS, WRITE_SECONDS, Child, end_early
+from protrain.cli.bench import LATE_SECONDS, WARM_STEPS, WRITE_SECONDS, Child, end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
 from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
@@ -107,7 +107,7 @@ def run(words: Words) -> None:
         )
     wanted = configurations(_count_blocks(config), words.mixes)
     found: list[Measured] = []
-    with status_line(words.as_json) as say:
+    with saying_what_is_missing(), status_line(words.as_json) as say:
         bench = _Bench(words, say)
         for measured in bench.measure(wanted):
             found.append(measured)

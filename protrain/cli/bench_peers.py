@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli import machine
-from protrain.cli.bench import end_early
+from protrain.cli.bench import end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.words import CommandError
 
@@ -52,7 +52,7 @@ def run(words: Words) -> None:
         words.model_name, words.memory, words.seq, words.batch, words.rounds, words.seed, disk, words.quick, words.search,
         str(BENCHMARKS.parent / "build" / "peers"), words.peers,
     )  # fmt: skip
-    with status_line(words.as_json) as say:
+    with saying_what_is_missing(), status_line(words.as_json) as say:
         try:
             found = {"date": runner.now(), "command": _command(), "machine": _machine(disk), **runner.compare(asked, say)}
         except (ValueError, process.PeerError) as error:
