@@ -78,11 +78,11 @@ class Updates:
         ]
         pairs = [(number, 0) for number in empty]  # of no elements: there is only a count
         began = time.perf_counter()
+        # Either way the step is one call: an interrupt comes before it or after it.
         if self._on_device is not None:
-            self._on_device.make(in_memory, hypers, scale)
+            self._on_device.make_step(pairs, in_memory, hypers, scale)
         else:
-            pairs += [(number, grad.data_ptr()) for number, grad in in_memory]
-        engine.make_step(pairs, scale)  # one call: an interrupt comes before it or after it
+            engine.make_step(pairs + [(number, grad.data_ptr()) for number, grad in in_memory], scale)
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated

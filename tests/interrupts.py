@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 from crashes import adamw, batch, digest, make
+from standin import StandIn
 
 import protrain
+from protrain import compute
 
 MIB = 1 << 20
 BUDGET = 4 * MIB  # of 6.3 MiB of states
@@ -37,6 +39,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "modes": {"block_modes": ["swap", "checkpoint", "checkpoint_swap", "keep", "swap", "swap"]},
     "in memory": {"memory": 3 * BUDGET // 2, "max_grad_norm": 0.5},
     "without a kernel": {"memory": 3 * BUDGET},
+    "over a device": {"memory": 3 * BUDGET // 2, "host_memory": 5 * BUDGET // 2, "max_grad_norm": 0.5},
 }
 WARM_STEPS = 4  # after which plans change no more
 
@@ -116,6 +119,7 @@ class Run:
         self.plain, self.places = Plain(configuration), Places()
         self.found: Counter[str] = Counter()
         model: Any = make()
+        compute.stand_in = StandIn() if "host_memory" in CONFIGURATIONS[configuration] else None
         options = {"memory": BUDGET, **CONFIGURATIONS[configuration]}
         self.model, self.optimizer = protrain.wrap(model, optimizer_of(configuration, model), disk=disk, **options)
         self.steps = 0
