@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunction, TensorBase
 
 from . import _core
+from .device_clock import DeviceClock
 from .optimizers import ADAMW, SGD, Hyper, n_states_of
 from .residency import Residency
 from .sizes import MIB
@@ -30,8 +31,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 class DeviceUpdates:
     """Of one session's parameters."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
-        self._wrapped, self._engine, self._residency = wrapped, engine, residency
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: DeviceClock) -> None:
+        self._wrapped, self._engine, self._residency, self._clock = wrapped, engine, residency, clock
 
     def make_step(
         self, counted: list[tuple[int, int]], in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float
@@ -40,7 +41,8 @@ class DeviceUpdates:
         counted there is only a count. Modes of torch's functions, such as a default device, see nothing of it."""
         with torch.no_grad(), DisableTorchFunction():
             calls = self._prepare(in_memory, hypers, scale)
-            self._engine.make_step(counted + [(number, 0) for number, _ in in_memory], scale, calls)
+            with self._clock.updating():
+                self._engine.make_step(counted + [(number, 0) for number, _ in in_memory], scale, calls)
 
     def _prepare(self, in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float) -> list[Call]:
         entries, compute = self._wrapped.layout.entries, self._wrapped.compute

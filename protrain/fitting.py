@@ -23,7 +23,7 @@ from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import format_bytes
-from .tiers import place_away
+from .tiers import host_room, place_away
 from .wrapped import Wrapped
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -120,6 +120,7 @@ class Fitter:
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
                 n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
+                host_budget_bytes=host_room(wrapped, self._homes.arrangement) if wrapped.compute.separate and times else 0,
                 footprint=wrapped.footprint,
             )  # fmt: skip
         except BudgetError as error:

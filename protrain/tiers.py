@@ -39,6 +39,16 @@ def _stash_needs(found: Arrangement) -> tuple[int, int]:
     return _in_pages(total // n_swapping), _in_pages(total)
 
 
+def host_room(wrapped: Wrapped, now: Arrangement) -> int:
+    """About how much of host memory homes of chunks and activations can have, in bytes, for a plan by time: what gradients, loads
+    and the ring of the arrangement in use pass through is not theirs, nor what keeps gradients for updates after commit."""
+    layout = wrapped.layout
+    sums = [size * trained for size, trained in zip(layout.sizes, layout.trained, strict=True)]
+    homes = sum(layout.sizes) + wrapped.state_arrays * sum(sums)
+    ways = 2 * max(sums, default=0) + now.plan.ring_bytes + STAGING_PIECES * STAGING_PIECE_BYTES
+    return max(wrapped.settings.host_bytes - ways, 0) * homes // max(homes + sum(sums), 1)
+
+
 def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     """The arrangement with the homes of chunks that are not persistent, and what the host's memory is used for.
 

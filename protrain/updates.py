@@ -11,6 +11,7 @@ import time
 import torch
 
 from . import _core
+from .device_clock import DeviceClock
 from .device_updates import DeviceUpdates
 from .errors import StepError
 from .optimizers import Hyper
@@ -25,9 +26,11 @@ PROBED_STEPS = 2
 class Updates:
     """Of one session, by the engine's kernels. seconds, bytes: of what the last step updated in memory."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
+    def __init__(
+        self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, device_clock: DeviceClock | None = None
+    ) -> None:
         self._wrapped, self._engine = wrapped, engine
-        self._on_device = DeviceUpdates(wrapped, engine, residency) if wrapped.compute.separate else None
+        self._on_device = DeviceUpdates(wrapped, engine, residency, device_clock) if device_clock is not None else None
         self._hypers = wrapped.hypers()
         self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
         self.seconds, self.bytes = 0.0, 0
