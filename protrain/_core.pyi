@@ -319,6 +319,7 @@ def make_plan(
     host_budget_bytes: int,
     n_ranks: int,
     profile: tuple[Any, ...] | None,
+    ring_host_bytes: int = 0,
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...

@@ -186,3 +186,20 @@ def test_the_machine_of_a_device(disk: Path) -> None:
     assert found.update.bytes_per_second > 0
     assert found.disk_read.drag_seconds_per_byte == found.disk_write.drag_seconds_per_byte == 0.0
     assert calibration.measure_device(device, str(disk)) == found
+
+
+def test_the_ring_is_the_hosts(device: Timed, fresh_disk: Path) -> None:
+    """No budget of the device has it, and what is told of the device's memory neither."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=96 * MIB, disk=fresh_disk)
+    samples = protrain.session_of(model).watch_memory()
+    steps(inputs(1))(model, optimizer, False)
+    session = protrain.session_of(model)
+    found, plan = session.homes.arrangement, protrain.status(model).plan
+    assert found.host_ring_bytes > 0
+    assert plan.ring_bytes == 0
+    assert plan.peak_bytes >= plan.persistent_bytes + plan.slot_bytes == found.static_bytes
+    assert samples.last is not None
+    assert {sample.ring_bytes for sample in samples.last.samples} == {0}
+    assert all(sample.parameter_bytes + sample.slot_bytes <= sample.live_bytes for sample in samples.last.samples)
+    protrain.unwrap(model)
