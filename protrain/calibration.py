@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from torch._C import DisableTorchFunction
 from torch.nn import functional as F
 
 from . import _core
+from .compute import Accelerator
 from .profiles import Machine, Speed
 
 #: The memory of requests and updates, and the file they go through.
@@ -56,8 +57,11 @@ CHECKSUM_PASSES = 3
 EXPECTED_DRAG = 3.5
 DOUBT = 1.5
 MOST_DRAG = 6.0
+#: Of the link to a device: transfers of each direction, and the size of each.
+LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
 
 _known: dict[tuple[int, int], Machine] = {}
+_links: dict[_core.Device, tuple[float, float, float]] = {}
 _lock = threading.Lock()
 
 
@@ -83,6 +87,34 @@ def measure_machine(folder: str) -> Machine:
         if key is not None:
             _known[key] = machine
         return machine
+
+
+def measure_device(accelerator: Accelerator, folder: str) -> Machine:
+    """The same of a machine whose device has memory of its own beside the host's: upload and offload are those of the engine's
+    lanes, each alone; how far both at once share the link is link_overlap. Chunks at home on the host are updated by all cores.
+    What the device computes beside its lanes is not taken to lose by them, and step_update_bytes_per_second is 0.0: not known.
+
+    The first call for a device takes some milliseconds more, memory of twice LINK_BYTES of it and as much of the host's, and has
+    to come between steps.
+
+    Raises:
+        DeviceError, MemoryError: the device cannot be used, or has no memory left.
+        DiskError: as `measure_machine`.
+    """
+    machine = measure_machine(folder)
+    with _lock:
+        if accelerator.core not in _links:
+            _links[accelerator.core] = accelerator.core.measure_link(LINK_BYTES, LINK_TRANSFERS)
+        upload, offload, overlap = _links[accelerator.core]
+    return Machine(
+        upload=Speed(upload),
+        offload=Speed(offload),
+        disk_read=replace(machine.disk_read, drag_seconds_per_byte=0.0),
+        disk_write=replace(machine.disk_write, drag_seconds_per_byte=0.0),
+        update=Speed(machine.step_update_bytes_per_second),
+        disk_overlap=machine.disk_overlap,
+        link_overlap=overlap,
+    )
 
 
 def _measure(folder: str) -> Machine:

@@ -294,7 +294,7 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
             for array in range(1, session.wrapped.n_states + 1):
                 if (entry.index, array) not in given:
                     with uncounted():
-                        session.values.put(entry.index, torch.zeros(entry.shape), array)
+                        session.values.put(entry.index, torch.zeros(entry.shape, device="cpu"), array)
         session.engine.set_steps(entry.index, steps)
     if bring is not None:
         bring()

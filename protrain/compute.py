@@ -118,6 +118,14 @@ class Accelerator(Compute):
         """What gives the handle of the stream on which torch orders now."""
         return None
 
+    def moment(self) -> Any:
+        """The point of the current stream at which all that is ordered on it so far is done; `elapsed_ns` tells when that was."""
+        return _core.now_ns()
+
+    def elapsed_ns(self, first: Any, last: Any) -> int:
+        """From one moment to another, which may be before it. Waits until both were."""
+        return int(last - first)
+
     def engine_options(self, memory_bytes: int, host_bytes: int) -> dict[str, Any]:
         return {
             "limit_bytes": host_bytes,
@@ -153,6 +161,16 @@ class Cuda(Accelerator):
 
     def current_stream(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self.number)  # type: ignore[attr-defined]
+
+    def moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.number))
+        return event
+
+    def elapsed_ns(self, first: torch.cuda.Event, last: torch.cuda.Event) -> int:
+        first.synchronize()
+        last.synchronize()
+        return round(first.elapsed_time(last) * 1e6)
 
     def trim(self) -> None:
         super().trim()

@@ -21,6 +21,7 @@ import torch
 from . import _core
 from .activations import check_version, over_nothing
 from .compute import Compute
+from .device_clock import DeviceClock
 from .errors import BudgetError, StepError
 from .parameters import DisableTorchFunction
 from .sizes import MIB
@@ -109,8 +110,8 @@ class DeviceStash:
     copy, since wrap.
     """
 
-    def __init__(self, engine: _core.Engine, compute: Compute, modes: Callable[[], tuple[str, ...]]) -> None:
-        self._engine, self._compute, self._modes = engine, compute, modes
+    def __init__(self, engine: _core.Engine, compute: Compute, modes: Callable[[], tuple[str, ...]], clock: DeviceClock) -> None:
+        self._engine, self._compute, self._modes, self._clock = engine, compute, modes, clock
         self.hooks: _core.SavedTensors | None = None
         self.least_bytes = self.pool_bytes = self.forwarded_bytes = 0
         self.window_bytes = 64 * MIB
@@ -136,7 +137,7 @@ class DeviceStash:
         Raises:
             DiskError, DeviceError: it cannot leave, or what left before it could not.
         """
-        with DisableTorchFunction():
+        with DisableTorchFunction(), self._clock.waiting():
             storage = tensor.untyped_storage()
             key = storage._cdata, tensor._version
             size = storage.nbytes()
@@ -191,7 +192,7 @@ class DeviceStash:
         check_version(record.owner._version, saved.version, saved.size)
         if self.closed:
             raise StepError(_NOT_WRAPPED)
-        with DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad(), self._clock.waiting():
             self.settle(self.window_bytes)
             storage = self._find(record)
             if record.came is not None:

@@ -23,7 +23,7 @@ from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import format_bytes
-from .tiers import place_away
+from .tiers import host_room, place_away
 from .wrapped import Wrapped
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -68,7 +68,8 @@ def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0) -> Arrangement:
     """Every chunk on disk, and unknown_bytes for what a pass needs."""
     return arrange(
         wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=0,
-        unknown_bytes=unknown_bytes, footprint=wrapped.footprint,
+        unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
+        footprint=wrapped.footprint,
     )  # fmt: skip
 
 
@@ -120,6 +121,8 @@ class Fitter:
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
                 n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
+                host_budget_bytes=host_room(wrapped, self._homes.arrangement) if wrapped.compute.separate and times else 0,
+                ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
                 footprint=wrapped.footprint,
             )  # fmt: skip
         except BudgetError as error:

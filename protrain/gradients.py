@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from . import _core
@@ -94,7 +96,8 @@ class Gradients:
             if last and settings.max_grad_norm is not None:
                 grad, use = self._total(number, grad), SPILL_TOTAL
                 self._norms[number] = _norm(grad)
-            self._engine.gradient(number, self._compute.on_device(grad), grad, use)
+            with self._clock.device.waiting() if self._clock.device is not None else nullcontext():
+                self._engine.gradient(number, self._compute.on_device(grad), grad, use)
             self.taken.add(number)
 
     def _dense(self, number: int, grad: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from .calibration import measure_machine
+from .calibration import measure_device, measure_machine
+from .compute import Accelerator
 from .dryrun import DryRun
-from .errors import BudgetError, DiskError
+from .errors import BudgetError, DeviceError, DiskError
 from .fitting import Fitter, Shapes
 from .homes import Homes
 from .observed import drag_seconds, least, observe, without_drag
@@ -30,6 +31,7 @@ DEPARTURE, DEPARTED_STEPS = 0.2, 5
 #: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
 TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
+DEVICE_UPDATE_BYTES_PER_SECOND = 1e11
 
 
 class Pacer:
@@ -50,17 +52,27 @@ class Pacer:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
         self._times, self._profiled, self._departed = None, 0, 0
+        if self._clock.device is not None:
+            self._clock.device.running = True
 
     def after_step(self, shapes: Shapes | None, step_seconds: float, update_seconds: float, update_bytes: int) -> None:
         """A step is complete. shapes: of its batches; () where they differ, None where it had none. update_*: of what step()
         updated in memory."""
+        device = self._clock.device
+        if device is not None and (self._run is None or self._wrapped.settings.plan is not None):
+            device.running = False
         if self._run is None or shapes != self._shapes or self._wrapped.settings.plan is not None:
             return
         if self._profiled < PROFILED_STEPS:
+            update_seconds = device.update_seconds() if device is not None else update_seconds
             if self._observe(self._run, update_seconds):
                 self._profiled += 1
                 if self._profiled == PROFILED_STEPS:
                     self._plan(self._run, update_seconds, update_bytes)
+                if device is not None:
+                    device.running = self._profiled < PROFILED_STEPS
+            return
+        if device is not None:  # by the thread's clock, which orders and is ahead, no step departs
             return
         planned = self._homes.arrangement.plan.step_seconds
         if planned <= 0:
@@ -86,11 +98,15 @@ class Pacer:
             )
 
     def _observe(self, run: DryRun, update_seconds: float) -> bool:
-        step = self._clock.step
+        step, device = self._clock.step, self._clock.device
         events = step.raw() if step is not None else []
         if step is None or not events:
             return False
-        found = observe(events, step.passes, step.begin_ns, step.end_ns, run)
+        if device is None:
+            found = observe(events, step.passes, step.begin_ns, step.end_ns, run)
+        else:
+            seen = device.events(step)
+            found = observe(*seen, run) if seen is not None else None
         if found is None:
             return False
         machine = self._machine()
@@ -110,9 +126,10 @@ class Pacer:
         decided = settings.block_modes is not None or all(mode == "keep" for mode in plan.block_modes)
         if decided and plan.n_persist == plan.n_chunks and not plan.n_swap and "checkpoint_swap" not in plan.block_modes:
             return Machine()
+        compute = self._wrapped.compute
         try:
-            return measure_machine(settings.disk)
-        except (DiskError, BudgetError, MemoryError):
+            return measure_device(compute, settings.disk) if isinstance(compute, Accelerator) else measure_machine(settings.disk)
+        except (DiskError, DeviceError, BudgetError, MemoryError):
             return None
 
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
@@ -123,7 +140,8 @@ class Pacer:
         known = machine.step_update_bytes_per_second
         if update_seconds > 0 and update_bytes >= (TELLING_BYTES if known else 1):
             known = update_bytes / update_seconds
-        machine = replace(machine, step_update_bytes_per_second=known or UPDATE_BYTES_PER_SECOND)
+        unknown = UPDATE_BYTES_PER_SECOND if self._clock.device is None else DEVICE_UPDATE_BYTES_PER_SECOND
+        machine = replace(machine, step_update_bytes_per_second=known or unknown)
         now = fitter.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
             best = fitter.decide(run, times=self._times, machine=machine)

@@ -126,7 +126,8 @@ class Arrangement:
     headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes; 0 where nothing swaps.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
-    stash_pool_bytes: for activations of blocks that swap; stash_window_bytes: of them on the way at once.
+    host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
+    of them on the way at once.
     """
 
     plan: Plan
@@ -143,6 +144,7 @@ class Arrangement:
     shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
     gradient_memory_bytes: int = 0
     staging_bytes: int = 0
+    host_ring_bytes: int = 0
     stash_pool_bytes: int = 0
     stash_window_bytes: int = 0
 
@@ -208,6 +210,7 @@ def arrange(
     machine: Machine | None = None,
     host_budget_bytes: int = 0,
     n_ranks: int = 1,
+    ring_host_bytes: int = 0,
     footprint: Footprint | None = None,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
@@ -217,6 +220,7 @@ def arrange(
         unknown_bytes: activations where no dry run knows them.
         times, machine: for a plan by time; both or none.
         host_budget_bytes: of a host tier beside the device. n_ranks: devices that share what is not persistent.
+        ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
         footprint: of an optimizer without a kernel; n_states is 0 then.
 
     Raises:
@@ -260,7 +264,9 @@ def arrange(
         host_budget_bytes,
         n_ranks,
         _timed(times, machine) if run and times and machine else None,
+        ring_host_bytes,
     )
+    ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
     forecast = found["forecast"]
     plan = Plan(
@@ -277,9 +283,9 @@ def arrange(
         disk_bytes=found["disk_bytes"],
         budget_bytes=budget_bytes,
         n_host=found["n_host"],
-        persistent_bytes=found["static_bytes"] - found["slot_bytes_total"] - found["ring_bytes"],
+        persistent_bytes=found["static_bytes"] - found["slot_bytes_total"] - ring_bytes,
         slot_bytes=found["slot_bytes_total"],
-        ring_bytes=found["ring_bytes"],
+        ring_bytes=ring_bytes,
         forecast=_forecast(forecast) if forecast["step_ns"] else None,
     )
     return Arrangement(
@@ -294,6 +300,7 @@ def arrange(
         found["stash_bytes"],
         found["headroom_bytes"],
         found["rise_bytes"],
+        host_ring_bytes=found["ring_bytes"] - ring_bytes,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from . import _core
 from .activations import SavedParameter, check_version
+from .device_clock import DeviceClock
 from .parameters import DisableTorchFunction, Owner, enchain, release
 from .wrapped import Wrapped
 
@@ -23,9 +24,11 @@ from .wrapped import Wrapped
 class Residency:
     """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner) -> None:
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner, device_clock: DeviceClock | None = None) -> None:
         self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
         self._engine, self._owner, self._compute = engine, owner, wrapped.compute
+        self._device_clock = device_clock
+        self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
@@ -107,12 +110,17 @@ class Residency:
     def bring(self, chunk: int) -> None:
         """The chunk is in its slot when this returns, and stays there until the engine's `unuse`."""
         self._bind_rest()
-        if not self._engine.demand(chunk):
+        if not self._demand(chunk):
             self._unbound = chunk
             self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
             self._bind_rest()
-            self._engine.demand(chunk)
+            self._demand(chunk)
         self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+
+    def _demand_over_device(self, chunk: int) -> bool:
+        assert self._device_clock is not None
+        with self._device_clock.waiting():
+            return self._engine.demand(chunk)
 
     def _bind_rest(self) -> None:
         """A chunk has a slot of its own, and an interrupt may have come before its parameters were bound to it."""
@@ -164,7 +172,7 @@ class Residency:
             if not self._engine.in_memory(chunk) and torch.is_grad_enabled():
                 return self._copy_of(saved)  # this backward has a graph of its own, which holds on to what it is given
             if chunk not in self._node_chunks and not self._engine.in_memory(chunk):
-                if not self._engine.demand(chunk):
+                if not self._demand(chunk):
                     return self._copy_of(saved)  # the slot is taken by what this same node reads
                 self._node_chunks.add(chunk)
             base = self._bases[chunk]

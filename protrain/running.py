@@ -50,7 +50,9 @@ class Runner:
         self.blocks, self.residency, self.modes = wrapped.blocks, residency, modes
         self.compute = wrapped.compute
         self._wrapped, self._engine, self._clock = wrapped, engine, clock
-        self.device_stash = DeviceStash(engine, wrapped.compute, lambda: self.modes) if wrapped.compute.separate else None
+        self.device_stash = (
+            DeviceStash(engine, wrapped.compute, lambda: self.modes, clock.device) if clock.device is not None else None
+        )
         self.habits = [BlockHabits() for _ in wrapped.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
@@ -103,7 +105,7 @@ class Runner:
         """
         if self.frame is not None:
             return forward(*args, **kwargs)  # it belongs to the block around it
-        begin_ns = _core.now_ns()
+        begin_ns = self._clock.now()
         result = self._run_in_mode(number, forward, args, kwargs)
         self._clock.forward_done(number, begin_ns, args, kwargs, result)
         return result

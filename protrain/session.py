@@ -27,7 +27,9 @@ import torch
 from torch import nn
 
 from . import changes
+from .compute import Accelerator
 from .counting import counted
+from .device_clock import DeviceClock
 from .errors import BudgetError, DiskError
 from .fitting import Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
@@ -58,13 +60,14 @@ class Session:
         self.foreign = wrapped.foreign
         arrangement = first_arrangement(wrapped)
         self.engine = wrapped.make_engine()
-        self.clock = BlockClock(self.engine, self._backward_begins)
-        self.residency = Residency(wrapped, self.engine, self)
+        device_clock = DeviceClock(wrapped.compute) if isinstance(wrapped.compute, Accelerator) else None
+        self.clock = BlockClock(self.engine, self._backward_begins, device_clock)
+        self.residency = Residency(wrapped, self.engine, self, device_clock)
         self.runner = Runner(wrapped, self.engine, self.residency, self.clock, arrangement.plan.block_modes)
         self.homes = Homes(wrapped, self.engine, self.residency, self.runner, arrangement)
         self.fitter = Fitter(wrapped, self.engine, self.homes)
         self.pacer = Pacer(wrapped, self.homes, self.fitter, self.clock)
-        self.updates = Updates(wrapped, self.engine, self.residency)
+        self.updates = Updates(wrapped, self.engine, self.residency, device_clock)
         self.gradients = Gradients(wrapped, self.engine, self.residency, self.updates, self.clock)
         self.values = Values(wrapped, self.engine, self.residency)
         self.states = States(self.values)
@@ -183,8 +186,8 @@ class Session:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
             largest = self.fitter.plan_for(args, kwargs, shapes)
-            # What the update of another optimizer takes, and when, is not simulated, nor is a device: plans are by memory alone.
-            if self.foreign is None and not self.wrapped.compute.separate:
+            # What the update of another optimizer takes, and when, is not simulated: plans are by memory alone.
+            if self.foreign is None:
                 self.pacer.begin(*largest)
         beyond_plan = self.gradients.passes >= self.wrapped.settings.accumulate  # gradients wait for a step
         if (beyond_plan or not under_way) and self.fitter.must_recompute():

@@ -68,7 +68,7 @@ class States:
                 if wrapped.master_array:
                     entry["master"] = value(number, wrapped.master_array)
                 if wrapped.kind is not torch.optim.SGD:
-                    entry = {"step": torch.tensor(float(steps))} | entry
+                    entry = {"step": torch.tensor(float(steps), device="cpu")} | entry
                 state[place + offset] = entry
             packed.append(
                 {k: v for k, v in group.items() if k != "params"} | {"params": list(range(place, place + len(group["params"])))}
@@ -113,7 +113,7 @@ class States:
                 if value is not None:
                     values.put(number, value, 1 + array)
                 elif self._engine.steps(number):
-                    values.put(number, torch.zeros(entry.shape), 1 + array)
+                    values.put(number, torch.zeros(entry.shape, device="cpu"), 1 + array)
             if wrapped.master_array and state.get("master") is not None:
                 values.put(number, state["master"], wrapped.master_array)
                 values.masters_given.add(number)

@@ -227,7 +227,7 @@ class TensorFile:
         if shape and rows is not None:
             shape = (min(rows, shape[0] - first), *shape[1:])
         row_bytes = math.prod(self.entries[name].shape[1:]) * dtype.itemsize
-        found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         try:
             with open_file(self.path, buffering=0) as file:
                 if _identity(file.fileno()) != self._identity:

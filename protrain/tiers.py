@@ -39,6 +39,16 @@ def _stash_needs(found: Arrangement) -> tuple[int, int]:
     return _in_pages(total // n_swapping), _in_pages(total)
 
 
+def host_room(wrapped: Wrapped, now: Arrangement) -> int:
+    """About how much of host memory homes of chunks and activations can have, in bytes, for a plan by time: what gradients, loads
+    and the ring of the arrangement in use pass through is not theirs, nor what keeps gradients for updates after commit."""
+    layout = wrapped.layout
+    sums = [size * trained for size, trained in zip(layout.sizes, layout.trained, strict=True)]
+    homes = sum(layout.sizes) + wrapped.state_arrays * sum(sums)
+    ways = 2 * max(sums, default=0) + now.host_ring_bytes + STAGING_PIECES * STAGING_PIECE_BYTES
+    return max(wrapped.settings.host_bytes - ways, 0) * homes // max(homes + sum(sums), 1)
+
+
 def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     """The arrangement with the homes of chunks that are not persistent, and what the host's memory is used for.
 
@@ -47,12 +57,11 @@ def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     """
     layout, budget = wrapped.layout, wrapped.settings.host_bytes
     away = [chunk for chunk, slot in enumerate(found.slot_of_chunk) if slot >= 0]
-    static = found.static_bytes - found.plan.ring_bytes  # the ring is the host's
     homes = [layout.sizes[c] * (1 + wrapped.state_arrays * layout.trained[c]) for c in away]
     sums = [layout.sizes[c] * layout.trained[c] for c in away]
     gradients = 2 * max(sums, default=0)
     staging = min(STAGING_PIECE_BYTES, max((layout.sizes[c] for c in away), default=0))
-    ring = found.plan.ring_bytes if away else 0
+    ring = found.host_ring_bytes if away else 0
     least_stash, all_stash = _stash_needs(found)
     ways = gradients + ring + STAGING_PIECES * staging + least_stash  # as if one were on disk
     if ways > budget:
@@ -80,7 +89,6 @@ def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     return replace(
         found,
         plan=replace(found.plan, n_host=n_host, host_bytes=host_bytes, disk_bytes=disk_bytes + max(found.stash_bytes - stash, 0)),
-        static_bytes=static,
         shadow_of_chunk=shadows,
         gradient_memory_bytes=gradients,
         staging_bytes=staging if on_disk else 0,

@@ -15,13 +15,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from . import _core
 from .errors import StepError
 from .replacing import replaced_file
+
+if TYPE_CHECKING:
+    from .device_clock import DeviceClock
 
 #: Lanes and kinds, numbered as csrc/base/trace.h numbers them.
 LANES = ("step", "compute", "wait", "read", "write", "update", "upload", "offload")
@@ -65,11 +68,12 @@ class BlockClock:
 
     __slots__ = (
         "_backward_begins", "_began_ns", "_closed", "_engine", "_first_block_task", "_last", "_open", "_open_ns", "_queued",
-        "in_backward", "passes", "sampler", "step",
+        "device", "in_backward", "passes", "sampler", "step",
     )  # fmt: skip
 
-    def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None]) -> None:
+    def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None], device: DeviceClock | None = None) -> None:
         self._engine = engine
+        self.device = device  # told of each time that is read here, where a device computes
         self._backward_begins = backward_begins  # called when the first block of a backward begins
         self._closed = False
         self._began_ns = 0  # of the step under way; 0: none
@@ -87,11 +91,20 @@ class BlockClock:
         """The engine goes; hooks in graphs that live on do nothing."""
         self._closed = True
 
+    def now(self) -> int:
+        """The time in ns; over a device a point of its compute stream too."""
+        now = _core.now_ns()
+        if self.device is not None:
+            self.device.mark(now)
+        return now
+
     # ---- steps ----
 
     def begin_step(self) -> None:
         """The first forward of a step begins."""
-        now = _core.now_ns()
+        if self.device is not None:
+            self.device.begin_step()
+        now = self.now()
         self._began_ns, self._open = now, -1
         self.passes.clear()
         # The mark by which StepTrace sees that nothing of the step has given way in the ring.
@@ -102,7 +115,7 @@ class BlockClock:
     def end_step(self, number: int) -> None:
         """Step `number`, counted from 1, is complete."""
         if self._began_ns:
-            now = _core.now_ns()
+            now = self.now()
             _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
             self.step = StepTrace(self._engine, number, self._began_ns, now, tuple(self.passes))
             if self.sampler is not None:
@@ -117,7 +130,7 @@ class BlockClock:
         """A forward of the model begins whose backward is to come; a pass without one is no pass of the step."""
         if self.passes and self.passes[-1].over_ns == 0:
             self.passes.pop()
-        self.passes.append(Pass(_core.now_ns()))
+        self.passes.append(Pass(self.now()))
         self._sample("forward begins", -1)
 
     def watch_backward(self) -> None:
@@ -132,7 +145,7 @@ class BlockClock:
 
     def forward_done(self, number: int, begin_ns: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """The forward of block `number` is over: it began at begin_ns, took args and kwargs, and returned result."""
-        _core.trace_add(self._engine, COMPUTE, FORWARD, number, begin_ns, _core.now_ns())
+        _core.trace_add(self._engine, COMPUTE, FORWARD, number, begin_ns, self.now())
         self._sample("after forward of block", number)
         if torch.is_grad_enabled():
             self._watch(number, args, kwargs, result)
@@ -143,13 +156,13 @@ class BlockClock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if _graph_task() == -1 or self._closed:
                 return run(*args, **kwargs)
-            begin = _core.now_ns()
+            begin = self.now()
             open_block = self._open
             self._end(begin)
             try:
                 return run(*args, **kwargs)
             finally:  # it usually ends by an exception, when all that was saved is back
-                now = _core.now_ns()
+                now = self.now()
                 _core.trace_add(self._engine, COMPUTE, RECOMPUTE, number, begin, now)
                 self._sample("after recomputing block", number)
                 self._open, self._open_ns = open_block, now
@@ -178,7 +191,7 @@ class BlockClock:
     def _begin(self, number: int) -> None:
         if self._closed:
             return
-        now = _core.now_ns()
+        now = self.now()
         if _graph_task() != self._first_block_task:
             self._first_block_task = _graph_task()
             self.watch_backward()
@@ -193,7 +206,7 @@ class BlockClock:
         self._open = -1
 
     def _backward_over(self) -> None:
-        now = _core.now_ns()
+        now = self.now()
         self._end(now)
         if self.passes:
             self.passes[-1] = self.passes[-1]._replace(over_ns=now)
@@ -222,7 +235,7 @@ class _BlockHooks:
     def input(self, _grad: Any) -> None:
         clock = self._clock
         if clock._open == self._number:
-            clock._end(_core.now_ns())
+            clock._end(clock.now())
 
 
 def _add_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:

@@ -35,7 +35,7 @@ class Described(torch.Tensor):
 def described(shape: tuple[int, ...], strides: Strides, value: Value) -> torch.Tensor:
     """A float32 tensor of `shape` and dense `strides` that `save` asks `value` for when its turn has come."""
     with uncounted():
-        stand_in = torch.empty(1).expand(shape).as_subclass(Described)
+        stand_in = torch.empty(1, device="cpu").expand(shape).as_subclass(Described)
     stand_in._value, stand_in._strides = value, strides
     return stand_in
 
@@ -56,7 +56,7 @@ def save(content: Any, path: str) -> None:
             strides, value = dense_strides(tensor), tensor.detach
         sources.append(lambda: laid(value(), strides).as_strided((tensor.numel(),), (1,)))
         with mode:
-            return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+            return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device="cpu")
 
     try:
         with replaced_file(path) as partial, uncounted():
@@ -128,7 +128,7 @@ def _read(path: str, tensor: Any) -> Any:
             if begin + count > size:  # known before there is memory for it
                 raise DiskError(f"{path} ends within a tensor of {count} bytes", filename=path, asked_bytes=count)
             file.seek(begin)
-            whole = torch.empty(count, dtype=torch.uint8)
+            whole = torch.empty(count, dtype=torch.uint8, device="cpu")
             if file.readinto(whole.numpy().data) != count:
                 raise DiskError(f"{path} ends within a tensor of {count} bytes", filename=path, asked_bytes=count)
         return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -11,6 +11,7 @@ import time
 import torch
 
 from . import _core
+from .device_clock import DeviceClock
 from .device_updates import DeviceUpdates
 from .errors import StepError
 from .optimizers import Hyper
@@ -25,9 +26,11 @@ PROBED_STEPS = 2
 class Updates:
     """Of one session, by the engine's kernels. seconds, bytes: of what the last step updated in memory."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
+    def __init__(
+        self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, device_clock: DeviceClock | None = None
+    ) -> None:
         self._wrapped, self._engine = wrapped, engine
-        self._on_device = DeviceUpdates(wrapped, engine, residency) if wrapped.compute.separate else None
+        self._on_device = DeviceUpdates(wrapped, engine, residency, device_clock) if device_clock is not None else None
         self._hypers = wrapped.hypers()
         self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
         self.seconds, self.bytes = 0.0, 0
@@ -78,11 +81,11 @@ class Updates:
         ]
         pairs = [(number, 0) for number in empty]  # of no elements: there is only a count
         began = time.perf_counter()
+        # Either way the step is one call: an interrupt comes before it or after it.
         if self._on_device is not None:
-            self._on_device.make(in_memory, hypers, scale)
+            self._on_device.make_step(pairs, in_memory, hypers, scale)
         else:
-            pairs += [(number, grad.data_ptr()) for number, grad in in_memory]
-        engine.make_step(pairs, scale)  # one call: an interrupt comes before it or after it
+            engine.make_step(pairs + [(number, grad.data_ptr()) for number, grad in in_memory], scale)
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated

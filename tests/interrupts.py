@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from crashes import adamw, batch, digest, make
+from standin import StandIn
 
 import protrain
+from protrain import compute
 from protrain.counting import uncounted
 
 MIB = 1 << 20
@@ -41,6 +43,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 3},
     "accumulate, clipped": {"accumulate": 2, "max_grad_norm": 0.5, "memory": 5 * MIB},
     "bf16": {"precision": "bf16", "memory": 5 * MIB, "block_modes": ["swap", "checkpoint", "keep"] * 2},
+    "over a device": {"memory": 3 * BUDGET // 2, "host_memory": 5 * BUDGET // 2, "max_grad_norm": 0.5},
 }
 WARM_STEPS = 4  # after which plans change no more
 
@@ -144,6 +147,7 @@ class Run:
         self.plain, self.places = Plain(configuration), Places()
         self.found: Counter[str] = Counter()
         model: Any = make()
+        compute.stand_in = StandIn() if "host_memory" in CONFIGURATIONS[configuration] else None
         options = {"memory": BUDGET, **CONFIGURATIONS[configuration]}
         self.model, self.optimizer = protrain.wrap(model, optimizer_of(configuration, model), disk=disk, **options)
         self.steps = 0

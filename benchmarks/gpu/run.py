@@ -27,7 +27,7 @@ from systems import SYSTEMS, MissingError, Settings
 
 from protrain.sizes import GIB, format_bytes, parse_bytes
 
-WARMUP = 4  # protrain plans before the first step, and finds out about the loop in the first two
+WARMUP = 4  # protrain plans before the first step and by the times of the first two, in which it finds out about the loop too
 
 
 def make_model(words: argparse.Namespace) -> Any:
@@ -86,10 +86,19 @@ def work(words: argparse.Namespace) -> dict[str, Any]:
     return {
         "step_seconds": seconds,
         "tokens_per_second": words.batch * words.seq / seconds,
+        "planned_seconds": planned_seconds(model),
         "peak_bytes": peak_bytes(words, model),
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
+
+
+def planned_seconds(model: Any) -> float:
+    """What protrain's plan says of a step; 0.0 where it is not protrain's, or was planned by memory alone."""
+    from protrain.api import find_session
+
+    session = find_session(model)
+    return session.homes.arrangement.plan.step_seconds if session is not None else 0.0
 
 
 def run_apart(words: argparse.Namespace, system: str, seconds: float) -> dict[str, Any]:
@@ -112,11 +121,12 @@ def run_apart(words: argparse.Namespace, system: str, seconds: float) -> dict[st
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The figures as people read them."""
-    lines = [f"{'system':28} {'s/step':>8} {'tokens/s':>10} {'peak':>10}  last loss"]
+    lines = [f"{'system':28} {'s/step':>8} {'planned':>8} {'tokens/s':>10} {'peak':>10}  last loss"]
     for name, found in results.items():
         if "step_seconds" in found:
+            planned = f"{found['planned_seconds']:8.3f}" if found["planned_seconds"] else f"{'-':>8}"
             lines.append(
-                f"{name:28} {found['step_seconds']:8.3f} {found['tokens_per_second']:10.0f} "
+                f"{name:28} {found['step_seconds']:8.3f} {planned} {found['tokens_per_second']:10.0f} "
                 f"{format_bytes(found['peak_bytes']):>10}  {found['last_loss']:.6f}"
             )
         else:

@@ -4,6 +4,7 @@
  * leave; the rule and the search must mean the same by "it fits", and a plan that was made must come out again when it is given.
  * Design: modes are composed into phases once (peak.c); with them any number of persistent chunks and any window of slots has a
  * need in bytes that does not depend on the budget. The ring is what is left over, cut to sizes; its least size counts in full.
+ * Beside a device it is the host's, sized by what the host has, and counts in no need.
  *
  * Windows: few distinct chunks have slots of their own, else two of one operation could meet in a slot; more lets reading run
  * ahead; wider ones, up to all, let it run further and hold what was read in forward for backward. They have an order: more,
@@ -31,12 +32,14 @@
 
 bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist) { return n_persist < fit->n_trained_end; }
 
+static bool ring_counts(const ptn_fit *fit) { return fit->request->ring_host_bytes == 0; }
+
 static int64_t ring_bytes(const ptn_fit *fit, int level, int64_t n_pieces) {
   return n_pieces * (int64_t)fit->request->n_arrays * (LEAST_PIECE_BYTES << level);
 }
 
 int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
-  return needed_bytes + (ptn_fit_has_ring(fit, n_persist) ? ring_bytes(fit, 0, LEAST_PIECES) : 0);
+  return needed_bytes + (ptn_fit_has_ring(fit, n_persist) && ring_counts(fit) ? ring_bytes(fit, 0, LEAST_PIECES) : 0);
 }
 
 static int64_t level_budget_bytes(int level) { return BUDGET_PER_PIECE * (LEAST_PIECE_BYTES << level); }
@@ -55,7 +58,9 @@ static int64_t spendable(const ptn_fit *fit, int64_t safest_bytes) {
   return left > spared ? left : spared;
 }
 
-void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes) { fit->limit_bytes = spendable(fit, safest_bytes); }
+void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes) {
+  fit->limit_bytes = ring_counts(fit) ? spendable(fit, safest_bytes) : fit->budget_bytes;
+}
 
 bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
   return needed_bytes <= (ptn_fit_has_ring(fit, n_persist) ? fit->limit_bytes : fit->budget_bytes);
@@ -65,18 +70,24 @@ void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, 
   out->piece_bytes = out->ring_bytes = out->n_pieces = 0;
   if (!ptn_fit_has_ring(fit, n_persist)) return;
   int level = N_LEVELS - 1;
-  int64_t n_pieces = LEAST_PIECES, budget = fit->budget_bytes;
-  while (level > 0 && (level_budget_bytes(level) > budget || needed_bytes + ring_bytes(fit, level, n_pieces) > budget)) level--;
-  while (n_pieces < MOST_PIECES && needed_bytes + ring_bytes(fit, level, n_pieces + 1) <= budget) n_pieces++;
+  int64_t n_pieces = LEAST_PIECES, budget = fit->budget_bytes, beside_bytes = needed_bytes;
+  if (!ring_counts(fit)) {
+    budget = (int64_t)ptn_min_u64(fit->request->ring_host_bytes, (uint64_t)1 << 62);
+    beside_bytes = 0;
+  }
+  while (level > 0 && (level_budget_bytes(level) > budget || beside_bytes + ring_bytes(fit, level, n_pieces) > budget)) level--;
+  while (n_pieces < MOST_PIECES && beside_bytes + ring_bytes(fit, level, n_pieces + 1) <= budget) n_pieces++;
   out->piece_bytes = (uint64_t)(LEAST_PIECE_BYTES << level);
   out->n_pieces = (uint32_t)n_pieces;
   out->ring_bytes = (uint64_t)ring_bytes(fit, level, n_pieces);
 }
 
+uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan) { return ring_counts(fit) ? plan->ring_bytes : 0; }
+
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
   ptn_plan ring;
   ptn_fit_ring(fit, n_persist, needed_bytes, &ring);
-  int64_t spare_bytes = fit->budget_bytes - needed_bytes - (int64_t)ring.ring_bytes;
+  int64_t spare_bytes = fit->budget_bytes - needed_bytes - (int64_t)ptn_fit_counted_ring_bytes(fit, &ring);
   return ptn_max_u64(fit->pending_bytes, spare_bytes > 0 ? (uint64_t)spare_bytes : 0);
 }
 

@@ -45,8 +45,9 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   if (fit->n_slots > 0) memcpy(out->slot_bytes, fit->slot_bytes, fit->n_slots * sizeof *out->slot_bytes);
   if (request->n_chunks > 0) memcpy(out->slot_of_chunk, fit->slot_of_chunk, request->n_chunks * sizeof *out->slot_of_chunk);
   ptn_fit_ring(fit, n_persist, without_slots_bytes + slots_bytes, out);
-  out->static_bytes = ptn_fit_persistent_bytes(fit, n_persist) + out->slot_bytes_total + out->ring_bytes;
-  out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + out->ring_bytes;
+  uint64_t ring_bytes = ptn_fit_counted_ring_bytes(fit, out);
+  out->static_bytes = ptn_fit_persistent_bytes(fit, n_persist) + out->slot_bytes_total + ring_bytes;
+  out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + ring_bytes;
   out->stash_bytes = ptn_swap_stash_bytes(request, fit->consumer_of_phase, out->modes);
   out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
   out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);

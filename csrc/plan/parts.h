@@ -128,6 +128,7 @@ bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist);
 bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes); /* with the least ring */
 void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, ptn_plan *out);
+uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /* of the budget; plan: with a ring */
 /* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 /* The window that gives so many slots and fits with the modes composed last; 0: none. */

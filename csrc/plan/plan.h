@@ -81,6 +81,7 @@ typedef struct ptn_plan_request {
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
   uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent and for activations; 0: there is none */
   uint32_t n_ranks; /* devices that share the chunks which are not persistent; 0 is read as 1 */
+  uint64_t ring_host_bytes; /* beside a device: all of host memory, of which the ring has a part; 0: it is in budget_bytes */
 } ptn_plan_request;
 
 /* What a step is going to take, by the simulation (plan/simulate.c). All of one step of all its passes. */
@@ -111,7 +112,8 @@ typedef struct ptn_plan {
   uint64_t piece_bytes; /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
   uint32_t n_pieces; /* in the ring */
   uint64_t ring_bytes;
-  uint64_t static_bytes; /* of the peak, live always: parameters and state of persistent chunks, slots, ring */
+  uint64_t
+      static_bytes; /* of the peak, live always: parameters and state of persistent chunks, slots, a ring that is not the host's */
   uint64_t peak_bytes; /* predicted, all that counts */
   uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
   uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */

@@ -2,6 +2,7 @@
  * memory back needs the device: so a device, once opened, is there as long as the process, and opening it again gives the same one. */
 #include <string.h>
 
+#include "profile/link.h"
 #include "python/binding.h"
 
 #define DEVICES_MAX 64
@@ -88,6 +89,23 @@ static PyObject *device_name(PyObject *object, void *unused) {
   return PyUnicode_FromString(((device_object *)object)->device->kind->name);
 }
 
+static PyObject *device_measure_link(PyObject *object, PyObject *arguments) {
+  unsigned long long piece_bytes;
+  unsigned int count;
+  ptn_device *device = ptn_python_device(object, NULL);
+  if (!device || !PyArg_ParseTuple(arguments, "KI", &piece_bytes, &count)) return NULL;
+  ptn_link_speed speed;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_link_measure(device, piece_bytes, count, &speed));
+  if (status != PTN_OK) return ptn_python_raise();
+  return Py_BuildValue("(ddd)", speed.upload_bytes_per_s, speed.offload_bytes_per_s, speed.overlap);
+}
+
+static PyMethodDef device_methods[] = {
+    {"measure_link", device_measure_link, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef device_getset[] = {
     {"name", device_name, NULL, "\"host\" or \"cuda\".", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -96,6 +114,7 @@ static PyGetSetDef device_getset[] = {
 static PyType_Slot device_slots[] = {
     {Py_tp_new, (void *)device_new},
     {Py_tp_dealloc, (void *)device_dealloc},
+    {Py_tp_methods, device_methods},
     {Py_tp_getset, device_getset},
     {Py_tp_doc, "What computes: csrc/device/device.h; types in _core.pyi."},
     {0, NULL},

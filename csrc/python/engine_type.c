@@ -508,16 +508,30 @@ static bool read_updates(PyObject *list, ptn_memory_update *updates, Py_ssize_t 
   return true;
 }
 
+/* A list of (function, its arguments, a dict of those by name). The functions are C's, so no handler of a signal, which Python runs
+ * between two of its own instructions, comes between two of them. */
+static bool run_calls(PyObject *list) {
+  Py_ssize_t count = list ? PyList_Size(list) : 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *function, *arguments, *named, *call = PyList_GetItem(list, i); /* borrowed */
+    if (!call || !PyArg_ParseTuple(call, "OO!O!", &function, &PyTuple_Type, &arguments, &PyDict_Type, &named)) return false;
+    PyObject *made = PyObject_Call(function, arguments, named);
+    if (!made) return false;
+    Py_DECREF(made);
+  }
+  return true;
+}
+
 static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
-  PyObject *list;
+  PyObject *list, *calls = NULL;
   double grad_scale;
-  if (!PyArg_ParseTuple(arguments, "O!d", &PyList_Type, &list, &grad_scale)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O!d|O!", &PyList_Type, &list, &grad_scale, &PyList_Type, &calls)) return NULL;
   Py_ssize_t count = PyList_Size(list);
   ptn_memory_update *updates = PyMem_Malloc((size_t)(count + 1) * sizeof *updates);
   if (!updates) return PyErr_NoMemory();
   PyObject *result = NULL;
-  if (read_updates(list, updates, count)) {
+  if (read_updates(list, updates, count) && run_calls(calls)) {
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
     result = answer(status);

@@ -233,17 +233,17 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
 }
 
 /* make_plan(budget, fixed, chunks, phases, accesses, access_phases, n_together, n_arrays, n_blocks, modes or None,
- * n_persist or -1, n_buffer or -1, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None) */
+ * n_persist or -1, n_buffer or -1, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none) */
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   (void)module;
-  unsigned long long budget, fixed, host_budget;
+  unsigned long long budget, fixed, host_budget, ring_host = 0;
   PyObject *chunks, *phases, *accesses, *access_phases, *modes, *profile;
   unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
   long long n_persist, n_buffer;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLpIKIO", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
+  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLpIKIO|K", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
                         &PyList_Type, &accesses, &PyList_Type, &access_phases, &n_together, &n_arrays, &n_blocks, &modes,
-                        &n_persist, &n_buffer, &outlive, &n_passes, &host_budget, &n_ranks, &profile))
+                        &n_persist, &n_buffer, &outlive, &n_passes, &host_budget, &n_ranks, &profile, &ring_host))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
@@ -276,7 +276,8 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
                                 .n_passes = n_passes,
                                 .profile = profile == Py_None ? NULL : &measured,
                                 .host_budget_bytes = host_budget,
-                                .n_ranks = n_ranks};
+                                .n_ranks = n_ranks,
+                                .ring_host_bytes = ring_host};
     ptn_plan plan = {.slot_of_chunk = arrays.slots, .slot_bytes = arrays.slot_bytes, .modes = arrays.modes};
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_plan_make(&request, &plan));

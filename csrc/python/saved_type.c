@@ -282,15 +282,26 @@ static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
 
 /* ---- construction ---- */
 
+/* In ordinary memory, whatever torch's default device is. */
+static PyObject *empty_tensor(PyObject *torch) {
+  PyObject *function = PyObject_GetAttrString(torch, "empty"), *given = Py_BuildValue("(i)", 0);
+  PyObject *named = Py_BuildValue("{s:s}", "device", "cpu");
+  PyObject *made = function && given && named ? PyObject_Call(function, given, named) : NULL;
+  Py_XDECREF(function);
+  Py_XDECREF(given);
+  Py_XDECREF(named);
+  return made;
+}
+
 static bool find_torch(saved_tensors_object *self) {
   PyObject *torch = PyImport_ImportModule("torch"), *core = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
   PyObject *base = core ? PyObject_GetAttrString(core, "TensorBase") : NULL; /* its methods are C's, with nothing around them */
-  bool found =
-      base && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
-      (self->detach = PyObject_GetAttrString(base, "detach")) && (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
-      (self->is_neg = PyObject_GetAttrString(base, "is_neg")) && (self->empty = PyObject_CallMethod(torch, "empty", "i", 0)) &&
-      (self->version_name = PyUnicode_InternFromString("_version")) && (self->data_name = PyUnicode_InternFromString("data")) &&
-      (self->exchange = ptn_dlpack_find(self->tensor_type));
+  bool found = base && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
+               (self->detach = PyObject_GetAttrString(base, "detach")) &&
+               (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
+               (self->is_neg = PyObject_GetAttrString(base, "is_neg")) && (self->empty = empty_tensor(torch)) &&
+               (self->version_name = PyUnicode_InternFromString("_version")) &&
+               (self->data_name = PyUnicode_InternFromString("data")) && (self->exchange = ptn_dlpack_find(self->tensor_type));
   Py_XDECREF(base);
   Py_XDECREF(core);
   Py_XDECREF(torch);

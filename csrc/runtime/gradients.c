@@ -326,17 +326,22 @@ ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, cons
   return PTN_OK;
 }
 
+/* Not the caller's, and not of no elements. */
+static bool is_ours(const ptn_engine *engine, const ptn_memory_update *update) {
+  return update->grad && engine->params[update->param].count > 0;
+}
+
 ptn_status ptn_engine_make_step(ptn_engine *engine, const ptn_memory_update *updates, size_t count, float grad_scale) {
-  ptn_update *prepared = malloc((count + 1) * sizeof *prepared);
-  ptn_status status = prepared ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for the list of %zu updates", count);
+  size_t n_ours = 0;
+  for (size_t i = 0; i < count; i++) n_ours += is_ours(engine, &updates[i]);
+  ptn_update *prepared = n_ours > 0 ? malloc(count * sizeof *prepared) : NULL;
+  ptn_status status = prepared || n_ours == 0 ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for the list of %zu updates", count);
   for (size_t i = 0; i < count && status == PTN_OK; i++)
-    if (engine->params[updates[i].param].count > 0)
-      status = prepare_in_memory(engine, updates[i].param, grad_scale, &prepared[i]);
+    if (is_ours(engine, &updates[i])) status = prepare_in_memory(engine, updates[i].param, grad_scale, &prepared[i]);
   if (status == PTN_OK) {
     for (size_t i = 0; i < count; i++) {
-      param *param = &engine->params[updates[i].param];
-      if (param->count > 0) run_in_memory(engine, updates[i].param, updates[i].grad, &prepared[i]);
-      else param->steps++;
+      if (is_ours(engine, &updates[i])) run_in_memory(engine, updates[i].param, updates[i].grad, &prepared[i]);
+      else engine->params[updates[i].param].steps++;
     }
     ptn_engine_commit(engine);
   }

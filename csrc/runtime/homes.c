@@ -265,7 +265,7 @@ void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out) {
   }
   for (uint32_t i = 0; i < engine->n_slots; i++)
     if (engine->slots[i].region) out->slot_bytes += engine->slots[i].region->bytes;
-  if (engine->n_pieces)
+  if (engine->n_pieces && !engine->over.device) /* there it is the host's */
     out->ring_bytes =
         counted_bytes(engine->ring_memory, ring_bytes(engine, engine->piece_bytes, engine->n_pieces, engine->ring_has_grads));
   ptn_unlock(&engine->mutex);

@@ -91,7 +91,7 @@ def _processor() -> list[Row]:
     except Exception as error:  # a broken driver or torch must not end the doctor
         count, gpu = 0, f"cannot ask torch: {' '.join(str(error).split())[:80]}"
     meaning = (
-        "found, not used yet: models train on the CPU"
+        "train --device cuda uses it; no training has been seen on one yet"
         if count
         else "models train on the CPU; memory is the device, the disk takes the rest"
     )

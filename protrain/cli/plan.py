@@ -35,7 +35,6 @@ class PlanWords:
     profile: str | None
     save_profile: str | None
     hardware: str | None
-    host_memory: int | None
     devices: int | None
     sweep: bool
     out: str | None
@@ -140,6 +139,11 @@ def check_together(context: click.Context, own: PlanWords, given: Mapping[str, s
         if found := [given[name] for name in names if name in given]:
             raise click.UsageError(f"{why}; leave {' and '.join(found)} out.", context)
 
+    device = context.params["device"]
+    if device != "cpu":
+        raise click.UsageError(
+            f"--device {device} is for train: what a GPU computes is measured in training; --hardware plans for one.", context
+        )
     of_a_step = ("accumulate", "max_grad_norm", "precision", "data", "disk", "save_profile")
     if own.profile is not None:
         refuse(("model_name", "seq", "batch", "hardware", "devices", *of_a_step), "--profile has model, batch and machine in it")
@@ -147,7 +151,7 @@ def check_together(context: click.Context, own: PlanWords, given: Mapping[str, s
         refuse(("accumulate", "max_grad_norm", "disk", "data", "save_profile"), "with --hardware nothing is measured or run here")
     elif own.devices is not None:
         raise click.UsageError(f"--devices {own.devices} needs --hardware, the machine that has them.", context)
-    elif own.host_memory is not None and own.profile is None:
+    elif "host_memory" in given and own.profile is None:
         raise click.UsageError("--host-memory needs --hardware or --profile: on this machine device and host are one.", context)
     if own.sweep:
         refuse(("memory",), "--sweep tries budgets from the smallest that works to the largest of use")
@@ -192,9 +196,9 @@ def _from_file(words: Words, own: PlanWords, name: str) -> Source:
             f"--profile {name!r} cannot be read: {error.strerror}; give a file that --save-profile wrote"
         ) from None
     profile = Profile.from_json(text)
-    if own.host_memory is not None and profile.machine.upload.bytes_per_second == 0:
+    if words.host_memory is not None and profile.machine.upload.bytes_per_second == 0:
         raise CommandError("--host-memory: the machine of this profile has no host beside its device; leave the option out")
-    host_bytes = own.host_memory or 0
+    host_bytes = words.host_memory or 0
     return Source(
         f"{profile.model or 'a model'}, {_states(profile)}, from {name}",
         lambda budget: profile,
@@ -245,7 +249,7 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
 
     for option, given, there in (
         ("--memory", words.memory, hardware.device_bytes),
-        ("--host-memory", own.host_memory, hardware.host_bytes),
+        ("--host-memory", words.host_memory, hardware.host_bytes),
     ):
         if given is not None and given > there:
             raise CommandError(f"{option} {size_text(given)} is more than {hardware.name} has; give at most {there} bytes")
@@ -256,7 +260,7 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
         lambda budget: profile_offline(
             copy.deepcopy(setup.config), hardware, memory=budget, batch=words.batch, seq=setup.seq, precision=precision
         ),
-        lambda profile, budget: plan_for(profile, hardware, memory=budget, host_memory=own.host_memory),
+        lambda profile, budget: plan_for(profile, hardware, memory=budget, host_memory=words.host_memory),
         hardware.device_bytes if words.memory is None else words.memory,
         hardware.device_bytes,
     )

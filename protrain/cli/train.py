@@ -48,6 +48,8 @@ class Words:
     max_grad_norm: float | None
     precision: str
     as_json: bool
+    device: str = "cpu"
+    host_memory: int | None = None
     out: str | None = None
     save_every: int | None = None
     resume: str | None = None
@@ -104,6 +106,23 @@ def _check_disk(folder: str | None) -> None:
         raise CommandError(f"--disk {folder!r} is no folder; give a folder on a disk")
 
 
+def _check_device(words: Words) -> None:
+    """Whether what is to train is there. Raises CommandError."""
+    if words.device == "cpu":
+        if words.host_memory is not None:
+            raise CommandError("--host-memory needs --device cuda: where the CPU trains, host and device are one")
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise CommandError(
+            f"--device {words.device}: torch {torch.__version__} finds no GPU here; leave it out to train on the CPU"
+        )
+    if (torch.device(words.device).index or 0) >= count:
+        raise CommandError(f"--device {words.device}: there is cuda:0" + (f" to cuda:{count - 1}" if count > 1 else " alone"))
+
+
 @contextmanager
 def disk_folder(name: str | None) -> Iterator[None]:
     """Inside, the folder of --disk exists; one that was made for this and stays empty is removed."""
@@ -127,6 +146,7 @@ def disk_folder(name: str | None) -> Iterator[None]:
 
 def run(words: Words) -> None:
     """Train. Raises CommandError, DataError and protrain's errors."""
+    _check_device(words)
     setup = prepare(words)
     title = f"protrain train {words.model_name}  batch {words.batch} x {setup.seq} tokens" + (
         f" x {words.accumulate}" if words.accumulate > 1 else ""
@@ -167,7 +187,9 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
 
     display.stage("making the model")
     model = build(copy.deepcopy(setup.config))
-    _refuse_early(words, setup.seq, model)
+    on_cpu = words.device == "cpu"
+    if on_cpu:  # over a GPU the first batch is refused before its first operation, and the states by wrap
+        _refuse_early(words, setup.seq, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr, fused=True)
     source: dict[str, Any] = (
@@ -175,16 +197,18 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     )
     display.stage(f"placing {size_text(16 * parameters)} of parameters, gradients and moments of {parameters:,} parameters")
     # One session for the whole process: what is left at an error or at the end is closed with the interpreter.
-    model, optimizer = protrain.wrap(
-        model,
-        optimizer,
-        memory=words.memory,
-        disk=words.disk,
-        accumulate=words.accumulate,
-        max_grad_norm=words.max_grad_norm,
-        precision=words.precision,
-        **source,
-    )
+    with contextlib.nullcontext() if on_cpu else torch.device(words.device):
+        model, optimizer = protrain.wrap(
+            model,
+            optimizer,
+            memory=words.memory,
+            host_memory=words.host_memory,
+            disk=words.disk,
+            accumulate=words.accumulate,
+            max_grad_norm=words.max_grad_norm,
+            precision=words.precision,
+            **source,
+        )
     torch.manual_seed(words.seed)  # of the dropout; the weights have random numbers of their own
     display.stage("planning, and the first step")
     begin = time.monotonic()
@@ -255,6 +279,7 @@ def _steps(
     from protrain.cli import interrupt
 
     first = last = 0.0
+    device = protrain.session_of(model).wrapped.compute.device
     before = protrain.status(model)
     start = before.steps + 1
     for number in range(start, words.steps + 1):
@@ -262,6 +287,7 @@ def _steps(
         last = 0.0
         for part in range(words.accumulate):
             ids = torch.from_numpy(batch(tokens, seq, words.batch, words.seed, (number - 1) * words.accumulate + part))
+            ids = ids.to(device)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss / words.accumulate
             loss.backward()
             last += loss.item()

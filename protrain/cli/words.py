@@ -50,6 +50,17 @@ class Size(click.ParamType[int]):
         return size
 
 
+class DeviceName(click.ParamType[str]):
+    """What computes: cpu, cuda, or cuda:1 for one GPU of several."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+            self.fail(f"{value!r} is no device; give cpu, cuda, or cuda:1 for one GPU of several.", param, ctx)
+        return str(value)
+
+
 class Finite(click.FloatRange):
     """A float inside a range; "nan" and "inf" are refused, which compare as no range expects."""
 
@@ -112,6 +123,21 @@ def model_options(command: _Command) -> _Command:
             "[default: what is free now, less a reserve]",
         ),
         click.option(
+            "--device",
+            type=DeviceName(),
+            default="cpu",
+            show_default=True,
+            metavar="DEVICE",
+            help="What trains: cpu, cuda, or cuda:1 for one GPU of several. --memory then is the GPU's.",
+        ),
+        click.option(
+            "--host-memory",
+            type=Size(),
+            metavar="SIZE",
+            help="Budget of host memory beside a device: with --device cuda, or with plan's --hardware or --profile. "
+            "[default: the hardware's, or what is free now less a reserve]",
+        ),
+        click.option(
             "--seq",
             type=click.IntRange(min=2),
             metavar="TOKENS",
@@ -147,7 +173,7 @@ def model_options(command: _Command) -> _Command:
             default=0,
             show_default=True,
             metavar="N",
-            help="Seed of weights, batches and dropout: the same seed gives the same bits under any budget.",
+            help="Seed of weights, batches and dropout: on the CPU the same seed gives the same bits under any budget.",
         ),
         click.option(
             "--disk",
@@ -216,12 +242,6 @@ def plan_options(command: _Command) -> _Command:
             metavar="NAME|FILE",
             help="Plan for this machine, one that ships or a TOML file that describes one; nothing is measured. Precision is "
             "mixed where its device has memory of its own, unless --precision is given. [default: this machine]",
-        ),
-        click.option(
-            "--host-memory",
-            type=Size(),
-            metavar="SIZE",
-            help="Budget of host memory beside the device, with --hardware or --profile. [default: the hardware's]",
         ),
         click.option(
             "--devices",

@@ -61,8 +61,13 @@ def check_arguments(args: Any, options: dict[str, Any]) -> None:
             raise PlanError(f"TrainingArguments: {name} does not go together with protrain, which moves the states itself")
     if args.world_size > 1:
         raise PlanError(f"TrainingArguments: this is one of {args.world_size} processes; protrain trains in one")
-    if args.device.type != "cpu":
-        raise PlanError(f"TrainingArguments: the device is {args.device}; protrain trains on the CPU yet: set use_cpu=True")
+    if args.device.type not in ("cpu", "cuda"):
+        raise PlanError(f"TrainingArguments: the device is {args.device}; protrain trains on cpu and cuda: set use_cpu=True")
+    if args.n_gpu > 1:
+        raise PlanError(
+            f"TrainingArguments: there are {args.n_gpu} GPUs, and protrain trains on one: set CUDA_VISIBLE_DEVICES to it, or "
+            "use_cpu=True"
+        )
 
 
 def takes_bf16(args: Any) -> bool:

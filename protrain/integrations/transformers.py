@@ -21,8 +21,8 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from .. import _core, api, torchfiles
+from ..compute import Compute
 from ..counting import uncounted
 from ..errors import BudgetError, PlanError
 from ..optimizers import Optimizer
@@ -118,7 +119,9 @@ class ProTrainMixin:
             options.pop("param_init_fn", None)
             options["weights"] = self._protrain_weights
         inner = _innermost(self.optimizer)
-        model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
+        device = self.args.device
+        with nullcontext() if device.type == "cpu" else device:
+            model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
 
         def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
             inner._opt_called = True  # a scheduler of the user's own is bound to it and asks
@@ -144,8 +147,9 @@ class ProTrainMixin:
         return found
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        on_meta = any(p.device.type == "meta" for p in model.parameters())
-        if api.find_session(model) is None and not on_meta:
+        """As the Trainer's, but for a model that wrap takes to its device, chunk by chunk: one that need not fit there."""
+        places = {p.device.type for p in model.parameters()}
+        if api.find_session(model) is None and "meta" not in places and (device.type == "cpu" or places != {"cpu"}):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- training ----
@@ -158,16 +162,24 @@ class ProTrainMixin:
         """
         self._protrain_refused = None
         try:
-            with _counted_inside():
-                return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError:
             refused = self._protrain_refused
             if refused is None or self._protrain_batch > 1:
                 raise
+        finally:
+            self._protrain_stop_counting()
         raise BudgetError(
             f"auto_find_batch_size: not even a batch of 1 fits: {refused}",
             needed_bytes=refused.needed_bytes, budget_bytes=refused.budget_bytes, smallest_bytes=refused.smallest_bytes,
         )  # fmt: skip
+
+    def _protrain_stop_counting(self) -> None:
+        """What a user makes after training, such as the next model, does not count in this one's budget."""
+        _core.swap_account(None)
+        session = api.find_session(self.model)
+        if session is not None and session.wrapped.compute.counts():
+            session.wrapped.compute.count(session.engine, False)
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         self._protrain_batch = batch_size or 0
@@ -244,8 +256,9 @@ class ProTrainMixin:
             BudgetError: the batch does not fit, not even with all states away.
         """
         session = api.find_session(self.model)
+        compute = session.wrapped.compute if session is not None else Compute()
         with uncounted():
-            random_state = torch.get_rng_state()
+            random_state = compute.random_state()
         try:
             found = super().prediction_step(model, dict(inputs), *args, **kwargs)  # type: ignore[misc]
         except BudgetError as error:
@@ -259,7 +272,7 @@ class ProTrainMixin:
                     needed_bytes=refused[1], budget_bytes=refused[2], smallest_bytes=refused[3],
                 )  # fmt: skip
             self._protrain_before = before
-            torch.set_rng_state(random_state)
+            compute.set_random_state(random_state)
             return self.prediction_step(model, inputs, *args, **kwargs)
         with uncounted():
             return tree_map_only(torch.Tensor, torch.Tensor.clone, found)
@@ -303,15 +316,6 @@ class ProTrainMixin:
             return
         self.optimizer.load_state_dict(torchfiles.load_optimizer(path))  # tensor by tensor goes to its home
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-
-
-@contextmanager
-def _counted_inside() -> Iterator[None]:
-    """What a user makes after training, such as the next model, does not count in this one's budget."""
-    try:
-        yield
-    finally:
-        _core.swap_account(None)
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -461,8 +461,10 @@ static ptn_status one_pass(world *w, ptn_gradient_use use, bool first, bool last
   return PTN_OK;
 }
 
-/* What the caller does with persistent chunks in step(). */
-static ptn_status update_persistent(world *w, float scale) {
+/* The caller's own updates of persistent chunks, and the commit. */
+static ptn_status make_step(world *w, float scale) {
+  ptn_memory_update updated[PARAMS];
+  size_t n_updated = 0;
   for (uint32_t i = 0; i < PARAMS; i++) {
     twin *t = &w->twins[i];
     uint32_t c = w->params[i].chunk;
@@ -482,9 +484,9 @@ static ptn_status update_persistent(world *w, float scale) {
       kernel->states[s] = (float *)(void *)((char *)ptn_engine_state(w->engine, c, 1 + s) + offset);
     if (w->bf16) kernel->master = (float *)(void *)((char *)ptn_engine_state(w->engine, c, 1 + STATES) + offset);
     launch(w, w->stream, update_kernel, kernel);
-    ptn_engine_set_steps(w->engine, i, t->steps + 1);
+    updated[n_updated++] = (ptn_memory_update){.param = i};
   }
-  return PTN_OK;
+  return ptn_engine_make_step(w->engine, updated, n_updated, scale);
 }
 
 static void update_twins(world *w, float scale) {
@@ -561,14 +563,13 @@ static ptn_status one_step(world *w, const plan *plan) {
   ptn_status status = order_step(w, plan);
   if (w->frozen) fake_thaw();
   if (status == PTN_OK && !plan->skip) status = end_step(w, plan);
-  if (status == PTN_OK && !plan->skip) status = update_persistent(w, plan->scale);
+  if (status == PTN_OK && !plan->skip) status = make_step(w, plan->scale);
   if (status != PTN_OK || plan->skip) {
     ptn_error error;
     ptn_error_save(&error);
     give_up(w);
     return status == PTN_OK ? PTN_OK : ptn_error_restore(&error);
   }
-  ptn_engine_commit(w->engine);
   finish_streams(w);
   update_twins(w, plan->scale);
   return PTN_OK;

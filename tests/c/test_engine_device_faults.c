@@ -371,8 +371,7 @@ static outcome run(fake_mode mode, const char *entry, uint64_t nth) {
   CHECK(waiting_calls() == waiting_count);
   fake_thaw();
   CHECK_OK(end_step(w, &(plan){.scale = 1.0f}));
-  CHECK_OK(update_persistent(w, 1.0f));
-  ptn_engine_commit(w->engine);
+  CHECK_OK(make_step(w, 1.0f));
   finish_streams(w);
   update_twins(w, 1.0f);
   CHECK_OK(one_step(w, &(plan){.passes = 1, .scale = 1.0f}));

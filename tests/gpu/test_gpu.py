@@ -19,6 +19,7 @@ from references import Plain, train, values
 from torch import nn
 
 import protrain
+from protrain import calibration, pacing
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS begins: results then do not depend on streams
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -32,6 +33,7 @@ STATES = 8  # of a Wide, in chunks' worth: enough that a part does not persist
 def deterministic(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that give the same bits each time, in fp32 as it is named."""
     monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    monkeypatch.setattr(pacing, "PROFILED_STEPS", 1 << 30)  # homes stay where they are: the plain loop has the same
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -304,3 +306,30 @@ def test_a_thousand_steps() -> None:
         assert losses == train(plain.model, plain, batches[begin : begin + 50]), f"steps {begin} to {begin + 50}: {homes}, {mode}"
         state = {name: value.detach().cpu().clone() for name, value in plain_model.state_dict().items()}
         assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
+
+
+def test_plans_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two steps are timed on the GPU; the plan foretells later ones, and they are held to the budget."""
+    monkeypatch.setattr(pacing, "PROFILED_STEPS", 2)
+    model, optimizer = wrap(Wide(), **HOMES["mixed"])
+    train(model, optimizer, inputs(6, rows=256))
+    session, status = protrain.session_of(model), protrain.status(model)
+    times = session.pacer._times
+    assert times is not None
+    assert all(compute >= 0 for compute, _ in times.phases)
+    assert times.compute_seconds > 0
+    assert session.clock.device is not None
+    assert not session.clock.device.running
+    assert status.plan.forecast is not None
+    assert status.plan.step_seconds > times.compute_seconds
+    assert status.peak_memory_bytes <= MEMORY
+    protrain.unwrap(model)
+
+
+def test_the_link(disk: Any) -> None:
+    """Both lanes carry something, and both at once no less than one."""
+    model, _ = wrap(Wide(), **HOMES["mixed"])
+    found = calibration.measure_device(protrain.session_of(model).wrapped.compute, str(disk))
+    assert min(found.upload.bytes_per_second, found.offload.bytes_per_second) > 1e9
+    assert 1.0 <= found.link_overlap <= 2.0
+    protrain.unwrap(model)
