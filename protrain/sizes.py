@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .reading import MOST_COUNT, MOST_INT
+from .reading import MOST_COUNT, MOST_INT, shown
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -24,9 +24,9 @@ def check_count(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
     if value < 1:
-        raise ValueError(f"{name} is {value}; give a whole number, at least 1")
+        raise ValueError(f"{name} is {shown(value)}; give a whole number, at least 1")
     if value > MOST_COUNT:
-        raise ValueError(f"{name} is {value:.4g}; give a whole number, at most {MOST_COUNT}")
+        raise ValueError(f"{name} is {shown(value)}; give a whole number, at most {MOST_COUNT}")
     return value
 
 
@@ -61,9 +61,9 @@ def parse_bytes(value: object, name: str = "memory") -> int:
     else:
         found = value
     if found > MOST_INT:
-        raise ValueError(f"{name} is {found:.4g}; it must be at most {MOST_INT} bytes")
+        raise ValueError(f"{name} is {shown(value)}; it must be at most {MOST_INT} bytes")
     if found < 1:
-        raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")
+        raise ValueError(f"{name} is {shown(value)}; it must be more than 0 bytes")
     return int(found)
 
 
