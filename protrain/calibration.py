@@ -350,5 +350,13 @@ class _Calibration:
             disk_write=write,
             update=update,
             disk_overlap=min(max(overlap, 1.0), 2.0),
+            stash_drag_seconds_per_byte=self._stash_drag(read, write),
             step_update_bytes_per_second=1e9 / updates,
         )
+
+    def _stash_drag(self, read: Speed, write: Speed) -> float:
+        """Checksums of activations are taken by all threads of compute together: in the drag of the disk's lanes they are those of
+        a thread for which compute waits, where no core is free."""
+        both = (self.read.checksum_seconds_per_byte + self.write.checksum_seconds_per_byte + self.colder) / 2
+        more = both / torch.get_num_threads() - (both if self.full else 0.0)
+        return max(more, -min(read.drag_seconds_per_byte, write.drag_seconds_per_byte))

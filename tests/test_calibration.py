@@ -51,7 +51,8 @@ def test_every_figure_is_one_and_nothing_is_left(fresh_disk: Path) -> None:
             assert 0 < getattr(lane, name) < math.inf, name
     assert machine.upload == machine.offload == machine.gather == Speed()  # a machine without these lanes
     assert 1.0 <= machine.disk_overlap <= 2.0
-    assert machine.stash_drag_seconds_per_byte == 0.0  # checksums are in the drag of the disk's lanes
+    least = min(machine.disk_read.drag_seconds_per_byte, machine.disk_write.drag_seconds_per_byte)
+    assert -least <= machine.stash_drag_seconds_per_byte < math.inf  # whoever takes the checksums: all threads of compute, or one
     assert 0 < machine.step_update_bytes_per_second < math.inf
     assert os.listdir(fresh_disk) == []
 

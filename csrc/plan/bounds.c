@@ -165,7 +165,7 @@ double ptn_bounds_drag_part(const ptn_profile *profile) {
   for (int i = 0; i < PTN_N_LANES; i++) {
     if (!lanes.present[i]) continue;
     bool stash = i == PTN_DISK_READ || i == PTN_DISK_WRITE || i == PTN_UPLOAD || i == PTN_OFFLOAD;
-    double drag_ns = lanes.drag_ns_per_byte[i] + (stash ? profile->stash_drag_ns_per_byte : 0);
+    double drag_ns = lanes.drag_ns_per_byte[i] + (stash ? higher(profile->stash_drag_ns_per_byte, 0) : 0);
     busy += drag_ns / lanes.ns_per_byte[0][i];
     idle += drag_ns / lanes.ns_per_byte[1][i];
   }

@@ -88,6 +88,17 @@ static ptn_status check_lanes(const ptn_profile *profile) {
   return PTN_OK;
 }
 
+/* The least drag of the lanes that may carry activations. */
+static double least_stash_lane_drag_ns(const ptn_profile *profile) {
+  static const int lanes[] = {PTN_UPLOAD, PTN_OFFLOAD, PTN_DISK_READ, PTN_DISK_WRITE};
+  double least = MOST_DRAG_NS_PER_BYTE;
+  for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++) {
+    const ptn_lane_speed *lane = &profile->lanes[lanes[i]];
+    if (lane->bytes_per_s > 0 && lane->drag_ns_per_byte < least) least = lane->drag_ns_per_byte;
+  }
+  return least;
+}
+
 /* Each time by itself, then all that a step could add up. */
 static ptn_status check_times(const ptn_plan_request *request) {
   const ptn_profile *profile = request->profile;
@@ -128,12 +139,13 @@ static ptn_status check_profile(const ptn_plan_request *request) {
     return ptn_fail(PTN_INVALID, "profile: overlaps of %g (disk) and %g (link); 1 to 2 are possible", profile->disk_overlap,
                     profile->link_overlap);
   }
-  if (!sound(profile->stash_drag_ns_per_byte, MOST_DRAG_NS_PER_BYTE) ||
+  double least_ns = -least_stash_lane_drag_ns(profile), stash_ns = profile->stash_drag_ns_per_byte;
+  if (!(stash_ns >= least_ns && stash_ns <= MOST_DRAG_NS_PER_BYTE) ||
       !sound(profile->step_update_bytes_per_s, MOST_BYTES_PER_S)) {
     return ptn_fail(PTN_INVALID,
-                    "profile: a drag of %g ns/byte of activations, an update of %g bytes/s in step(); 0 to %g and 0 to "
-                    "%g are possible",
-                    profile->stash_drag_ns_per_byte, profile->step_update_bytes_per_s, MOST_DRAG_NS_PER_BYTE, MOST_BYTES_PER_S);
+                    "profile: a drag of %g ns/byte of activations beside the lanes', an update of %g bytes/s in step(); %g to %g "
+                    "and 0 to %g are possible",
+                    stash_ns, profile->step_update_bytes_per_s, least_ns, MOST_DRAG_NS_PER_BYTE, MOST_BYTES_PER_S);
   }
   return PTN_OK;
 }

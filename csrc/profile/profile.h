@@ -39,7 +39,7 @@ typedef struct ptn_profile {
   ptn_lane_speed lanes[PTN_N_LANES];
   double disk_overlap;           /* 1: reads and writes share the disk's time; 2: neither slows the other; between: partly */
   double link_overlap;           /* the same of upload and offload */
-  double stash_drag_ns_per_byte; /* on top of the lane's, for bytes of activations */
+  double stash_drag_ns_per_byte; /* on top of the lane's, for bytes of activations; negative, at most all of it: they cost less */
   double
       step_update_bytes_per_s; /* parameters and state of chunks at home on the device, updated in step() while nothing else runs */
   int64_t step_fixed_ns; /* of a step, beside phases, updates and waits: the optimizer's own work, hooks of every step */

@@ -164,7 +164,8 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   model_lane(&profile->lanes[PTN_UPDATE], disk * model_between(random, 2, 20), model_upto(random, 1) ? 0.5 : 0, random);
   profile->disk_overlap = model_between(random, 1, 2);
   profile->link_overlap = model_between(random, 1, 2);
-  profile->stash_drag_ns_per_byte = 0.05;
+  double read_ns = profile->lanes[PTN_DISK_READ].drag_ns_per_byte, write_ns = profile->lanes[PTN_DISK_WRITE].drag_ns_per_byte;
+  profile->stash_drag_ns_per_byte = shape->swaps ? -0.9 * (read_ns < write_ns ? read_ns : write_ns) : 0.05;
   profile->step_update_bytes_per_s = disk * model_between(random, 10, 100);
   profile->step_fixed_ns = (int64_t)(step_ns / 100);
   profile->access_ns = (int64_t)(step_ns / 20000);
@@ -177,6 +178,7 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   request->grads_outlive_backward = model_upto(random, 2) == 0;
   if (model_upto(random, 1) == 0) return;
   request->n_ranks = (uint32_t)model_upto(random, 3);
+  profile->stash_drag_ns_per_byte = 0.05; /* what is negative is of the disk's lanes */
   model_lane(&profile->lanes[PTN_UPLOAD], disk * model_between(random, 2, 20), 0, random);
   model_lane(&profile->lanes[PTN_OFFLOAD], disk * model_between(random, 2, 20), 0, random);
   model_lane(&profile->lanes[PTN_GATHER], disk * model_between(random, 5, 50), 0.1, random);

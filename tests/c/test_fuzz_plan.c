@@ -71,7 +71,7 @@ static void make_profile(made *made) {
   }
   profile->disk_overlap = speed(1.0 + (double)below(100) / 100);
   profile->link_overlap = speed(2.0);
-  profile->stash_drag_ns_per_byte = speed(0.05);
+  profile->stash_drag_ns_per_byte = (fuzz_one_in(&state, 2) ? 1 : -0.1) * speed(0.05);
   profile->step_update_bytes_per_s = speed(1e10);
   profile->step_fixed_ns = (int64_t)number(below(1 << 20));
   profile->access_ns = (int64_t)number(below(1 << 12));

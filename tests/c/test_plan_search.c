@@ -336,6 +336,7 @@ static void check_no_room(uint64_t *random) {
   model_lane(&of.profile.lanes[PTN_UPLOAD], 1e10, 0, random);
   model_lane(&of.profile.lanes[PTN_OFFLOAD], 1e10, 0, random);
   of.profile.lanes[PTN_DISK_READ] = of.profile.lanes[PTN_DISK_WRITE] = (ptn_lane_speed){0};
+  of.profile.stash_drag_ns_per_byte = 0.05;
   for (uint32_t fits = 0; fits <= 6; fits++) { /* the last of the chunks have room on the host */
     of.request.host_budget_bytes = 1;
     for (uint32_t c = 6 - fits; c < 6; c++) of.request.host_budget_bytes += of.chunks[c].param_bytes + of.chunks[c].state_bytes;

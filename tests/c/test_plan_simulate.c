@@ -582,7 +582,11 @@ static void random_step(void) {
   if (!link) profile.lanes[PTN_UPLOAD] = profile.lanes[PTN_OFFLOAD] = speed(0);
   profile.disk_overlap = between(1, 2);
   profile.link_overlap = between(1, 2);
-  profile.stash_drag_ns_per_byte = below(2) ? 0.05 : 0;
+  double least_ns = 1;
+  for (int i = 0; i < PTN_N_LANES; i++)
+    if (profile.lanes[i].bytes_per_s > 0 && profile.lanes[i].drag_ns_per_byte < least_ns)
+      least_ns = profile.lanes[i].drag_ns_per_byte;
+  profile.stash_drag_ns_per_byte = below(2) ? 0.05 : -(double)below(3) / 2 * least_ns;
   profile.access_ns = (int64_t)below(2000);
   profile.checkpoint_ns = profile.swap_ns = (int64_t)below(100000);
   profile.step_fixed_ns = (int64_t)below(1000000);
