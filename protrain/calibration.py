@@ -355,8 +355,8 @@ class _Calibration:
         )
 
     def _stash_drag(self, read: Speed, write: Speed) -> float:
-        """Checksums of activations are taken by all threads of compute together: in the drag of the disk's lanes they are those of
-        a thread for which compute waits, where no core is free."""
+        """Checksums of activations are taken by all threads of compute together: in the drag of the disk's lanes they are
+        those of one thread, for which compute waits where no core is free."""
         both = (self.read.checksum_seconds_per_byte + self.write.checksum_seconds_per_byte + self.colder) / 2
         more = both / torch.get_num_threads() - (both if self.full else 0.0)
         return max(more, -min(read.drag_seconds_per_byte, write.drag_seconds_per_byte))

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 MOST_COUNT = 1 << 31  # of what is counted: fields n_...
 MOST_INT = 1 << 62
+SIGNED = ("stash_drag_seconds_per_byte",)  # fields that may be less than 0
 
 
 def open_file(path: str | os.PathLike[str], buffering: int = -1) -> Any:
@@ -115,8 +116,9 @@ def _plain(kind: Any, value: Any, place: str, name: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ValueError(f"{place} is {shown(value)}; {wanted} is wanted")
     if kind is float:
-        if not math.isfinite(value) or not 0 <= value < MOST_INT:
-            raise ValueError(f"{place} is {shown(value)}; a number from 0 to {MOST_INT} is wanted")
+        least = -1 if name in SIGNED else 0
+        if not math.isfinite(value) or not least <= value < MOST_INT:
+            raise ValueError(f"{place} is {shown(value)}; a number from {least} to {MOST_INT} is wanted")
         return float(value)
     most = MOST_COUNT if name.startswith("n_") else MOST_INT
     if not -1 <= value < most:
