@@ -86,11 +86,10 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);
 void ptn_store_submit(ptn_store *store, ptn_io *io);
 /* Reads or writes and waits; not urgent-aware callers (tools, tests, state_dict) use this. */
 ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write);
-/* For requests with caller_sums; on the threads that the caller computes with (base/openmp.h). No request for these pages is in flight. */
-void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset,
-                    uint64_t bytes); /* memory is going to be written there */
-ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset,
-                           uint64_t bytes); /* it was read from there: PTN_DISK where it differs */
+/* For requests with caller_sums; on the threads that the caller computes with (base/openmp.h). No request for these pages is in
+ * flight. note: memory is going to be written there; check: it was read from there, PTN_DISK where it differs. */
+void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset, uint64_t bytes);
+ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes);
 void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out);
 
 #endif

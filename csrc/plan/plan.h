@@ -112,8 +112,7 @@ typedef struct ptn_plan {
   uint64_t piece_bytes; /* of each array in the ring of the update lane; 0: no chunk on disk is trained, no ring */
   uint32_t n_pieces; /* in the ring */
   uint64_t ring_bytes;
-  uint64_t
-      static_bytes; /* of the peak, live always: parameters and state of persistent chunks, slots, a ring that is not the host's */
+  uint64_t static_bytes; /* of the peak, live always: persistent chunks with their state, slots, a ring that is not the host's */
   uint64_t peak_bytes; /* predicted, all that counts */
   uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
   uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */
