@@ -71,8 +71,8 @@ bench: build ## measure this machine and protrain on it
 	@$(BIN)/protrain bench $(BENCH)
 
 soak: build $(DEV_STAMP) ## faults, crashes, leaks and random input for a night; SOAK_SECONDS=60 shortens it
-	@$(BIN)/python -m pytest -q -rP tests/test_c.py -k 'fuzz or disk_space or step_faults'
 	@$(BIN)/python tests/soak.py
+	@PROTRAIN_FUZZ_SECONDS=$$(($(SOAK_SECONDS) / 10)) $(BIN)/python tests/sanitized.py
 
 dist: $(RUN_STAMP) $(DEV_STAMP) ## make the source archive and, from it, the wheel, in dist/
 	@mkdir -p build && rm -rf dist

@@ -102,6 +102,14 @@ class Features(TypedDict):
     best: str
     avx2: bool
     avx512: bool
+    neon: bool
+
+class DirectStorage(TypedDict):
+    library: bool
+    version: int
+    module: bool
+    module_version: str
+    reason: str
 
 class Region:
     """Memory of a chunk or a slot: a writable buffer, so that torch.frombuffer makes tensors over it; on a device it is none."""
@@ -270,7 +278,8 @@ class MachineBench:
     @property
     def first_write_ns(self) -> int: ...
     def __init__(self, folder: str, memory_bytes: int, file_bytes: int) -> None: ...
-    def start_disk(self, reads: bool, writes: bool, /) -> None: ...
+    # request_bytes: whole pages, 1 MiB at most, which they are without it
+    def start_disk(self, reads: bool, writes: bool, request_bytes: int = ..., /) -> None: ...
     def start_update(self, rest: float, /) -> None: ...
     # (now_ns, read bytes, write bytes, ns of the disk's threads, bytes they were for; of updates: bytes, ns, ns of the thread;
     # ns of checksums, which are among those of the disk's threads)
@@ -288,7 +297,11 @@ def memory_stats() -> MemoryStats: ...
 def trim(keep_bytes: int, /) -> None: ...
 def mark_static(address: int, /) -> None: ...
 def swap_account(account: CapsuleType | None, /) -> CapsuleType | None: ...
+
+# csrc/base/checksum.h: of these bytes behind others, whose sum is `before`
+def checksum(data: Any, before: int = ..., /) -> int: ...
 def cpu_features() -> Features: ...
+def direct_storage(library: str = ..., module: str = ..., /) -> DirectStorage: ...
 def update(
     kind: str,
     hyper: dict[str, Any],
@@ -306,7 +319,7 @@ def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
     chunks: list[tuple[int, int, int, int]],
-    phases: list[tuple[int, bool, int, int, int, int, int]] | list[tuple[int, bool, int, int, int, int]],
+    phases: list[tuple[int, bool, int, int, int, int, int, int]] | list[tuple[int, bool, int, int, int, int]],
     accesses: list[int],
     access_phases: list[int],
     n_together: int,

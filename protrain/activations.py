@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core
+from .compiled import functions_behind, grad_fns
 from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
@@ -43,10 +44,6 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-#: Smaller blocks of memory stay: what a direct write and a read cost besides their bytes is then more than the bytes are worth,
-#: and all of them together are a small part of what a block saves.
-STASH_LEAST_BYTES = 64 << 10
 
 
 class SavedParameter:
@@ -90,15 +87,25 @@ class Stop(BaseException):
 
 
 class Input:
-    """A tensor among a block's inputs that is in the stash until the block is recomputed."""
+    """A tensor among a block's inputs that is in the stash until the block is recomputed.
 
-    __slots__ = ("hooks", "requires_grad", "saved")
+    view: how it lies over what is stashed, where it is a view of that.
+    """
 
-    def __init__(self, hooks: _core.SavedTensors, saved: object, requires_grad: bool) -> None:
-        self.hooks, self.saved, self.requires_grad = hooks, saved, requires_grad
+    __slots__ = ("hooks", "requires_grad", "saved", "view")
+
+    def __init__(self, hooks: _core.SavedTensors, saved: object, tensor: torch.Tensor, base: torch.Tensor | None) -> None:
+        self.hooks, self.saved, self.requires_grad = hooks, saved, tensor.requires_grad
+        first = tensor.storage_offset() - (0 if base is None else base.storage_offset())
+        self.view = None if base is None else (tensor.size(), tensor.stride(), first)
 
     def bring(self) -> torch.Tensor:
-        return self.hooks.unpack(self.saved).requires_grad_(self.requires_grad)
+        found = self.hooks.unpack(self.saved).requires_grad_(self.requires_grad)
+        if self.view is None:
+            return found
+        size, stride, first = self.view
+        with torch.enable_grad():
+            return found.as_strided(size, stride, found.storage_offset() + first)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -106,14 +113,19 @@ def _is_leaf(value: Any) -> bool:
     return type(value) not in (list, tuple, dict)
 
 
-def _stash_inputs(hooks: _core.SavedTensors, inputs: Any) -> Any:
-    """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input."""
+def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool) -> Any:
+    """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input. views: those that are
+    views will be views again, on which compiled code can depend."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
     taken: dict[int, Any] = {}
     for leaf in leaves:
         if type(leaf) is torch.Tensor and id(leaf) not in taken:
-            saved = hooks.pack(leaf)
-            taken[id(leaf)] = Input(hooks, saved, leaf.requires_grad) if getattr(saved, "stashed", False) else leaf
+            base = leaf._base if views else None
+            taken[id(leaf)] = leaf
+            if base is None or (type(base) is torch.Tensor and base.dtype == leaf.dtype and base.numel() == leaf.numel()):
+                saved = hooks.pack(leaf if base is None else base)
+                if getattr(saved, "stashed", False):
+                    taken[id(leaf)] = Input(hooks, saved, leaf, base)
     return tree_unflatten([taken.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -123,11 +135,11 @@ def _bring_inputs(inputs: Any) -> Any:
     return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def _copied_inputs(inputs: Any) -> Any:
-    """`inputs` with a copy of each plain tensor; one that occurs twice is copied once."""
+def _copied_inputs(inputs: Any, views: bool) -> Any:
+    """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
     with torch.no_grad():
-        copies = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor}
+        copies = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor and (views or leaf._base is None)}
     for leaf in leaves:
         if id(leaf) in copies:
             copies[id(leaf)].requires_grad_(leaf.requires_grad)
@@ -152,12 +164,13 @@ class BlockHabits:
     """What is known of how a block's forward treats what it is given.
 
     in_place: whether it changes its inputs, so that a recomputation needs copies of them; None: not known yet, and one forward
-    on copies, where the budget has room for them, finds out.
+    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is.
     """
 
-    __slots__ = ("in_place", "large")
+    __slots__ = ("compiled", "in_place", "large")
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
         self.in_place: bool | None = None
         self.large: set[str] = set()
 
@@ -184,9 +197,10 @@ class Frame:
         copied = self.habits.in_place
         if copied is None:
             copied = runner.can_copy(sum(leaf.nbytes for leaf, _ in self.given_versions))
-        inputs = _copied_inputs(self.given) if copied else self.given
+        views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
+        inputs = _copied_inputs(self.given, views) if copied else self.given
         self.copied = copied
-        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs)  # None: recomputed
+        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
         self.versions = self._versions()
         self.compute = runner.compute
         self.state = ModuleState(runner.blocks[number][1], self.habits.large, compared=not self.compute.separate)
@@ -194,15 +208,20 @@ class Frame:
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
+        self.ends = grad_fns(self.given) if self.habits.compiled else set()
+        self.code: list[type] = []  # classes of what the forward ran of compiled code
 
     # ---- forward ----
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
         return [(leaf, leaf._version) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
 
-    def settle(self) -> None:
+    def settle(self, result: Any) -> None:
         """Forward is over: copies of what it left alone go."""
         self.state.settle()
+        if self.habits.compiled:
+            self.code = [type(node) for node in functions_behind(result, self.ends)]
+            self.ends = set()
         in_place = any(leaf._version != version for leaf, version in self.given_versions)
         stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=_is_leaf))
         if self.copied and not in_place and not stashed:
@@ -265,7 +284,7 @@ class Frame:
                         f"{list(record.shape)}: it must do the same each time"
                     )
                 record.tensor = tensor.detach()
-            if place == len(self.saved):
+            if place == len(self.saved) and not self.habits.compiled:
                 raise Stop
 
         def unpack(_saved: Any) -> torch.Tensor:
@@ -278,7 +297,13 @@ class Frame:
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
                 args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
-                _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
+                ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
+                result = _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
+            if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:
+                raise RuntimeError(
+                    f"block {self.name} ran other compiled code when it was recomputed than in its forward, as it may where "
+                    "several shapes are under way: compile it with dynamic=True, or wrap with block_modes that keep or swap it"
+                )
         except Stop:
             pass
         finally:
@@ -340,7 +365,7 @@ def run_checkpointed(
     runner.stash.block = number
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
     result = _run_inside(runner, frame, (frame.pack, frame.unpack), forward, args, kwargs)
-    frame.settle()
+    frame.settle(result)
     return result
 
 

@@ -7,17 +7,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from . import _core, materialise
+from . import _core, firstcall, materialise  # noqa: F401 - importing firstcall is its use
 from .blocks import find_blocks
-from .calibration import measure_machine
-from .compute import choose
+from .calibration import measure_device, measure_machine
+from .compiled import check_compiled
+from .compute import Accelerator, Compute, choose
 from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import DiskError, Error, PlanError, StepError
@@ -27,11 +28,11 @@ from .hooks import KEY
 from .layout import describe, make_layout
 from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_plan, plan_from_profile
-from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays
+from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, takes_use_cache
-from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes
+from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
 from .timeline import StepTrace, Timeline
 from .wrapped import Settings, Wrapped
 
@@ -108,19 +109,11 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
         raise TypeError(f"model is {model!r}; give a torch.nn.Module")
     if KEY in model.__dict__ or any(KEY in module.__dict__ for module in model.modules()):
         raise PlanError("model is wrapped already; unwrap it first")
-    for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-            raise PlanError(f"model: {name or 'it'} is compiled; torch.compile is not supported, wrap the model as it was before")
+    check_compiled(model, find_blocks(model))
     named = list(model.named_parameters())
     if not named:
         raise PlanError(f"model: this {type(model).__name__} has no parameter to train")
     return named
-
-
-def _check_on_cpu(named: list[tuple[str, nn.Parameter]]) -> None:
-    for name, p in named:
-        if p.device.type not in ("cpu", "meta"):
-            raise PlanError(f"model: parameter {name} is on {p.device}; plans are made on the CPU: give the model on cpu or meta")
 
 
 def _check_over_device(optimizer: torch.optim.Optimizer) -> None:
@@ -196,7 +189,8 @@ def wrap(
 
     Args:
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
-            what is free now less a reserve, or the control group's limit.
+            what is free now less a reserve, or the control group's limit. Where the budget given is above that limit, a
+            UserWarning says so: it works as long as less is taken, and at the limit the kernel ends the process.
         host_memory: over a GPU, the budget of host memory for chunks and for activations of blocks that swap, and for what
             gradients and updates pass through. None: what is free now less a reserve. Host and device are one where the CPU
             computes.
@@ -222,17 +216,14 @@ def wrap(
     named = _check_model(model)
     groups = _check_optimizer(optimizer, named)
     compute = choose(named)
-    budget = compute.default_memory_bytes() if memory is None else parse_bytes(memory)
-    if host_memory is not None:
-        host_budget = parse_bytes(host_memory, "host_memory")
-    else:
-        host_budget = default_memory_bytes() if compute.separate else 0
+    budget, host_budget = _budgets(compute, memory, host_memory)
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)
     check_grads(named, dtype)
     blocks = find_blocks(model)
+    check_compiled(model, blocks, compute.separate)
     modes = check_modes(block_modes, len(blocks))
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
@@ -252,6 +243,9 @@ def wrap(
         materialise.weight_files(check_folder(weights, "weights"))
     folder = _check_disk(disk)
     footprint = _footprint(optimizer, named, folder, budget, dtype)
+    in_host, name = (host_memory, "host_memory") if compute.separate else (memory, "memory")
+    if in_host is not None:
+        warn_above_cgroup(host_budget if compute.separate else budget, name, stacklevel=2)
 
     wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
@@ -275,6 +269,14 @@ def wrap(
     _open.add(session)
     session.engine.seek(0)
     return model, ours
+
+
+def _budgets(compute: Compute, memory: int | str | None, host_memory: int | str | None) -> tuple[int, int]:
+    """In bytes: of what computes, and of the host beside it."""
+    budget = compute.default_memory_bytes() if memory is None else parse_bytes(memory)
+    if host_memory is not None:
+        return budget, parse_bytes(host_memory, "host_memory")
+    return budget, default_memory_bytes() if compute.separate else 0
 
 
 def _close_unfinished(session: Session, error: BaseException) -> None:
@@ -320,6 +322,7 @@ def plan(
     batch: Any,
     *,
     memory: int | str | None,
+    host_memory: int | str | None = None,
     device: Any = None,
     disk: str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -331,12 +334,13 @@ def plan(
     """Plan without training: nothing of the model changes, and nothing of its size is allocated.
 
     What a step computes is timed by a rehearsal: the model's operations with parameters that share a little memory. What the disk
-    carries is measured in its folder. Both once for a model and batch shape, so plans for several budgets compare.
+    carries is measured in its folder, what the link to a GPU carries there. All of it once for a model and batch shape, so plans
+    for several budgets compare.
 
     Args:
         batch: what the model takes: a dict (keywords), a tuple (positions) or a tensor.
-        memory: the budget, as in `wrap`.
-        device: None or "cpu".
+        memory, host_memory: the budgets, as in `wrap`.
+        device: what computes, as "cpu" or "cuda". None: as in `wrap`, where the model is, or torch's default device.
         disk: folder for what does not fit, as in `wrap`.
         optimizer: whose state counts; None: Adam's two moments for each parameter that requires a gradient.
         accumulate, max_grad_norm, precision, block_modes: as in `wrap`.
@@ -345,17 +349,15 @@ def plan(
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the model cannot be planned for; the reason is named.
         DiskError: the folder cannot be used.
+        DeviceError: the GPU cannot be used.
     """
-    if device is not None and torch.device(device).type != "cpu":
-        raise PlanError(f"device is {device!r}; only the CPU is supported yet")
-    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
-    _check_on_cpu(_check_model(model))
+    budget, host_budget = _budgets(choose(_check_model(model), device), memory, host_memory)
     modes = check_modes(block_modes, len(find_blocks(model)))
     found = profile(
-        model, batch, memory=budget, disk=disk, optimizer=optimizer, accumulate=accumulate, max_grad_norm=max_grad_norm,
-        precision=precision,
+        model, batch, memory=budget, device=device, disk=disk, optimizer=optimizer, accumulate=accumulate,
+        max_grad_norm=max_grad_norm, precision=precision,
     )  # fmt: skip
-    return plan_from_profile(found, budget, modes=modes)
+    return plan_from_profile(found, budget, host_budget_bytes=host_budget if found.overhead is not None else 0, modes=modes)
 
 
 def profile(
@@ -363,6 +365,7 @@ def profile(
     batch: Any,
     *,
     memory: int | str | None = None,
+    device: Any = None,
     disk: str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: int = 1,
@@ -376,10 +379,11 @@ def profile(
     Raises:
         PlanError: the model cannot be planned for; the reason is named.
         DiskError: the folder cannot be used.
+        DeviceError: the GPU cannot be used.
     """
     named = _check_model(model)
-    _check_on_cpu(named)
-    budget = default_memory_bytes() if memory is None else parse_bytes(memory)
+    compute = choose(named, device)
+    budget, _ = _budgets(compute, memory, None)
     args, kwargs = _arguments(batch)
     if takes_use_cache(model):
         kwargs = {"use_cache": False} | kwargs
@@ -389,6 +393,8 @@ def profile(
     groups = {id(p): 0 for _, p in named if p.requires_grad}
     if optimizer is not None:
         groups = _check_optimizer(optimizer, named)
+        if compute.separate:
+            _check_over_device(optimizer)
     check_count(accumulate, "accumulate")
     norm = _check_norm(max_grad_norm)
     folder = _check_disk(disk)
@@ -413,20 +419,23 @@ def profile(
         n_blocks=len(modules),
         n_states=state_arrays(n_states, dtype),
         chunk_bytes=layout.chunk_bytes,
-        run=run,
-        times=_rehearsed(given, model, args, kwargs, modules, run),
-        machine=measure_machine(folder),
+        run=replace(run, fixed_bytes=run.fixed_bytes + widened_bytes(layout, norm)),
+        times=_rehearsed(given, model, args, kwargs, modules, run, compute),
+        machine=measure_device(compute, folder) if isinstance(compute, Accelerator) else measure_machine(folder),
         n_passes=accumulate,
         grads_outlive_backward=accumulate > 1 or norm is not None or footprint is not None,
         model=type(model).__name__,
         footprint=footprint,
+        overhead=compute.overhead if compute.separate else None,
     )
 
 
 _rehearsals: weakref.WeakKeyDictionary[nn.Module, dict[Any, Times]] = weakref.WeakKeyDictionary()
 
 
-def _rehearsed(given: nn.Module, model: nn.Module, args: Any, kwargs: Any, blocks: list[nn.Module], run: DryRun) -> Times:
+def _rehearsed(
+    given: nn.Module, model: nn.Module, args: Any, kwargs: Any, blocks: list[nn.Module], run: DryRun, compute: Compute
+) -> Times:
     """Of a rehearsal, made once for a given model, as it is and will be trained, and a batch of these shapes."""
     described = tree_map_only(torch.Tensor, lambda t: (tuple(t.shape), t.dtype), (args, kwargs))
     key = (
@@ -434,11 +443,12 @@ def _rehearsed(given: nn.Module, model: nn.Module, args: Any, kwargs: Any, block
         tuple((tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for p in model.parameters()),
         tuple(module.training for module in model.modules()),
         torch.get_num_threads(),
+        (str(compute.device), compute.separate),
     )
     known = _rehearsals.setdefault(given, {})
     if key not in known:
         try:
-            known[key] = rehearse(model, args, kwargs, blocks, run)
+            known[key] = rehearse(model, args, kwargs, blocks, run, compute=compute)
         except RehearsalError as error:
             raise PlanError(f"model: its steps cannot be timed: {error}") from error
     return known[key]

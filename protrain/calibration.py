@@ -10,6 +10,10 @@ expectation, on a busy one it says nothing: so the two are joined with weights b
 lane's processor time where no core is free, since the team waits for the member that was set aside, and at most `MOST_DRAG` times
 that time.
 
+What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
+what requests of two sizes take. A request costs compute what is expected of its processor time, whatever was seen: here the next
+one is always there, while in a training step it comes later and wakes a thread of the disk's that sleeps.
+
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
 and is given back; the checksums of its bytes are a part of what its lanes cost.
@@ -40,6 +44,8 @@ from .profiles import Machine, Speed
 #: The memory of requests and updates, and the file they go through.
 BUFFER_BYTES = 12 << 20
 FILE_BYTES = 64 << 20
+#: Of requests: those that are measured, and the smaller ones beside them.
+REQUEST_BYTES, SMALL_REQUEST_BYTES = 1 << 20, 128 << 10
 #: Of a segment of compute and of an idle one. A slow disk is given longer ones, in which SEGMENT_BYTES are moved.
 SEGMENT_SECONDS = 0.02
 IDLE_SECONDS = 0.012
@@ -59,6 +65,8 @@ DOUBT = 1.5
 MOST_DRAG = 6.0
 #: Of the link to a device: transfers of each direction, and the size of each.
 LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
+#: Of parameters and state at home on a device, where no step has told.
+DEVICE_UPDATE_BYTES_PER_SECOND = 1e11
 
 _known: dict[tuple[int, int], Machine] = {}
 _links: dict[_core.Device, tuple[float, float, float]] = {}
@@ -218,9 +226,9 @@ class _Lane:
         return (nanoseconds / size - self.checksum_ns(counts)) / 1e9
 
 
-def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool) -> _Lane:
+def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool, request_bytes: int = REQUEST_BYTES) -> _Lane:
     return _Lane(
-        lambda: bench.start_disk(reads, writes),
+        lambda: bench.start_disk(reads, writes, request_bytes),
         lambda counts: counts.read_bytes * reads + counts.write_bytes * writes,
         lambda counts: counts.at_ns,
         lambda counts: (counts.disk_processor_ns, counts.disk_processor_bytes),
@@ -246,6 +254,7 @@ class _Calibration:
         self.alone: list[float] = []  # seconds of segments
         self.read, self.write = _disk_lane(bench, True, False), _disk_lane(bench, False, True)
         self.both, self.update = _disk_lane(bench, True, True), _update_lane(bench)
+        self.small = _disk_lane(bench, True, True, SMALL_REQUEST_BYTES)
         slow = min(LONGEST_SEGMENT_SECONDS, bench.first_write_ns / 1e9 * SEGMENT_BYTES / FILE_BYTES)
         self.compute.segment()  # the first one prepares what the others use
         self.compute.fit(max(SEGMENT_SECONDS, slow))
@@ -276,6 +285,7 @@ class _Calibration:
             after = self._alone()
             lane.lost.append(lane.beside[-1].seconds - (before + after) / 2)
             before = after
+        self.small.beside.append(self._with(self.small, self.compute.segment))
         for lane in (self.read, self.write, self.both, self.update):
             lane.idle.append(self._with(lane, self._wait))
 
@@ -322,6 +332,22 @@ class _Calibration:
         weight = doubt**2 / (doubt**2 + noise**2)
         return min(max(expected + weight * (median(seen) - expected), least), MOST_DRAG * processor)
 
+    def _request_seconds(self) -> float:
+        """Of processor time, for a request beside its bytes."""
+        large = (self.read.processor_seconds_per_byte + self.write.processor_seconds_per_byte) / 2
+        more = self.small.processor_seconds_per_byte - large
+        return min(max(more, 0.0) / (1 / SMALL_REQUEST_BYTES - 1 / REQUEST_BYTES), large * REQUEST_BYTES)
+
+    def _by_request(self, read: Speed, write: Speed) -> tuple[float, Speed, Speed]:
+        """The drag of a request, and the lanes with that of bytes alone, which is that of their checksums at least."""
+        request = EXPECTED_DRAG * self._request_seconds() if self.full else 0.0
+
+        def of_bytes(lane: _Lane, speed: Speed) -> Speed:
+            least = min(lane.checksum_seconds_per_byte, speed.drag_seconds_per_byte)
+            return replace(speed, drag_seconds_per_byte=max(speed.drag_seconds_per_byte - request / REQUEST_BYTES, least))
+
+        return request, of_bytes(self.read, read), of_bytes(self.write, write)
+
     def _noise(self, lane: _Lane, seen: list[float]) -> float:
         """The uncertainty of the median of what was seen: from how it varies, or, where few values happen to agree, from how
         compute alone varies."""
@@ -339,6 +365,7 @@ class _Calibration:
             for lane in (self.read, self.write, self.update)
         ]
         read, write, update = speeds
+        request, read_bytes, write_bytes = self._by_request(read, write)
         both = _sum(segment.counts for segment in self.both.idle)
         overlap = (both.read_bytes / read.idle_bytes_per_second + both.write_bytes / write.idle_bytes_per_second) / (
             both.at_ns / 1e9
@@ -346,11 +373,12 @@ class _Calibration:
         # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
         updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
         return Machine(
-            disk_read=read,
-            disk_write=write,
+            disk_read=read_bytes,
+            disk_write=write_bytes,
             update=update,
             disk_overlap=min(max(overlap, 1.0), 2.0),
-            stash_drag_seconds_per_byte=self._stash_drag(read, write),
+            stash_drag_seconds_per_byte=self._stash_drag(read_bytes, write_bytes),
+            request_drag_seconds=request,
             step_update_bytes_per_second=1e9 / updates,
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _core
+from .compiled import CALL
 from .counting import uncounted
 from .errors import PlanError, StepError
 from .parameters import DisableTorchFunction
@@ -23,6 +24,9 @@ from .strides import dense_strides
 if TYPE_CHECKING:
     from .values import Values
     from .wrapped import Wrapped
+
+#: In place of what stood under a name where nothing did.
+ABSENT: Any = object()
 
 _AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
 _KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
@@ -149,18 +153,19 @@ def check_not_compiled(module: nn.Module) -> None:
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback():
         raise PlanError(
-            f"a wrapped {type(module).__name__} runs inside torch.compile, which is not supported: call it uncompiled"
+            f"a wrapped {type(module).__name__} runs inside torch.compile, which is not supported: call it uncompiled, and "
+            "compile its blocks in place, block.compile()"
         )
 
 
 def guard(
-    module: nn.Module, own: torch.dtype, device: torch.device, put_in: Callable[[nn.Module], set[str]]
+    module: nn.Module, own: torch.dtype, device: torch.device, put_in: Callable[[nn.Module], dict[str, Any]]
 ) -> dict[str, Callable[..., Any]]:
     """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles.
 
     Args:
         own: the type of parameters. device: where they are computed with.
-        put_in: gives the names of what wrapping put into a module's `__dict__`.
+        put_in: gives the names of what wrapping put into a module's `__dict__`, and what stood there before.
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -177,9 +182,6 @@ def guard(
     def duplicate(memo: dict[int, Any]) -> nn.Module:
         return copied(module, memo, put_in(module))
 
-    def refuse_compile(*_: Any, **__: Any) -> NoReturn:
-        raise PlanError(f"a wrapped {type(module).__name__} cannot be compiled: torch.compile is not supported")
-
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
@@ -187,7 +189,7 @@ def guard(
             p.grad = None  # without a look at it, which would be an error where it has left memory
 
     methods: dict[str, Callable[..., Any]] = {
-        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "compile": refuse_compile, "zero_grad": zero_grad,
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "zero_grad": zero_grad,
     }  # fmt: skip
     return {name: method for name, method in methods.items() if name != "__deepcopy__" or not hasattr(type(module), name)}
 
@@ -199,13 +201,14 @@ def is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("protrain.")
 
 
-def copied(module: nn.Module, memo: dict[int, Any], ours: set[str]) -> nn.Module:
-    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget. ours: the names in its
-    `__dict__` that wrapping put there."""
+def copied(module: nn.Module, memo: dict[int, Any], ours: dict[str, Any]) -> nn.Module:
+    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget, not compiled, as in
+    torch. ours: the names in its `__dict__` that wrapping put there, and what stood there before."""
     made: nn.Module = type(module).__new__(type(module))
     memo[id(module)] = made
     for name, value in module.__dict__.items():
-        if name in ours:
+        value = ours.get(name, value)
+        if value is ABSENT or name == CALL:
             continue
         if name.endswith("_hooks") and isinstance(value, dict) and id(value) not in memo:
             value = type(value)((key, hook) for key, hook in value.items() if not is_own(hook))

@@ -2,8 +2,8 @@
 
 A folder holds `model*.safetensors` (and config.json) as `from_pretrained` reads them, `optimizer*.safetensors` with the state
 arrays under "ARRAY.PARAMETER" (the fp32 master of a bf16 parameter under "master.PARAMETER"), and `protrain.json` with parameter
-groups, step counters and torch's random state. It is written tensor by tensor beside its target and takes the target's name when
-it is whole. Nothing in it is a pickle.
+groups, step counters, torch's random state and a checksum of these. It is written tensor by tensor beside its target and takes
+the target's name when it is whole. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _core
 from .api import session_of
+from .counting import uncounted
 from .errors import DiskError, PlanError, StepError
+from .loads import PARAMETERS, STATE
 from .materialise import weight_files
 from .optimizers import Optimizer, hyper_of, state_names
 from .precision import has_master, saved_config
@@ -29,9 +32,10 @@ from .replacing import clear_leftovers, replaced
 from .session import Session
 from .sizes import check_folder
 from .statefiles import check_states, states_of
-from .tensorfiles import Entry, Progress, TensorFile, Told, entries, write_tensors
+from .tensorfiles import Entry, Progress, TensorFile, Told, entries, unreadable, write_tensors
 
 FORMAT = 1
+SUM = "crc32c"  # in protrain.json, of all else in it; a file without it is read as it is
 
 
 def _session(model: nn.Module, optimizer: Any) -> Session:
@@ -72,10 +76,11 @@ def save(
     Raises:
         PlanError, TypeError, ValueError: the model is not wrapped, the optimizer is not its own, or the folder is no path.
         DiskError: the folder cannot be written, or holds what is no checkpoint; what was there before is still there.
-        StepError: `extra` or `progress` made a step.
+        StepError: `extra` or `progress` made a step, or the last load failed half-way.
     """
     session, path = _session(model, optimizer), check_folder(folder, "folder")
     with session.turn:
+        session.values.loads.check("save")
         _save(session, model, path, extra, progress)
 
 
@@ -84,6 +89,7 @@ def _save(
 ) -> None:
     commits = session.engine.commits()
     own = states_of(session) if session.foreign is not None else None
+    size_bytes = 0
     try:
         with replaced(folder) as fresh:
             config: Any = getattr(model, "config", None)
@@ -95,7 +101,8 @@ def _save(
             read = session.values.get
             values: Iterator[tuple[str, torch.Tensor]] = ((name, read(number, array)) for number, array, name in states)
             expected, values = (own[1], own[2]) if own else (expected, values)
-            told = Told(progress or (lambda _done, _all: None), sum(entry.size_bytes for entry in (*weights, *expected)))
+            size_bytes = sum(entry.size_bytes for entry in (*weights, *expected))
+            told = Told(progress or (lambda _done, _all: None), size_bytes)
             write_tensors(fresh, weights, told.through(session.states.tensors()))
             write_tensors(fresh, expected, told.through(values), stem="optimizer")
             about = {
@@ -112,6 +119,7 @@ def _save(
             }
             if own is not None:
                 about["optimizer_state"] = own[0]
+            about[SUM] = _sum_of(json.loads(json.dumps(about)))
             (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
                 extra(fresh)
@@ -121,24 +129,44 @@ def _save(
         if isinstance(error, DiskError):
             raise
         raise DiskError(
-            f"saving to {folder} failed: {error.strerror or error}", errno=error.errno or 0, filename=error.filename or folder
+            f"saving to {folder} failed: {error.strerror or error} (tensors of {size_bytes} bytes)",
+            errno=error.errno or errno.EIO,
+            filename=error.filename or folder,
+            asked_bytes=size_bytes,
         ) from error
+
+
+def _sum_of(about: dict[str, Any]) -> str:
+    """The checksum of the values of a protrain.json as they are read."""
+    return f"{_core.checksum(json.dumps(about).encode()):08x}"
 
 
 def _read_about(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, "protrain.json")
     if not os.path.isfile(path):
-        raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=2, filename=path)
+        raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=errno.ENOENT, filename=path)
+    size_bytes = 0
     try:
         with open_file(path) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
             about = parse(file.read())
         if not isinstance(about, dict):
             raise ValueError("it is no object")
+        if SUM in about and about.pop(SUM) != _sum_of(about):
+            raise DiskError(
+                f"{path} ({size_bytes} bytes) is not what was written there: its {SUM} is another; take another copy, or remove "
+                f"the line of {SUM} if it was changed by hand",
+                errno=errno.EBADMSG,
+                filename=path,
+                asked_bytes=size_bytes,
+            )
         if about.get("format") != FORMAT:
             raise ValueError(f"format {shown(about.get('format'))} is not {FORMAT}")
         _check_about(about)
     except OSError as error:
-        raise DiskError(f"{path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=path) from None
+        if isinstance(error, DiskError):
+            raise
+        raise unreadable(path, error, size_bytes) from None
     except ValueError as error:
         raise PlanError(f"{path} is no checkpoint of this version: {error}") from error
     return about
@@ -228,7 +256,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.Pa
     """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others.
 
     Raises:
-        DiskError: the folder holds no checkpoint, or cannot be read, or another run replaced it meanwhile: load it again.
+        DiskError: the folder holds no checkpoint, or cannot be read, or holds what was not written there, or another run replaced
+            it meanwhile: load it again, or another one. Where this came in the middle of the values, forward, `step()` and `save`
+            raise StepError until a load has ended.
         PlanError: it is one of another model or optimizer; nothing was changed.
     """
     session, path = _session(model, optimizer), check_folder(folder, "folder")
@@ -246,8 +276,6 @@ def _place(folder: str) -> tuple[int, int] | None:
 
 
 def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    from .counting import uncounted
-
     clear_leftovers(folder)
     place = _place(folder)
     about = _read_about(folder)
@@ -282,6 +310,22 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     if _place(folder) != place:  # what was read so far may be of two checkpoints; later each file knows itself
         raise DiskError(f"{folder} was replaced while it was being read; load it again", errno=errno.ESTALE, filename=folder)
     session.zero_grad()
+    with session.values.loads.replacing(PARAMETERS, STATE) as half_loaded:
+        _put(session, wanted, about["param_steps"], half_loaded)
+        if bring is not None:
+            bring()
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(weights.tensor(name))
+        for group, saved in zip(session.wrapped.groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        session.steps = int(about["steps"])
+        state = bytearray.fromhex(about["torch_random_state"])
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
+
+
+def _put(session: Session, wanted: list[tuple[int, int, _Files, str]], param_steps: dict[str, int], half_loaded: bool) -> None:
+    """Put each (parameter, array) that is wanted, read from its file, and the steps of parameters; state that none has is 0."""
     given = {(number, array) for number, array, _, _ in wanted}
     for number, array, files, name in wanted:
         with uncounted():
@@ -289,20 +333,10 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     for entry in session.layout.entries:
         if entry.group < 0:
             continue
-        steps = int(about["param_steps"].get(entry.name, 0))
-        if steps == 0 and session.engine.steps(entry.index):
+        steps = int(param_steps.get(entry.name, 0))
+        if steps == 0 and (session.engine.steps(entry.index) or half_loaded):
             for array in range(1, session.wrapped.n_states + 1):
                 if (entry.index, array) not in given:
                     with uncounted():
                         session.values.put(entry.index, torch.zeros(entry.shape, device="cpu"), array)
         session.engine.set_steps(entry.index, steps)
-    if bring is not None:
-        bring()
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(weights.tensor(name))
-    for group, saved in zip(session.wrapped.groups, groups, strict=True):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-    session.steps = int(about["steps"])
-    state = bytearray.fromhex(about["torch_random_state"])
-    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())

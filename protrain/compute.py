@@ -16,6 +16,7 @@ import torch
 from . import _core
 from .errors import PlanError
 from .gpupool import GpuPool
+from .profiles import Overhead
 from .sizes import MIB, default_memory_bytes
 
 
@@ -23,22 +24,19 @@ class Compute:
     """The CPU in ordinary memory, which is device and host in one.
 
     device: where torch's tensors are; separate: whether the device has memory beside the host's; backward_depth: how many
-    Python frames of a backward pass are around a hook of it.
+    Python frames of a backward pass are around a hook of it; overhead: what is taken of a budget beside tensors.
     """
 
     device = torch.device("cpu")
     separate = False
     backward_depth = 1
+    overhead = Overhead()
 
     # ---- memory ----
 
     def default_memory_bytes(self) -> int:
         """The budget where none is given."""
         return default_memory_bytes()
-
-    def overhead_bytes(self, budget_bytes: int) -> int:
-        """What libraries and the allocator's rounding take of a budget beside tensors."""
-        return 0
 
     def engine_options(self, memory_bytes: int, host_bytes: int) -> dict[str, Any]:
         """Arguments of an Engine: its budget, and its device where it has one."""
@@ -114,6 +112,10 @@ class Accelerator(Compute):
     def __init__(self, device: torch.device, core: _core.Device) -> None:
         self.device, self.core = device, core
 
+    def cache_bytes(self) -> int:
+        """The size of the device's last cache; 0: not known."""
+        return 0
+
     def current_stream(self) -> Callable[[], int] | None:
         """What gives the handle of the stream on which torch orders now."""
         return None
@@ -125,6 +127,10 @@ class Accelerator(Compute):
     def elapsed_ns(self, first: Any, last: Any) -> int:
         """From one moment to another, which may be before it. Waits until both were."""
         return int(last - first)
+
+    def passed(self, moment: Any) -> bool:
+        """Whether the device has come to it; asks, and waits for nothing."""
+        return True
 
     def engine_options(self, memory_bytes: int, host_bytes: int) -> dict[str, Any]:
         return {
@@ -141,7 +147,10 @@ class Accelerator(Compute):
 
 
 class Cuda(Accelerator):
-    """A GPU, in the context and on the streams that torch uses there."""
+    """A GPU, in the context and on the streams that torch uses there. cuBLAS works in up to 32 MiB; the caching allocator takes
+    segments of 2 MiB and more, and leaves parts of them."""
+
+    overhead = Overhead(40 * MIB, 16)
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
@@ -155,9 +164,8 @@ class Cuda(Accelerator):
         free += torch.cuda.memory_reserved(self.number) - torch.cuda.memory_allocated(self.number)
         return int(max(free - max(free // 8, 256 * MIB), 64 * MIB))
 
-    def overhead_bytes(self, budget_bytes: int) -> int:
-        """cuBLAS works in up to 32 MiB; the caching allocator takes segments of 2 MiB and more, and leaves parts of them."""
-        return 40 * MIB + budget_bytes // 16
+    def cache_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.number).L2_cache_size)
 
     def current_stream(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self.number)  # type: ignore[attr-defined]
@@ -171,6 +179,9 @@ class Cuda(Accelerator):
         first.synchronize()
         last.synchronize()
         return round(first.elapsed_time(last) * 1e6)
+
+    def passed(self, moment: torch.cuda.Event) -> bool:
+        return moment.query()
 
     def trim(self) -> None:
         super().trim()
@@ -207,14 +218,15 @@ class Cuda(Accelerator):
 stand_in: Accelerator | None = None
 
 
-def choose(named: list[tuple[str, torch.nn.Parameter]]) -> Compute:
-    """What is to compute a model with these parameters: the GPU that they are on, or that torch's default device names where
-    they are on the CPU or on meta (`with torch.device("cuda"):` around wrap); else the CPU.
+def choose(named: list[tuple[str, torch.nn.Parameter]], device: Any = None) -> Compute:
+    """What is to compute a model with these parameters: the GPU that they are on. Where they are on the CPU or on meta it is
+    `device`; where that is None too, what torch's default device is (`with torch.device("cuda"):` around wrap).
 
     Raises:
-        PlanError: they are on several devices, or on one that is not supported.
+        PlanError: they are on several devices, on another than `device`, or on one that is not supported; or no GPU is there.
         DeviceError: the GPU's driver cannot be used.
     """
+    wanted = None if device is None else _known_device(device)
     if stand_in is not None:
         return stand_in
     place, owner = torch.device("cpu"), ""
@@ -229,6 +241,31 @@ def choose(named: list[tuple[str, torch.nn.Parameter]]) -> Compute:
     left = next((name for name, p in named if p.device.type == "cpu"), None)
     if owner and left is not None:
         raise PlanError(f"model: {owner} is on {place} and {left} on the CPU; move the model to one of them")
-    if not owner and torch.get_default_device().type == "cuda":
-        place = torch.get_default_device()
-    return Cuda(place) if place.type == "cuda" else Compute()
+    if owner and wanted is not None and (wanted.type != place.type or wanted.index not in (None, place.index)):
+        raise PlanError(f"device is {device!r} and parameter {owner} is on {place}; leave device out, or move the model there")
+    if not owner:
+        default = _default_device()
+        place = wanted or (default if default.type == "cuda" else place)
+    if place.type == "cpu":
+        return Compute()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (place.index or 0) >= count:
+        raise PlanError(f"device is {str(place)!r}; torch {torch.__version__} finds {count or 'no'} GPU{'s' * (count > 1)} here")
+    return Cuda(place)
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except (RuntimeError, AssertionError) as error:  # it asks the device for its number
+        raise PlanError(f"torch's default device cannot be used: {str(error).partition(chr(10))[0]}") from error
+
+
+def _known_device(device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"device is {device!r}; give 'cpu' or 'cuda'") from error
+    if found.type not in ("cpu", "cuda"):
+        raise PlanError(f"device is {device!r}; give 'cpu' or 'cuda'")
+    return found

@@ -4,6 +4,9 @@ The thread that drives a step is far ahead of the device, so what `BlockClock` w
 steps are profiled, each time that it reads is a moment of the compute stream too. When the step is over the thread waits for the
 last one, once, and all times are translated to the device's. What orders the stream behind a copy, or makes the thread wait,
 stands between two moments of its own: there the device computed nothing, and what it waited for is no part of a block.
+
+Of other steps there are two moments, the begin and the end, by which a later step sees how long it was: it asks whether the
+device has come there, and waits for neither.
 """
 
 from __future__ import annotations
@@ -25,12 +28,31 @@ class DeviceClock:
         self._moments: dict[int, Any] = {}  # by the time at which they were ordered, of the step under way
         self._waits: list[tuple[Any, Any]] = []
         self._update: tuple[Any, Any] | None = None
+        self._begin: Any = None  # of the step under way
+        self._whole: tuple[Any, Any] | None = None
 
     def begin_step(self) -> None:
         """What belongs to earlier steps is forgotten."""
         self._moments.clear()
         self._waits.clear()
         self._update = None
+        self._begin, self._whole = self._accelerator.moment(), None
+
+    def end_step(self) -> None:
+        """All of the step is ordered."""
+        if self._begin is not None:
+            self._begin, self._whole = None, (self._begin, self._accelerator.moment())
+
+    def take_step(self) -> tuple[Any, Any] | None:
+        """Begin and end of the step that was ordered last, once."""
+        found, self._whole = self._whole, None
+        return found
+
+    def seconds(self, step: tuple[Any, Any]) -> float | None:
+        """How long a step was, as `take_step` gave it; None: the device has not come to its end. Never waits."""
+        if not all(self._accelerator.passed(moment) for moment in step):
+            return None
+        return self._accelerator.elapsed_ns(*step) / 1e9
 
     def mark(self, now_ns: int) -> None:
         """The thread read this time, and the current stream is told."""

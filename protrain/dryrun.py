@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from .compiled import CALL, eager, find_compiled
 from .errors import Error
 from .flops import flops_of
+from .sizes import stash_least_bytes
 from .workspace import HIDDEN_OUTPUTS, workspace_bytes
 
 Rounding = Callable[[int], int]
@@ -48,9 +51,10 @@ class DryRunError(Error):
 @dataclass(frozen=True)
 class Phase:
     """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
-    recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself. `block` is the
-    number of the block, -1 outside of blocks. flops, moved_bytes and operations are of the run that keeps: what its operations
-    compute (matrix products, convolutions, attention; a multiply-add is two), read and write, and how many they are."""
+    recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself, and what a block
+    saved there that swap leaves in memory, as it is too small. `block` is the number of the block, -1 outside of blocks. flops,
+    moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
+    multiply-add is two), read and write, and how many they are."""
 
     block: int
     backward: bool
@@ -59,6 +63,7 @@ class Phase:
     checkpoint_entry_bytes: int
     checkpoint_peak_bytes: int
     keep_working_bytes: int = 0
+    small_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
     operations: int = 0
@@ -73,8 +78,10 @@ class DryRun:
     access_phases: number of the phase in which each access happens.
     complete_phase: chunk -> number of the phase in which the last of its gradients comes; chunks that get none are left out.
     fixed_bytes: batch, buffers, and parameters outside of all chunks.
-    n_together: the most chunks that one operation reads.
+    n_together: the most chunks that one operation, or one compiled module, reads.
     output_count: outputs that backward starts from.
+    record_bytes: the mean size of what a block saves in one storage that the stash takes, and of blocks the median; 0: nothing,
+        or not known.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
 
@@ -87,6 +94,7 @@ class DryRun:
     output_count: int
     keep_peak_bytes: int
     checkpoint_peak_bytes: int
+    record_bytes: int = 0
 
 
 # ---- counting ----
@@ -103,6 +111,7 @@ class _Segment:
     pending: bool = False
     born: int = 0  # live now of what was made in it
     working: int = 0  # and the highest of that
+    small: int = 0  # what a block saved, too small for the stash, but for its outputs
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
@@ -126,9 +135,15 @@ class _Meter(TorchDispatchMode):
     """Counts live storages and reads of chunks, in segments."""
 
     def __init__(
-        self, round_bytes: Rounding, not_counted: set[int], chunk_of_storage: dict[int, int], workspace: Workspace
+        self,
+        round_bytes: Rounding,
+        not_counted: set[int],
+        chunk_of_storage: dict[int, int],
+        workspace: Workspace,
+        least_bytes: int,
     ) -> None:
         super().__init__()
+        self.least_bytes = least_bytes  # of what the stash takes
         self.workspace = workspace
         self.round_bytes = round_bytes
         self.known: dict[int, Any] = dict.fromkeys(not_counted)
@@ -136,7 +151,10 @@ class _Meter(TorchDispatchMode):
         self.live_bytes = 0
         self.accesses: list[tuple[int, _Segment]] = []
         self.n_together = 1
+        self.held: set[int] = set()  # chunks that a compiled module has read together, until another is read
         self.segments = [_Segment(-1, False, 0, 0)]
+        self.saved: dict[int, list[int]] = {}  # of each block, sizes of the storages that the stash takes
+        self.outputs: set[int] = set()  # storages that are outputs of blocks
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
 
     def mark(self, block: int, backward: bool) -> None:
@@ -147,16 +165,23 @@ class _Meter(TorchDispatchMode):
             self.absorbed.append((end, self.segments[-1]))
         self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes))
 
-    def mark_end(self, block: int, backward: bool) -> None:
+    def mark_end(self, block: int, backward: bool, outputs: Sequence[torch.Tensor] = ()) -> None:
         """A block is through; what follows is the head or the tail if no other block begins."""
         last = self.segments[-1]
         if last.block == block and last.backward == backward:
+            self.outputs.update(output.untyped_storage()._cdata for output in outputs)
             self.segments.append(_Segment(-1, backward, self.live_bytes, self.live_bytes, pending=True))
 
     def _drop(self, key: int, size: int, segment: _Segment) -> None:
         if self.known.pop(key, None) is not None:
             self.live_bytes -= size
             segment.born -= size
+            if segment.block >= 0 and not segment.backward and self.segments[-1].backward:
+                if size >= self.least_bytes:
+                    self.saved.setdefault(segment.block, []).append(size)
+                elif key not in self.outputs:
+                    segment.small += size
+        self.outputs.discard(key)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -180,6 +205,16 @@ class _Meter(TorchDispatchMode):
             chunk = self.chunk_of_storage.get(tensor.untyped_storage()._cdata)
             if chunk is not None and chunk not in chunks:
                 chunks.append(chunk)
+        if not self.held.issuperset(chunks):
+            self.held = set()
+            self._note_read(chunks)
+
+    def read_together(self, chunks: Sequence[int]) -> None:
+        """What a compiled module reads, which is about to run, forward or backward; nothing: it is through."""
+        self._note_read(chunks)
+        self.held = set(chunks)
+
+    def _note_read(self, chunks: Sequence[int]) -> None:
         self.n_together = max(self.n_together, len(chunks))
         segment = self.segments[-1]
         for chunk in chunks:
@@ -298,7 +333,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
 
 
 def _put_forward_back(module: nn.Module, copied: nn.Module) -> None:
-    """A forward that protrain replaced in the real module is its own again in the twin."""
+    """A forward that protrain replaced in the real module is its own again in the twin, and nothing is compiled there."""
+    copied.__dict__.pop(CALL, None)
     forward = module.__dict__.get("forward")
     if not (isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith("protrain.")):
         return
@@ -343,26 +379,33 @@ def _output_tensors(output: Any) -> list[torch.Tensor]:
 
 
 class _Gradients:
-    """Holds each chunk's gradients until all of its trained parameters have theirs, as the engine does."""
+    """Holds each chunk's gradients until all of its trained parameters have theirs, as the engine does. Those of a compiled
+    module come together, when its backward is through."""
 
-    def __init__(self, meter: _Meter, parameters: list[tuple[nn.Parameter, int]]) -> None:
+    def __init__(self, meter: _Meter, parameters: list[tuple[nn.Parameter, int]], compiled: list[_Compiled]) -> None:
         self.meter = meter
-        self.members: dict[int, list[nn.Parameter]] = {}
-        self.missing: dict[int, int] = {}
+        self.members: dict[int, list[nn.Parameter]] = {}  # of each chunk, and of each compiled module below 0
+        self.groups: dict[int, list[int]] = {}
         self.complete_segment: dict[int, _Segment] = {}
         self.handles = []
+        part_of = {id(p): -1 - number for number, part in enumerate(compiled) for p in part.module.parameters()}
         for parameter, chunk in parameters:
-            self.members.setdefault(chunk, []).append(parameter)
-            self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived(chunk)))
-        self.missing = {chunk: len(members) for chunk, members in self.members.items()}
+            groups = self.groups[id(parameter)] = [chunk, part_of[id(parameter)]] if id(parameter) in part_of else [chunk]
+            for group in groups:
+                self.members.setdefault(group, []).append(parameter)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived(chunk, groups)))
+        self.missing = {group: len(members) for group, members in self.members.items()}
 
-    def _arrived(self, chunk: int) -> Callable[[torch.Tensor], None]:
+    def _arrived(self, chunk: int, groups: list[int]) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            self.missing[chunk] -= 1
             self.complete_segment[chunk] = self.meter.segments[-1]
-            if self.missing[chunk] == 0:
-                for parameter in self.members[chunk]:
-                    parameter.grad = None
+            for group in groups:
+                self.missing[group] -= 1
+            for group in groups:
+                if self.missing[group] == 0:
+                    for parameter in self.members[group]:
+                        if all(self.missing[other] == 0 for other in self.groups[id(parameter)]):
+                            parameter.grad = None
 
         return hook
 
@@ -395,35 +438,80 @@ def watch_backward(
         given.register_hook(lambda _: ends())
 
 
-def _mark_block(meter: _Meter, block: nn.Module, number: int, recompute: bool) -> Callable[[], None]:
-    """Replaces the twin's forward by one that marks phases, and recomputes in backward where asked. Returns what undoes it."""
-    forward = block.forward
-    replaced = block.__dict__.get("forward")
+@dataclass
+class _Compiled:
+    """A module of the twin whose like in the model is compiled, and the chunks of its parameters."""
+
+    module: nn.Module
+    chunks: list[int]
+
+
+def _compiled(twin: _Twin, module: nn.Module, chunk_of_param: dict[int, int]) -> _Compiled:
+    chunks = {chunk_of_param[id(p)] for p in module.parameters() if id(p) in chunk_of_param}
+    return _Compiled(twin.memo[id(module)], sorted(chunks))
+
+
+def _mark_compiled(meter: _Meter, part: _Compiled) -> Callable[[], None]:
+    """Replaces the twin's forward by one whose chunks are read together, in backward too. Returns what undoes it."""
+    forward = part.module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        meter.mark(number, False)
-        if recompute:
-            output = checkpoint(forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **kwargs)
-        else:
-            output = forward(*args, **kwargs)
-        watch_backward(
-            _output_tensors(output),
-            _output_tensors((args, kwargs)),
-            lambda: meter.mark(number, True),
-            lambda: meter.mark_end(number, True),
-        )
-        meter.mark_end(number, False)
+        held = meter.held
+        meter.read_together(part.chunks)
+        output = forward(*args, **kwargs)
+        meter.held = held
+        watch_backward(_output_tensors(output), (), lambda: meter.read_together(part.chunks), lambda: None)
         return output
 
-    block.__dict__["forward"] = marked
+    return _put_forward(part.module, marked)
+
+
+def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """The module's forward is another one. Returns what undoes it."""
+    replaced = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
 
     def undo() -> None:
         if replaced is None:
-            del block.__dict__["forward"]
+            del module.__dict__["forward"]
         else:
-            block.__dict__["forward"] = replaced
+            module.__dict__["forward"] = replaced
 
     return undo
+
+
+def _mark_block(
+    meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], recompute: bool
+) -> Callable[[], None]:
+    """Replaces the twin's forward by one that marks phases, and recomputes in backward where asked. Returns what undoes it.
+
+    compiled: what is compiled in the model.
+    """
+    forward, inside = block.forward, {id(module) for module in block.modules()}
+    chunks = next((part.chunks for part in compiled if part.module is block), [])
+    early_stop = not any(id(part.module) in inside for part in compiled)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        meter.mark(number, False)
+        meter.read_together(chunks)
+        if recompute:
+            output = checkpoint(
+                forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
+                early_stop=early_stop, **kwargs,
+            )  # fmt: skip
+        else:
+            output = forward(*args, **kwargs)
+        meter.read_together([])
+
+        def begins() -> None:
+            meter.mark(number, True)
+            meter.read_together(chunks)
+
+        watch_backward(_output_tensors(output), _output_tensors((args, kwargs)), begins, lambda: meter.mark_end(number, True))
+        meter.mark_end(number, False, _output_tensors(output))
+        return output
+
+    return _put_forward(block, marked)
 
 
 @dataclass
@@ -434,6 +522,7 @@ class _Run:
     complete: dict[int, int]
     n_together: int
     output_count: int
+    record_bytes: int
 
 
 def _finish_segments(meter: _Meter) -> list[_Segment]:
@@ -449,6 +538,7 @@ def _run_step(
     args: Any,
     kwargs: Any,
     blocks: list[nn.Module],
+    compiled: list[_Compiled],
     chunks: list[tuple[nn.Parameter, int]],
     round_bytes: Rounding,
     recompute: bool,
@@ -456,9 +546,11 @@ def _run_step(
     workspace: Workspace,
 ) -> _Run:
     chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
-    meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace)
-    gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad])
-    undo = [_mark_block(meter, block, number, recompute) for number, block in enumerate(blocks)]
+    least_bytes = stash_least_bytes(chunks[0][0].element_size() if chunks else 4)
+    meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes)
+    gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad], compiled)
+    undo = [_mark_compiled(meter, part) for part in compiled if part.module not in blocks]
+    undo += [_mark_block(meter, block, number, compiled, recompute) for number, block in enumerate(blocks)]
     try:
         with meter, torch.enable_grad():
             output = twin.model(*args, **kwargs)
@@ -477,12 +569,14 @@ def _run_step(
             del output, starts, seeds
     finally:
         gradients.clear()
-        for put_back in undo:
+        for put_back in reversed(undo):
             put_back()
     number_of = meter.numbers()
     complete = {chunk: number_of(segment) for chunk, segment in gradients.complete_segment.items()}
     accesses, phases = [chunk for chunk, _ in meter.accesses], [number_of(segment) for _, segment in meter.accesses]
-    return _Run(segments, accesses, phases, complete, meter.n_together, output_count)
+    means = [sum(sizes) // len(sizes) for sizes in meter.saved.values()]
+    record_bytes = median_low(means) if means else 0
+    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes)
 
 
 @contextmanager
@@ -531,7 +625,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
     phases = tuple(
-        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.flops, a.moved, a.operations)
+        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations)
         for a, b in zip(keep.segments, recompute.segments, strict=True)
     )
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
@@ -546,6 +640,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
         keep.output_count,
         max(phase.keep_peak_bytes for phase in phases),
         max(phase.checkpoint_peak_bytes for phase in phases),
+        keep.record_bytes,
     )
 
 
@@ -578,13 +673,14 @@ def dry_run(
     python_state = random.getstate()
     mode = FakeTensorMode()
     try:
-        with torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), mode:
+        with torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), mode:
             twin = _make_twin(model, chunk_of_param, round_bytes)
             fake_args, fake_kwargs = _fake_batch(twin, tuple(args), kwargs, round_bytes)
             fake_blocks = [twin.memo[id(block)] for block in blocks]
             chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
+            compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
             keep, recompute = (
-                _run_step(twin, fake_args, fake_kwargs, fake_blocks, chunks, round_bytes, again, hold_output, workspace)
+                _run_step(twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, again, hold_output, workspace)
                 for again in (False, True)
             )
     except DryRunError:

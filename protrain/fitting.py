@@ -69,7 +69,7 @@ def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0) -> Arrangement:
     return arrange(
         wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=0,
         unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
-        footprint=wrapped.footprint,
+        footprint=wrapped.footprint, n_together=wrapped.n_together,
     )  # fmt: skip
 
 
@@ -79,7 +79,9 @@ def _placed(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     Raises:
         BudgetError: host memory does not hold what it must.
     """
-    return place_away(found, wrapped) if wrapped.compute.separate else found
+    if not wrapped.compute.separate:
+        return found
+    return place_away(found, wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
 
 class Fitter:
@@ -110,7 +112,7 @@ class Fitter:
         wrapped, settings = self._wrapped, self._wrapped.settings
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
-        beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead_bytes(settings.memory_bytes)
+        beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
         n_persist, n_buffer = None, 0
         if given is not None:
             modes, n_persist, n_buffer = modes or given.block_modes, given.n_persist, given.n_buffer
@@ -121,16 +123,20 @@ class Fitter:
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
                 n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
-                host_budget_bytes=host_room(wrapped, self._homes.arrangement) if wrapped.compute.separate and times else 0,
+                host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
-                footprint=wrapped.footprint,
+                footprint=wrapped.footprint, n_together=wrapped.n_together,
             )  # fmt: skip
         except BudgetError as error:
-            raise refuse(error, "a step of this batch") from None
+            raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
         if settings.plan is not None:  # what was foretold stands
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
         return _placed(found, wrapped)
+
+    def _host_room(self) -> int:
+        wrapped = self._wrapped
+        return host_room(wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
         """Whether a batch of these shapes needs no more than one that was planned for."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import changes
+from . import changes, compiled
+from .errors import DiskError
+from .loads import PARAMETERS
 from .parameters import DisableTorchFunction
 from .precision import before_load
 
@@ -32,15 +34,14 @@ class ModelHooks:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self._replaced: list[tuple[nn.Module, str]] = []
+        self._replaced: dict[int, tuple[nn.Module, dict[str, Any]]] = {}  # by id: modules, names and what stood there before
 
     def install(self, session: Session) -> None:
         """Everything that the module's head names."""
         wrapped = session.wrapped
         self._wrap_forward(wrapped.model, session.run_model)
-        for number, (_, block) in enumerate(wrapped.blocks):
-            if block is not wrapped.model:
-                self._wrap_forward(block, functools.partial(session.runner.run_block, number))
+        compiled.keep_out()
+        self._wrap_parts(session)
         for number, (p, entry) in enumerate(zip(wrapped.params, wrapped.layout.entries, strict=True)):
             if entry.group >= 0:
                 self._watch_gradient(session, number, p)
@@ -48,26 +49,63 @@ class ModelHooks:
             own = {leaf: wrapped.number_of[id(p)] for leaf, p in module._parameters.items() if p is not None}
             if own:
                 self._watch_state(session, module, own)
-            if own or "forward" in self.put_in(module):
+            if next(module.parameters(), None) is not None:
                 for name, method in changes.guard(module, wrapped.layout.dtype, wrapped.compute.device, self.put_in).items():
                     self._replace(module, name, method)
+                self._replace(module, "load_state_dict", _load_state_dict(session, module))
+                self._replace(module, "compile", self._compile(session, module))
         self._replace(wrapped.model, "zero_grad", _zero_grad(session))
 
-    def put_in(self, module: nn.Module) -> set[str]:
-        """Names of what wrapping put into the module's `__dict__`."""
-        return {KEY} | {name for owner, name in self._replaced if owner is module}
+    def _wrap_parts(self, session: Session) -> None:
+        """The forward of each block, and what is compiled."""
+        parts = {id(module): module for _, module in compiled.find_compiled(session.model)}
+        for number, (_, block) in enumerate(session.wrapped.blocks):
+            around = functools.partial(session.runner.run_block, number)
+            if id(block) in parts:
+                self._wrap_compiled(session, parts.pop(id(block)), around)
+            elif block is not session.model:
+                self._wrap_forward(block, around)
+        for module in parts.values():
+            self._wrap_compiled(session, module, _call)
+
+    def _compile(self, session: Session, module: nn.Module) -> Callable[..., None]:
+        """`module.compile()` of a wrapped model, between two steps: as before wrap, and what comes next is planned for anew."""
+
+        def compile_part(*args: Any, **kwargs: Any) -> None:
+            with session.turn:
+                session.check_between_steps("compile()")
+                for other, names in self._replaced.values():
+                    if other is not session.model:
+                        _put_back(other, {name: names.pop(name) for name in ("forward", compiled.CALL) if name in names})
+                before = module.__dict__.get(compiled.CALL, changes.ABSENT)
+                try:
+                    type(module).compile(module, *args, **kwargs)
+                    compiled.check_compiled(session.model, session.wrapped.blocks, session.wrapped.compute.separate)
+                except BaseException:
+                    _put_back(module, {compiled.CALL: before})
+                    raise
+                finally:
+                    self._wrap_parts(session)
+                session.runner.forget_habits()
+                session.fitter.forget_batches()
+
+        return compile_part
+
+    def put_in(self, module: nn.Module) -> dict[str, Any]:
+        """What wrapping put into the module's `__dict__`: names, and what stood there before."""
+        return {KEY: changes.ABSENT} | self._replaced.get(id(module), (module, {}))[1]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, name in self._replaced:
-            module.__dict__.pop(name, None)
         self._handles.clear()
+        for module, names in self._replaced.values():
+            _put_back(module, names)
         self._replaced.clear()
 
     def _replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.setdefault(id(module), (module, {}))[1].setdefault(name, module.__dict__.get(name, changes.ABSENT))
         module.__dict__[name] = method
-        self._replaced.append((module, name))
 
     def _wrap_forward(self, module: nn.Module, around: Around) -> None:
         forward = module.forward
@@ -78,6 +116,20 @@ class ModelHooks:
             return around(forward, args, kwargs)
 
         self._replace(module, "forward", wrapped)
+
+    def _wrap_compiled(self, session: Session, module: nn.Module, around: Around) -> None:
+        """What `module.compile()` made takes all parameters of the module in one call; `around` is around that."""
+        call = module.__dict__[compiled.CALL]
+        numbers = [session.wrapped.number_of[id(p)] for p in module.parameters()]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return session.call_compiled(call, numbers, args, kwargs)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            changes.check_not_compiled(module)
+            return around(run, args, kwargs)
+
+        self._replace(module, compiled.CALL, wrapped)
 
     def _watch_gradient(self, session: Session, number: int, p: nn.Parameter) -> None:
         found = weakref.ref(session.gradients)  # torch keeps the second hook where a model that is dropped is not looked for
@@ -111,6 +163,39 @@ class ModelHooks:
         if session.wrapped.master_array:
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
         self._handles.append(module.register_state_dict_post_hook(fill))
+
+
+def _put_back(module: nn.Module, names: dict[str, Any]) -> None:
+    """What stood in the module's `__dict__` before stands there again."""
+    for name, before in names.items():
+        module.__dict__.pop(name, None)
+        if before is not changes.ABSENT:
+            module.__dict__[name] = before
+
+
+def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)
+
+
+def _load_state_dict(session: Session, module: nn.Module) -> Callable[..., Any]:
+    load, loads = module.load_state_dict, session.values.loads
+
+    @functools.wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        loads.disk_error = None
+        try:
+            found = load(*args, **kwargs)
+        except Exception as error:
+            failed = error if isinstance(error, DiskError) else loads.disk_error  # torch turns what copying raised into words
+            if failed is None:
+                raise
+            loads.begin(PARAMETERS)
+            raise failed from None
+        if module is session.model and not getattr(found, "missing_keys", True):
+            loads.end(PARAMETERS)
+        return found
+
+    return load_state_dict
 
 
 def _zero_grad(session: Session) -> Callable[..., None]:

@@ -15,14 +15,14 @@ from torch import nn
 
 from . import changes
 from .counting import uncounted
-from .errors import DiskError, PlanError
+from .errors import PlanError
 from .parameters import DisableTorchFunction, release
 from .precision import has_master, write_master
 from .reading import open_file, parse, shown
 from .session import Session
 from .sizes import MIB
 from .strides import dense_strides, outermost_first
-from .tensorfiles import TensorFile
+from .tensorfiles import TensorFile, unreadable
 
 SLICE_BYTES = 4 * MIB
 
@@ -330,14 +330,16 @@ def weight_files(folder: str) -> list[str]:
     """
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.lexists(index):
+        size_bytes = 0
         try:
             with open_file(index) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
                 found = parse(file.read())
             listed = set(found["weight_map"].values())
             if outside := [name for name in listed if os.path.basename(name) != name or not name.endswith(".safetensors")]:
                 raise ValueError(f"it names {shown(outside[0])}, which is no safetensors file of this folder")
         except OSError as error:
-            raise DiskError(f"{index} cannot be read: {error.strerror}", errno=error.errno or 0, filename=index) from None
+            raise unreadable(index, error, size_bytes) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{index} is no index of safetensors files: {error}") from None
         return [os.path.join(folder, name) for name in sorted(listed)]

@@ -118,7 +118,7 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
         per_byte = speed.drag_seconds_per_byte + (machine.stash_drag_seconds_per_byte if kind == ACTIVATIONS else 0.0)
-        lost += share * size * per_byte
+        lost += share * (size * per_byte + (machine.request_drag_seconds if lane != UPDATE else 0.0))
     return lost
 
 

@@ -276,7 +276,7 @@ def _named(
     error: BudgetError, profile: Profile, hardware: Hardware, budget: int, host: int, modes: list[str] | None
 ) -> BudgetError:
     """The refusal, in the words of the host where it is the host that is full."""
-    if hardware.host is None:
+    if hardware.host is None or str(error).startswith("host_memory"):
         return error
     try:
         plan_from_profile(profile, budget, host_budget_bytes=_ENDLESS_BYTES, n_ranks=hardware.n_devices, modes=modes)

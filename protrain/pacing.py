@@ -4,15 +4,21 @@ A dry run says before the first step what fits memory, and a fixed rule makes th
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
 searches with times, and where its plan is better than the one in use the session changes over, between two steps. A longer batch
 starts this anew: its memory is foreseen first, and it is profiled as it runs.
+
+Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
+profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from dataclasses import replace
+from typing import Any
 
-from .calibration import measure_device, measure_machine
+from .calibration import DEVICE_UPDATE_BYTES_PER_SECOND, measure_device, measure_machine
 from .compute import Accelerator
+from .device_clock import DeviceClock
 from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
 from .fitting import Fitter, Shapes
@@ -31,7 +37,6 @@ DEPARTURE, DEPARTED_STEPS = 0.2, 5
 #: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
 TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
-DEVICE_UPDATE_BYTES_PER_SECOND = 1e11
 
 
 class Pacer:
@@ -47,11 +52,14 @@ class Pacer:
         self._departed = 0  # steps in a row
         self._patience = DEPARTED_STEPS
         self._told = False
+        self._ordered: deque[tuple[float, tuple[Any, Any]]] = deque()  # steps of a device: planned seconds, begin and end
+        self._departure: tuple[float, float] | None = None  # planned and taken, where the next step is profiled for it
 
     def begin(self, run: DryRun | None, shapes: Shapes) -> None:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
-        self._times, self._profiled, self._departed = None, 0, 0
+        self._times, self._profiled, self._departed, self._departure = None, 0, 0, None
+        self._ordered.clear()
         if self._clock.device is not None:
             self._clock.device.running = True
 
@@ -71,30 +79,46 @@ class Pacer:
                     self._plan(self._run, update_seconds, update_bytes)
                 if device is not None:
                     device.running = self._profiled < PROFILED_STEPS
-            return
-        if device is not None:  # by the thread's clock, which orders and is ahead, no step departs
+                    if self._departure is not None:
+                        self._tell(*self._departure)
+                        self._departure = None
             return
         planned = self._homes.arrangement.plan.step_seconds
-        if planned <= 0:
-            return
-        departs = not 1 / (1 + DEPARTURE) <= step_seconds / planned <= 1 + DEPARTURE
-        self._departed = self._departed + 1 if departs else 0
-        if self._departed >= self._patience:
-            self._again(planned, step_seconds, update_seconds, update_bytes)
+        if device is not None:
+            self._watch(device, planned)
+        elif planned > 0 and self._departs(planned, step_seconds) and self._observe(self._run, update_seconds):
+            self._plan(self._run, update_seconds, update_bytes)
+            self._tell(planned, step_seconds)
 
-    def _again(self, planned: float, taken: float, update_seconds: float, update_bytes: int) -> None:
-        """Profile the step that was just made, and plan anew; said once."""
-        assert self._run is not None
+    def _departs(self, planned: float, taken: float) -> bool:
+        """Whether this step is one too many that departs from its plan."""
+        departs = not 1 / (1 + DEPARTURE) <= taken / planned <= 1 + DEPARTURE
+        self._departed = self._departed + 1 if departs else 0
+        if self._departed < self._patience:
+            return False
         self._departed, self._patience, self._times = 0, 2 * self._patience, None
-        if not self._observe(self._run, update_seconds):
-            return
-        self._plan(self._run, update_seconds, update_bytes)
+        return True
+
+    def _watch(self, device: DeviceClock, planned: float) -> None:
+        """The same over a device: of steps whose ends it has come to. The next one is profiled where they depart."""
+        while self._ordered and (taken := device.seconds(self._ordered[0][1])) is not None:
+            expected, _ = self._ordered.popleft()
+            if self._departs(expected, taken):
+                self._ordered.clear()
+                self._departure, self._profiled, device.running = (expected, taken), PROFILED_STEPS - 1, True
+                return
+        step = device.take_step()
+        if planned > 0 and step is not None:
+            self._ordered.append((planned, step))
+
+    def _tell(self, planned: float, taken: float) -> None:
+        """Once in a session."""
         if not self._told:
             self._told = True
             warnings.warn(
                 f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {DEPARTED_STEPS} steps; they were "
                 f"measured and planned again",
-                stacklevel=7,
+                stacklevel=8,
             )
 
     def _observe(self, run: DryRun, update_seconds: float) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import _core
@@ -17,11 +17,13 @@ from .dryrun import DryRun
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, pack
-from .profiles import LANES, Machine, Profile, Times
+from .profiles import LANES, Machine, Overhead, Profile, Times
 from .reading import parse, typed
+from .requests import with_requests
 from .sizes import format_bytes
 
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
+_NO_OVERHEAD = Overhead()
 
 
 #: Why compute waits, in the order of csrc/plan/plan.h.
@@ -212,6 +214,7 @@ def arrange(
     n_ranks: int = 1,
     ring_host_bytes: int = 0,
     footprint: Footprint | None = None,
+    n_together: int = 1,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
@@ -219,9 +222,11 @@ def arrange(
         modes, n_persist: as given, where not None. n_buffer: with n_persist, the slots of the plan that both are from.
         unknown_bytes: activations where no dry run knows them.
         times, machine: for a plan by time; both or none.
-        host_budget_bytes: of a host tier beside the device. n_ranks: devices that share what is not persistent.
+        host_budget_bytes: of a host tier beside the device, the ring among it where that is there. n_ranks: devices that share
+            what is not persistent.
         ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
         footprint: of an optimizer without a kernel; n_states is 0 then.
+        n_together: the most chunks that are read at once, where no dry run knows it.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
@@ -253,7 +258,7 @@ def arrange(
         phases,
         accesses,
         list(run.access_phases) if run else [],
-        run.n_together if run else 1,
+        run.n_together if run else n_together,
         2 + n_states,
         n_blocks,
         None if modes is None else [MODES.index(mode) for mode in modes],
@@ -263,7 +268,9 @@ def arrange(
         n_passes,
         host_budget_bytes,
         n_ranks,
-        _timed(times, machine) if run and times and machine else None,
+        _timed(times, with_requests(machine, chunks.sizes, n_states, run.record_bytes, budget_bytes))
+        if run and times and machine
+        else None,
         ring_host_bytes,
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
@@ -304,13 +311,14 @@ def arrange(
     )
 
 
-_Phase = tuple[int, bool, int, int, int, int, int]
+_Phase = tuple[int, bool, int, int, int, int, int, int]
 
 
 def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
     """The last phase, with an update behind it that takes so much beside what is still there."""
-    block, backward, keep_entry, keep_peak, entry, peak, working = tail
-    return block, backward, keep_entry, max(keep_peak, keep_entry + step_bytes), entry, max(peak, entry + step_bytes), working
+    block, backward, keep_entry, keep_peak, entry, peak, working, small = tail
+    keep_peak, peak = max(keep_peak, keep_entry + step_bytes), max(peak, entry + step_bytes)
+    return block, backward, keep_entry, keep_peak, entry, peak, working, small
 
 
 def _phases(run: DryRun) -> list[_Phase]:
@@ -323,6 +331,7 @@ def _phases(run: DryRun) -> list[_Phase]:
             p.checkpoint_entry_bytes,
             p.checkpoint_peak_bytes,
             p.keep_working_bytes,
+            p.small_bytes,
         )
         for p in run.phases
     ]
@@ -374,6 +383,9 @@ def plan_from_profile(
     """The plan for a budget, in bytes, of what was profiled, here or elsewhere; deterministic.
 
     Args:
+        host_budget_bytes: of host memory for each device, where the profile's machine has one beside it; the ring is there then.
+            Of a profile that was measured over a device it has to hold all that a session keeps on the host.
+        n_ranks: devices that share what is not persistent.
         modes: of the blocks; None: the planner's choice.
         given: a plan whose decisions are taken, to foretell what it takes by this profile.
 
@@ -381,30 +393,50 @@ def plan_from_profile(
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the profile contradicts itself.
     """
+    from .calibration import DEVICE_UPDATE_BYTES_PER_SECOND
+    from .tiers import host_room, place_away
+
     chunks = pack(profile.parameters, profile.chunk_bytes)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
     if given is not None and given.chunk_bytes != profile.chunk_bytes:
         raise PlanError(f"given: its chunks are of {given.chunk_bytes} bytes, those of the profile of {profile.chunk_bytes}")
     timed = profile.footprint is None  # what an update without a kernel takes, and when, is not simulated
+    over = profile.overhead
+    beside = over is not None or profile.machine.upload.bytes_per_second > 0  # host memory, where updates pass through it
+    room_bytes = host_budget_bytes if over is None else host_room(chunks, profile.n_states, host_budget_bytes)
+    machine = profile.machine
+    if over is not None and machine.step_update_bytes_per_second == 0:
+        machine = replace(machine, step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
     try:
-        return arrange(
+        found = arrange(
             chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=given.block_modes if given else modes,
             n_persist=given.n_persist if given else None, n_buffer=given.n_buffer if given else 0,
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
-            times=profile.times if timed else None, machine=profile.machine if timed else None,
-            host_budget_bytes=host_budget_bytes, n_ranks=n_ranks, footprint=profile.footprint,
-        ).plan  # fmt: skip
+            times=profile.times if timed else None, machine=machine if timed else None,
+            unknown_bytes=over.of(budget_bytes) if over is not None else 0, host_budget_bytes=room_bytes, n_ranks=n_ranks,
+            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint,
+        )  # fmt: skip
     except BudgetError as error:
-        raise refuse(error, "a step of this batch") from None
+        raise refuse(error, "a step of this batch", over or _NO_OVERHEAD) from None
+    if over is not None:
+        return place_away(found, chunks, profile.n_states, host_budget_bytes).plan
+    if found.host_ring_bytes > host_budget_bytes:
+        raise BudgetError(
+            f"host_memory of {format_bytes(host_budget_bytes)} does not hold what updates pass through: give at least "
+            f"{format_bytes(found.host_ring_bytes)}",
+            needed_bytes=found.host_ring_bytes, budget_bytes=host_budget_bytes, smallest_bytes=found.host_ring_bytes,
+        )  # fmt: skip
+    return found.plan
 
 
-def refuse(error: BudgetError, what: str) -> BudgetError:
-    """The planner's refusal in the words of the interface."""
+def refuse(error: BudgetError, what: str, overhead: Overhead = _NO_OVERHEAD) -> BudgetError:
+    """The planner's refusal in the words of the interface. overhead: that it counted, which grows with the budget."""
+    smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
     return BudgetError(
         f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
-        f"the smallest budget that works is {format_bytes(error.smallest_bytes)} ({error.smallest_bytes} bytes)",
+        f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",
         needed_bytes=error.needed_bytes,
         budget_bytes=error.budget_bytes,
-        smallest_bytes=error.smallest_bytes,
+        smallest_bytes=smallest,
     )

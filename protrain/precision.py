@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import _core
+from .compiled import CALL, find_compiled
 from .counting import uncounted
 from .errors import PlanError
 from .parameters import DisableTorchFunction
@@ -24,6 +26,7 @@ from .sizes import MIB
 from .strides import dense_like, outermost_first
 
 if TYPE_CHECKING:
+    from .layout import Layout
     from .values import Values
     from .wrapped import Wrapped
 
@@ -77,6 +80,13 @@ def state_arrays(n_states: int, dtype: torch.dtype) -> int:
     return n_states if dtype == torch.float32 else 2 * (n_states + 1)
 
 
+def widened_bytes(layout: Layout, max_grad_norm: float | None) -> int:
+    """What the norm of a bf16 gradient takes while it is computed: the largest of them in fp32."""
+    if layout.dtype != torch.bfloat16 or max_grad_norm is None:
+        return 0
+    return _core.rounded_bytes(max((4 * entry.count for entry in layout.entries if entry.group >= 0), default=0))
+
+
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model as it will be trained: itself, or a copy of it with parameters of this type that have no values, on meta."""
     if all(p.dtype == dtype for p in model.parameters()):
@@ -88,9 +98,12 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     memo.pop(id(None), None)
     try:
         with uncounted():
-            return copy.deepcopy(model, memo)
+            made = copy.deepcopy(model, memo)
     except Exception as error:
         raise PlanError(f"model: this {type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+    for _, module in find_compiled(model):
+        memo[id(module)].__dict__[CALL] = module.__dict__[CALL]  # a copy is not compiled, but what is trained will be
+    return made
 
 
 def saved_config(model: nn.Module, config: Any) -> Any:

@@ -40,7 +40,7 @@ class Machine:
 
     disk_overlap, link_overlap: 1.0 where both directions share the time, 2.0 where neither slows the other.
     stash_drag_seconds_per_byte: compute lost for each byte of activations beside the lane's drag; negative where they lose less,
-    which is never below nothing.
+    which is never below nothing. request_drag_seconds: compute lost for each request to the disk, beside what its bytes cost.
     step_update_bytes_per_second: of parameters and state at home on the device, updated in step().
     step_fixed_seconds: of each step; access_seconds: of each demand of a chunk that is there; checkpoint_seconds: of each
     recomputed block beside recomputation; swap_seconds: of each block of a swap mode.
@@ -55,6 +55,7 @@ class Machine:
     disk_overlap: float = 1.0
     link_overlap: float = 2.0
     stash_drag_seconds_per_byte: float = 0.0
+    request_drag_seconds: float = 0.0
     step_update_bytes_per_second: float = 0.0
     step_fixed_seconds: float = 0.0
     access_seconds: float = 0.0
@@ -76,12 +77,35 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """What libraries and the allocator's rounding take of a device's budget beside tensors: fixed_bytes, and one part in `part`
+    of the budget; 0: none."""
+
+    fixed_bytes: int = 0
+    part: int = 0
+
+    def of(self, budget_bytes: int) -> int:
+        """What is taken of this budget."""
+        return self.fixed_bytes + (budget_bytes // self.part if self.part else 0)
+
+    def around(self, needed_bytes: int) -> int:
+        """The smallest budget that leaves so much beside what is taken of it."""
+        found = needed_bytes + self.fixed_bytes
+        if self.part:
+            found = -(-found * self.part // (self.part - 1))
+            while found > 0 and found - 1 - self.of(found - 1) >= needed_bytes:
+                found -= 1
+        return found
+
+
+@dataclass(frozen=True)
 class Profile:
     """All that a plan needs of a model, a batch and a machine.
 
     parameters: (bytes, number of its block or -1, trained) of each parameter in execution order. run.accesses and
     run.complete_phase are of chunks of chunk_bytes, so a plan from this profile has chunks of that size. footprint: of an
-    optimizer without a kernel; then n_states is 0, and plans have no times.
+    optimizer without a kernel; then n_states is 0, and plans have no times. overhead: where it was measured over a device that
+    has memory of its own; plans from it place homes as a session does there (tiers.py).
     """
 
     parameters: tuple[tuple[int, int, bool], ...]
@@ -95,6 +119,7 @@ class Profile:
     grads_outlive_backward: bool = False
     model: str = ""
     footprint: Footprint | None = None
+    overhead: Overhead | None = None
 
     def to_json(self) -> str:
         """All of it as a JSON object; `from_json` gives an equal profile."""
@@ -137,5 +162,7 @@ class Profile:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, or a parameter of less than none")
         if not 0 <= self.n_states <= MOST_STATES or self.n_passes < 1:
             raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
+        if self.overhead is not None and (min(self.overhead.fixed_bytes, self.overhead.part) < 0 or self.overhead.part == 1):
+            raise ValueError(f"an overhead of {self.overhead.fixed_bytes} bytes and one part in {self.overhead.part}")
         if self.footprint is not None and len(self.footprint.state_bytes) != len(self.parameters):
             raise ValueError(f"it has states of {len(self.footprint.state_bytes)} parameters, and {len(self.parameters)}")

@@ -6,6 +6,7 @@ others hand their input on and get the times of those that ran. Where kept activ
 backward, and what that took is taken off again.
 
 Passes repeat, and a phase's time is the median of its times. Phases are cut as the dry run cuts them and must be the same ones.
+Over a device the twin is there, and times are those of its stream.
 The real model and the batch are only read; random states stay as they are.
 """
 
@@ -19,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,14 +29,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from . import _core
+from .compiled import eager
+from .compute import Accelerator, Compute
 from .counting import uncounted
 from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, watch_backward
 from .errors import Error
 from .parameters import DisableTorchFunction
 from .profiles import Times
 from .ring import Ring, copy_batch, make_twin
-from .sizes import default_memory_bytes, format_bytes
+from .sizes import format_bytes
 from .timeline import _tensors
 
 #: Of blocks that are alike so many run.
@@ -194,52 +196,82 @@ class _Span:
     call: int  # number of the forward of a block that it belongs to; -1 outside of blocks
     begin_ns: int
     own_end_ns: int = 0  # 0: no end was marked
-    recompute_ns: int = 0
+    recomputed: list[tuple[int, int]] = field(default_factory=list)  # from when to when
 
 
 class _Clock:
-    """The spans of one pass."""
+    """The spans of one pass. Over a device a time is the number of a moment of its stream, until the pass is over: then the
+    thread waits for the last one, and all are translated."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self.accelerator = accelerator
+        self.moments: list[Any] = []
         self.n_calls = 0
-        self.spans = [_Span(-1, False, -1, _now_ns())]
+        self.spans = [_Span(-1, False, -1, self.now())]
         self.end_ns = 0
 
+    def now(self) -> int:
+        if self.accelerator is None:
+            return _now_ns()
+        self.moments.append(self.accelerator.moment())
+        return len(self.moments) - 1
+
     def mark(self, block: int, backward: bool, call: int) -> None:
-        self.spans.append(_Span(block, backward, call, _now_ns()))
+        self.spans.append(_Span(block, backward, call, self.now()))
 
     def mark_end(self, block: int, backward: bool) -> None:
         last = self.spans[-1]
         if last.block == block and last.backward == backward and not last.own_end_ns:
-            last.own_end_ns = _now_ns()
+            last.own_end_ns = self.now()
 
     def mark_head(self) -> None:
         """Forward is over. What followed the last block is the head; without blocks it is the first phase."""
         last = self.spans[-1]
         if last.block >= 0:
-            self.spans.append(_Span(-1, False, -1, last.own_end_ns or _now_ns()))
+            self.spans.append(_Span(-1, False, -1, last.own_end_ns or self.now()))
 
     def finish(self) -> None:
         """Backward is over. What followed the last block is the tail."""
         last = self.spans[-1]
-        self.end_ns = _now_ns()
+        self.end_ns = self.now()
         if not last.backward or last.block >= 0:
             self.spans.append(_Span(-1, True, -1, (last.backward and last.own_end_ns) or self.end_ns))
+        if self.accelerator is not None:
+            self._translate(self.accelerator)
+
+    def _translate(self, accelerator: Accelerator) -> None:
+        base = self.moments[0]
+        times = [accelerator.elapsed_ns(base, moment) for moment in self.moments]
+        self.moments.clear()
+        for span in self.spans:
+            span.begin_ns = times[span.begin_ns]
+            span.own_end_ns = times[span.own_end_ns] if span.own_end_ns else 0
+            span.recomputed = [(times[begin], times[end]) for begin, end in span.recomputed]
+        self.end_ns = times[self.end_ns]
 
     def seconds(self) -> list[tuple[float, float]]:
         """Of each span: its own part, and what followed; recomputation is left out."""
         found = []
         for span, end in zip(self.spans, [*(after.begin_ns for after in self.spans[1:]), self.end_ns], strict=True):
             own_end = min(span.own_end_ns or end, end)
-            found.append(((own_end - span.begin_ns - span.recompute_ns) / 1e9, (end - own_end) / 1e9))
+            again = sum(last - first for first, last in span.recomputed)
+            found.append(((own_end - span.begin_ns - again) / 1e9, (end - own_end) / 1e9))
         return found
 
 
 class _Rehearsal:
     """The twin, its blocks watched, and the passes it has made."""
 
-    def __init__(self, twin: nn.Module, blocks: list[nn.Module], run: DryRun, groups: list[list[int]], recompute: bool) -> None:
-        self.twin, self.run, self.recompute = twin, run, recompute
+    def __init__(
+        self,
+        twin: nn.Module,
+        blocks: list[nn.Module],
+        run: DryRun,
+        groups: list[list[int]],
+        recompute: bool,
+        accelerator: Accelerator | None,
+    ) -> None:
+        self.twin, self.run, self.recompute, self.accelerator = twin, run, recompute, accelerator
         self.calls = _calls_of(run)
         self.group_of: dict[int, _Group] = {}
         self.stands_for: dict[int, list[int]] = {}  # a call that does not run -> those like it that do
@@ -247,7 +279,7 @@ class _Rehearsal:
             group = _Group()
             self.group_of |= dict.fromkeys(calls, group)
             self.stands_for |= dict.fromkeys(calls[RUN_OF_ALIKE:], calls[:RUN_OF_ALIKE])
-        self.clock = _Clock()
+        self.clock = _Clock(accelerator)
         self.first_pass = True
         self.replaced = [(block, block.__dict__.get("forward")) for block in blocks]
         self.forwards = [block.forward for block in blocks]
@@ -269,7 +301,7 @@ class _Rehearsal:
 
     def one_pass(self, args: Any, kwargs: dict[str, Any]) -> list[tuple[float, float]]:
         """Forward and backward; seconds of each phase, as `_Clock.seconds` gives them."""
-        clock = self.clock = _Clock()
+        clock = self.clock = _Clock(self.accelerator)
         with torch.enable_grad():
             output = self.twin(*args, **kwargs)
             starts = _starts(output)
@@ -327,11 +359,12 @@ class _Rehearsal:
     def _timed(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() == -1:
             return forward(*args, **kwargs)
-        begin = _now_ns()
+        clock = self.clock
+        begin = clock.now()
         try:
             return forward(*args, **kwargs)
         finally:  # it may end by an exception, when all that was saved is back
-            self.clock.spans[-1].recompute_ns += _now_ns() - begin
+            clock.spans[-1].recomputed.append((begin, clock.now()))
 
     def _learn(self, call: int, group: _Group, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """How those like this one are passed by, from one that ran."""
@@ -384,13 +417,13 @@ def _make_times(rehearsal: _Rehearsal, passes: list[list[tuple[float, float]]]) 
     return Times(tuple((own + after, again.get(number, 0.0)) for number, (own, after) in enumerate(phases)))
 
 
-def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any]) -> list[list[tuple[float, float]]]:
+def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any], device: torch.device) -> list[list[tuple[float, float]]]:
     """Passes, after one that does not count, until they are enough."""
-    rehearsal.one_pass(*copy_batch(batch, memo))
+    rehearsal.one_pass(*copy_batch(batch, memo, device))
     passes: list[list[tuple[float, float]]] = []
     lengths: list[float] = []
     while True:
-        passes.append(rehearsal.one_pass(*copy_batch(batch, memo)))
+        passes.append(rehearsal.one_pass(*copy_batch(batch, memo, device)))
         lengths.append(sum(own + after for own, after in passes[-1]))
         most = max(LEAST_SECONDS, sum(lengths[:LEAST_PASSES])) + MORE_SECONDS
         steady = statistics.median(lengths) <= (1 + STEADY) * min(lengths)
@@ -403,41 +436,54 @@ def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any]) -> list[lis
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _random_states_kept(compute: Compute) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    states = compute.random_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
+        compute.set_random_state(states[0])
         random.setstate(states[1])
         if numpy:
             numpy.random.set_state(states[2])
 
 
 def _attempt(
-    model: nn.Module, ring: Ring, batch: Any, blocks: Sequence[nn.Module], run: DryRun, groups: list[list[int]], recompute: bool
+    model: nn.Module,
+    ring: Ring,
+    batch: Any,
+    blocks: Sequence[nn.Module],
+    run: DryRun,
+    groups: list[list[int]],
+    recompute: bool,
+    accelerator: Accelerator | None,
 ) -> Times:
     with torch.no_grad(), DisableTorchFunction():
         twin, memo = make_twin(model, ring)
-    rehearsal = _Rehearsal(twin, [memo[id(block)] for block in blocks], run, groups, recompute)
+    rehearsal = _Rehearsal(twin, [memo[id(block)] for block in blocks], run, groups, recompute, accelerator)
     try:
-        return _make_times(rehearsal, _repeat(rehearsal, batch, memo))
+        return _make_times(rehearsal, _repeat(rehearsal, batch, memo, ring.device))
     finally:
         rehearsal.close()
 
 
 def _rehearse_once(
-    model: nn.Module, batch: Any, blocks: Sequence[nn.Module], run: DryRun, groups: list[list[int]], memory_bytes: int
+    model: nn.Module,
+    batch: Any,
+    blocks: Sequence[nn.Module],
+    run: DryRun,
+    groups: list[list[int]],
+    memory_bytes: int,
+    accelerator: Accelerator | None,
 ) -> Times:
     """With activations kept where that fits memory, else recomputed."""
     try:
-        ring = Ring(model)
+        ring = Ring(model, accelerator)
         passed_by = [call for group in groups for call in group[RUN_OF_ALIKE:]]
         needs = [ring.bytes + _needed_bytes(run, passed_by, recompute) for recompute in (False, True)]
         if min(needs) > memory_bytes:
             raise _MemoryError(f"it takes {format_bytes(min(needs))} of memory, and {format_bytes(memory_bytes)} may be used")
-        return _attempt(model, ring, batch, blocks, run, groups, recompute=needs[0] > memory_bytes)
+        return _attempt(model, ring, batch, blocks, run, groups, needs[0] > memory_bytes, accelerator)
     except RehearsalError as error:
         traceback.clear_frames(error.__traceback__)  # they hold the twin
         raise
@@ -454,15 +500,17 @@ def rehearse(
     run: DryRun,
     *,
     memory_bytes: int | None = None,
+    compute: Compute | None = None,
 ) -> Times:
     """Measure what each phase of a training step of this batch computes, without training.
 
     Args:
-        model: on CPU or meta, not wrapped; only read.
-        args, kwargs: what the model is called with; tensors on the CPU, with values as in training.
+        model: where it computes, on CPU or on meta, not wrapped; only read.
+        args, kwargs: what the model is called with; tensors where it computes or on the CPU, with values as in training.
         blocks: modules of the model, as `find_blocks` finds them.
         run: the dry run of the same model, batch and blocks.
-        memory_bytes: what may be used; None: what is free less a reserve.
+        memory_bytes: what may be used of the memory of what computes; None: what is free less a reserve.
+        compute: what computes; None: the CPU.
 
     Returns:
         Seconds of each phase of `run`, in its order.
@@ -470,19 +518,21 @@ def rehearse(
     Raises:
         RehearsalError: the model does not run, not in the order of `run`, or not in this memory.
     """
-    memory_bytes = default_memory_bytes() if memory_bytes is None else memory_bytes
+    compute = compute or Compute()
+    accelerator = compute if isinstance(compute, Accelerator) else None
+    memory_bytes = compute.default_memory_bytes() if memory_bytes is None else memory_bytes
     batch = (tuple(args), dict(kwargs))
     alike = [group for group in _find_alike(blocks, run) if len(group) > RUN_OF_ALIKE]
-    with uncounted(), _random_states_kept():
+    with uncounted(), _random_states_kept(compute), eager():
         try:
             if alike:
                 try:
-                    return _rehearse_once(model, batch, blocks, run, alike, memory_bytes)
+                    return _rehearse_once(model, batch, blocks, run, alike, memory_bytes, accelerator)
                 except _MemoryError:
                     raise
                 except RehearsalError:
                     gc.collect()
-            return _rehearse_once(model, batch, blocks, run, [], memory_bytes)
+            return _rehearse_once(model, batch, blocks, run, [], memory_bytes, accelerator)
         finally:
             gc.collect()
-            _core.trim(0)
+            compute.trim()

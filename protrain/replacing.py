@@ -6,7 +6,8 @@ next one that reads or writes the target; what a living run writes is never touc
 folders, as NFS, what dead runs left stays.)
 
 A folder changes places with the old one in one call, so that there is no moment without a whole target. Where the filesystem
-cannot, there are two renames, and who finds the target missing puts the old one back.
+cannot, there are three renames, and who finds the target missing puts the old one back. The old one is removed when the disk has
+confirmed the new one's name; where it does not, they change back.
 """
 
 from __future__ import annotations
@@ -230,16 +231,64 @@ def _remove(path: Path) -> None:
 
 
 def _put_in_place(fresh: Path, target: Path) -> None:
-    """The folder takes the target's name; what had it is gone, or has the folder's name and goes with that."""
-    if not target.exists():
-        fresh.rename(target)
-    elif not _exchange(fresh, target):
-        _rename_twice(fresh, target)
-    _sync(target.parent)
+    """The folder takes the target's name, for good; what had it has the folder's name, and goes with that. Where this fails, each
+    has its own name again.
+
+    Raises:
+        OSError: what was there is there.
+        DiskError: the new folder is there, and what was there could not be put back.
+    """
+    ours, there = os.lstat(fresh), target.exists()
+    with _held(target) if there else contextlib.nullcontext():
+        try:
+            if there:
+                _exchange(fresh, target)
+            else:
+                fresh.rename(target)
+            _sync(target.parent)
+        except BaseException as error:
+            try:
+                _take_back(fresh, target, ours, there)
+            except OSError as second:
+                raise DiskError(
+                    f"{target} holds what is new, but the disk may lose it, and what was there cannot be put back: "
+                    f"{second.strerror}; look at the disk and save again",
+                    errno=second.errno or 0,
+                    filename=str(target),
+                ) from error
+            raise
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Two names of one folder change places at once; False where the system or the filesystem cannot."""
+def _take_back(fresh: Path, target: Path, ours: os.stat_result, there: bool) -> None:
+    """Undo what `_put_in_place` did so far. ours: of the folder that was to take the target's name."""
+    if not os.path.lexists(target) or not os.path.samestat(os.lstat(target), ours):
+        return  # it has not come so far, or somebody else's is there by now
+    if there:
+        _exchange(fresh, target)
+    else:
+        target.rename(fresh)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """It is locked, whatever its name: nobody takes it for what a dead run left."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Two folders change names; where that fails, neither has."""
+    if not _exchange_at_once(one, other):
+        _exchange_by_renames(one, other)
+
+
+def _exchange_at_once(one: Path, other: Path) -> bool:
+    """False where the system or the filesystem cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -251,22 +300,18 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _rename_twice(fresh: Path, target: Path) -> None:
-    old = _name(target, "old")
-    handle = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _exchange_by_renames(one: Path, other: Path) -> None:
+    """When the process is killed between them, `clear_leftovers` puts the other back."""
+    aside, tried = _name(other, "old"), []
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        target.rename(old)
-        try:
-            fresh.rename(target)
-        except BaseException:
-            if not target.exists():
-                old.rename(target)
-            raise
-        _remove(old)
-    finally:
-        os.close(handle)
+        for source, name in ((other, aside), (one, other), (aside, one)):
+            tried.append((source, name))
+            source.rename(name)
+    except BaseException:
+        for source, name in reversed(tried):
+            with contextlib.suppress(FileNotFoundError):  # this one was not made
+                name.rename(source)
+        raise
 
 
 def _make_parents(folder: Path) -> list[Path]:
@@ -289,7 +334,10 @@ def _sync(path: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    for root, _, names in os.walk(folder):
+    def refuse(error: OSError) -> None:
+        raise error  # what cannot be listed cannot be synced
+
+    for root, _, names in os.walk(folder, onerror=refuse):
         for name in names:
             _sync(Path(root) / name)
         _sync(Path(root))

@@ -26,7 +26,7 @@ class Residency:
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner, device_clock: DeviceClock | None = None) -> None:
         self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
-        self._engine, self._owner, self._compute = engine, owner, wrapped.compute
+        self._engine, self.owner, self._compute = engine, owner, wrapped.compute
         self._device_clock = device_clock
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
@@ -49,7 +49,7 @@ class Residency:
             if in_memory:
                 release(p)
             else:
-                enchain(p, self._owner, index)
+                enchain(p, self.owner, index)
 
     def bind_all(self) -> None:
         for chunk in range(self._layout.n_chunks):
@@ -70,7 +70,7 @@ class Residency:
     def watch_all(self) -> None:
         """Parameters have no place: each use of one, also of those in memory, turns to the session first."""
         for number, p in enumerate(self._params):
-            enchain(p, self._owner, number)
+            enchain(p, self.owner, number)
 
     def forget(self) -> None:
         """Slots and homes go, wherever parameters lie now."""

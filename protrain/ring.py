@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .compute import Accelerator
 from .dryrun import _HOOKS, _is_torchs_own, _output_tensors, _put_forward_back
 from .errors import PlanError
 from .materialise import _transformers_buffers
@@ -65,9 +66,9 @@ class _Pool:
         step = max(64 // self.dtype.itemsize, 1)
         return [-(-_extent(p) // step) * step for p in self.members]
 
-    def make(self, count: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def make(self, count: int, device: torch.device) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each member, and its values among `count` elements."""
-        buffer = torch.empty(count, dtype=self.dtype, device="cpu")
+        buffer = torch.empty(count, dtype=self.dtype, device=device)
         done = min(count, MIB)
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
             buffer[:done].normal_(0, 2.0 ** (-self.exponent / 2))
@@ -82,7 +83,7 @@ class _Pool:
             if place + size > count:
                 place = 0
             # A storage's tensor, no view: versions of parameters that share memory are counted apart.
-            yield p, torch.empty(0, dtype=self.dtype, device="cpu").set_(buffer.untyped_storage(), place, p.shape, p.stride())
+            yield p, torch.empty(0, dtype=self.dtype, device=device).set_(buffer.untyped_storage(), place, p.shape, p.stride())
             place += size
 
 
@@ -102,18 +103,23 @@ def _exponent(p: torch.Tensor) -> int:
 
 
 class Ring:
-    """The memory of all of a model's parameters: `bytes` of it, taken by `make`."""
+    """The memory of all of a model's parameters: `bytes` of it on `device`, taken by `make`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, accelerator: Accelerator | None = None) -> None:
         """
+        Args:
+            accelerator: where the model is to compute; None: on the CPU.
+
         Raises:
-            PlanError: a parameter is neither on the CPU nor on meta.
+            PlanError: a parameter is neither there nor on the CPU nor on meta.
         """
+        self.device = accelerator.device if accelerator is not None else torch.device("cpu")
+        caches = (accelerator.cache_bytes() if accelerator is not None else 0) or cache_bytes()
         self.alone: list[tuple[str, nn.Parameter]] = []
         pools: dict[tuple[torch.dtype, int], _Pool] = {}
         for name, p in model.named_parameters():
-            if p.device.type not in ("cpu", "meta"):
-                raise PlanError(f"model: parameter {name} is on {p.device}; cpu and meta are supported")
+            if p.device.type not in ("cpu", "meta") and p.device != self.device:
+                raise PlanError(f"model: parameter {name} is on {p.device}; {_allowed(self.device)} are supported")
             if p.dim() < 2 and p.numel() * p.element_size() <= _SMALL_BYTES:
                 self.alone.append((name, p))
             else:
@@ -121,7 +127,7 @@ class Ring:
                 pools.setdefault(key, _Pool(*key)).members.append(p)
         self.pools = [(pool, pool.counts()) for pool in pools.values()]
         model_bytes = sum(sum(counts) * pool.dtype.itemsize for pool, counts in self.pools)
-        part = min(1.0, RING_OF_CACHES * cache_bytes() / max(model_bytes, 1))
+        part = min(1.0, RING_OF_CACHES * caches / max(model_bytes, 1))
         self.counts = [min(sum(counts), max(*counts, int(sum(counts) * part) + 1)) for _, counts in self.pools]
         self.bytes = sum(count * pool.dtype.itemsize for count, (pool, _) in zip(self.counts, self.pools, strict=True))
         self.bytes += sum(p.numel() * p.element_size() for _, p in self.alone)
@@ -129,28 +135,34 @@ class Ring:
     def make(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter of the model, and its values in the twin."""
         for name, p in self.alone:
-            if p.device.type == "cpu":
-                yield p, p.detach().clone()
+            if p.device.type != "meta":
+                yield p, p.detach().to(self.device, copy=True)
             else:
                 value = 0.0 if "bias" in name.rpartition(".")[2] else 1.0
-                yield p, torch.full(p.shape, value, dtype=p.dtype, device="cpu")
+                yield p, torch.full(p.shape, value, dtype=p.dtype, device=self.device)
         for (pool, _), count in zip(self.pools, self.counts, strict=True):
-            yield from pool.make(count)
+            yield from pool.make(count, self.device)
 
 
 # ---- the twin ----
 
 
-def _other_tensor(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-    """A copy of a buffer or an attribute; on meta, what the model's constructor gives, else values that harm nothing."""
+def _allowed(device: torch.device) -> str:
+    return "cpu and meta" if device.type == "cpu" else f"{device}, cpu and meta"
+
+
+def _other_tensor(tensor: torch.Tensor, known: torch.Tensor | None, device: torch.device, moves: bool) -> torch.Tensor:
+    """A copy of a buffer, which moves to the device, or of an attribute, which stays where it is; on meta, what the model's
+    constructor gives, else values that harm nothing."""
     if tensor.device.type == "meta":
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if known is None else known
         if known is None and tensor.dtype == torch.bool:
             made.fill_(True)  # a mask that masks nothing
-    elif tensor.device.type == "cpu":
+    elif tensor.device.type == "cpu" or tensor.device == device:
         made = tensor.detach().clone()
     else:
-        raise PlanError(f"model: one of its tensors is on {tensor.device}; cpu and meta are supported")
+        raise PlanError(f"model: one of its tensors is on {tensor.device}; {_allowed(device)} are supported")
+    made = made.to(device) if moves else made
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
@@ -159,12 +171,13 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
     computes parameters.
 
     Raises:
-        PlanError: a buffer or an attribute is a tensor neither on the CPU nor on meta.
+        PlanError: a buffer or an attribute is a tensor neither on the ring's device nor on the CPU nor on meta.
     """
     memo: dict[int, Any] = {}
     buffers = [(name, b) for name, b in model.named_buffers() if b.device.type == "meta"]
     values = _transformers_buffers(model) if buffers else {}
     known = {id(b): values.get(name) for name, b in buffers}
+    buffer_ids = {id(b) for b in model.buffers()}
     for p, value in ring.make():
         memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
         memo[id(p.grad)] = None
@@ -172,7 +185,8 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
         own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _other_tensor(value, known.get(id(value)))
+                moves = id(value) in buffer_ids or value.device.type == "meta"
+                memo[id(value)] = _other_tensor(value, known.get(id(value)), ring.device, moves)
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:
@@ -184,16 +198,17 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
     return twin, memo
 
 
-def copy_batch(batch: Any, memo: dict[int, Any]) -> Any:
-    """A batch that the twin may write to; what it shares with the model is the twin's.
+def copy_batch(batch: Any, memo: dict[int, Any], device: torch.device) -> Any:
+    """A batch on the device, that the twin may write to; what it shares with the model is the twin's.
 
     Raises:
-        PlanError: a tensor of it is not on the CPU.
+        PlanError: a tensor of it is neither there nor on the CPU.
     """
     own = dict(memo)
     for tensor in _output_tensors(batch):
         if id(tensor) not in own:
-            if tensor.device.type != "cpu":
-                raise PlanError(f"batch: a tensor is on {tensor.device}; give a batch on the CPU, with real values")
-            own[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if tensor.device.type != "cpu" and tensor.device != device:
+                there = "" if device.type == "cpu" else f" or on {device}"
+                raise PlanError(f"batch: a tensor is on {tensor.device}; give a batch on the CPU{there}, with real values")
+            own[id(tensor)] = tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
     return copy.deepcopy(batch, own)

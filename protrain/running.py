@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from . import _core
 from .activations import (
-    STASH_LEAST_BYTES,
     BlockHabits,
     Hooks,
     check_outer_hooks,
@@ -22,10 +22,12 @@ from .activations import (
     run_operation,
     run_swapped,
 )
+from .compiled import frozen, functions_behind, grad_fns, has_compiled
 from .device_stash import DeviceStash, Stashed
 from .errors import PlanError
-from .parameters import DisableTorchFunction
+from .parameters import ChunkParameter, DisableTorchFunction, mark_views
 from .residency import Residency
+from .sizes import stash_least_bytes
 from .timeline import BlockClock
 from .wrapped import Wrapped
 
@@ -36,6 +38,19 @@ WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint
 def _inside_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _check_no_transform() -> None:
+    """Whether parameters on disk may be read here.
+
+    Raises:
+        PlanError: they may not, inside a transform of torch.func.
+    """
+    if _inside_transform():
+        raise PlanError(
+            "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
+            "torch.func.functional_call"
+        )
 
 
 class Runner:
@@ -53,11 +68,16 @@ class Runner:
         self.device_stash = (
             DeviceStash(engine, wrapped.compute, lambda: self.modes, clock.device) if clock.device is not None else None
         )
-        self.habits = [BlockHabits() for _ in wrapped.blocks]
+        self.forget_habits()
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
         self.pushed: list[Hooks] = []  # the saved-tensor hooks that blocks and operations are inside of, the innermost last
+        self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
         self.stashing = self.filling = False
+
+    def forget_habits(self) -> None:
+        """What is known of blocks is found out anew."""
+        self.habits = [BlockHabits(has_compiled(block)) for _, block in self.blocks]
 
     def make_hooks(self, on_disk: bool) -> None:
         """Saved-tensor hooks: of operations outside of blocks, which keep, and of blocks that swap. What lives on anyway, the
@@ -65,7 +85,7 @@ class Runner:
         saved_parameter = self.residency.saved_parameter if on_disk else None
         keep = _core.SavedTensors(self._engine, saved_parameter, self._unpack, 0)
         self.operation_hooks = keep.pack, keep.unpack
-        least_bytes = STASH_LEAST_BYTES * self._wrapped.element_bytes // 4  # what is stashed in fp32 is stashed in bf16
+        least_bytes = stash_least_bytes(self._wrapped.element_bytes)
         over_device = self.device_stash
         stash_tensor = over_device.pack if over_device is not None else None
         self.stash = _core.SavedTensors(self._engine, saved_parameter, self._unpack, least_bytes, stash_tensor)
@@ -92,6 +112,7 @@ class Runner:
         """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""
         self.frame = self.innermost = None
         leave(self)
+        self._end_plain()
 
     def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""
@@ -128,11 +149,7 @@ class Runner:
         Raises:
             PlanError: it is inside a transform of torch.func, whose tensors do not say whose memory they show.
         """
-        if _inside_transform():
-            raise PlanError(
-                "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
-                "torch.func.functional_call"
-            )
+        _check_no_transform()
         chunks: list[int] = []
         versions = [tensor._version for tensor in found] if not self.filling else []
         try:
@@ -153,3 +170,61 @@ class Runner:
             for chunk in chunks:
                 self._engine.unuse(chunk)
         return result
+
+    def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a compiled module that reads the parameters `numbers`, wherever they are.
+
+        Raises:
+            PlanError: what was compiled would keep parameters where nobody sees them, or runs inside a transform of torch.func.
+        """
+        params, depth = self._wrapped.params, len(self.plain)
+        found = [(number, params[number]) for number in numbers if isinstance(params[number], ChunkParameter)]
+        if found:
+            _check_no_transform()
+        chunks: list[int] = []
+        versions = [p._version for _, p in found]
+        try:
+            for number, _ in found:
+                chunk = self._wrapped.layout.entries[number].chunk
+                if chunk not in chunks:
+                    self.residency.bring(chunk)
+                    chunks.append(chunk)
+            for _, p in found:
+                self.plain.append(p)
+                p.__class__ = nn.Parameter  # type: ignore[assignment]
+            if torch.is_grad_enabled():
+                ends = grad_fns((args, kwargs))
+                result = run_operation(self, call, args, kwargs)
+                self._check_saved(result, ends)
+            elif frozen():
+                raise PlanError("torch._inductor.config.freezing is on, which keeps parameters as constants: turn it off")
+            else:
+                result = call(*args, **kwargs)
+            for (number, p), version in zip(found, versions, strict=True):
+                if p._version != version:
+                    self.residency.write_back(number)
+        finally:
+            self._end_plain(depth)
+            for chunk in chunks:
+                self._engine.unuse(chunk)
+        return mark_views(result, self.residency.owner, [number for number, _ in found])
+
+    def _end_plain(self, depth: int = 0) -> None:
+        """No more than `depth` parameters on disk are plain, wherever an interrupt came between."""
+        while len(self.plain) > depth:
+            self.plain[-1].__class__ = ChunkParameter
+            self.plain.pop()
+
+    def _check_saved(self, result: Any, ends: set[Any]) -> None:
+        """Whether compiled code keeps parameters on disk for backward only where hooks see it.
+
+        Raises:
+            PlanError: it does not: an autograd function in it has a parameter as an attribute of its context.
+        """
+        for node in functions_behind(result, ends):
+            for tensor in getattr(node, "_tensors_no_vc_check", None) or ():
+                if self.residency.saved_parameter(tensor) is not None:
+                    raise PlanError(
+                        "a compiled torch.autograd.Function keeps a parameter on disk as an attribute of its context, unseen by "
+                        "hooks: give it to ctx.save_for_backward, or leave this module uncompiled"
+                    )

@@ -30,7 +30,7 @@ from . import changes
 from .compute import Accelerator
 from .counting import counted
 from .device_clock import DeviceClock
-from .errors import BudgetError, DiskError
+from .errors import BudgetError, DiskError, StepError
 from .fitting import Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
 from .homes import Homes
@@ -120,10 +120,12 @@ class Session:
 
         Raises:
             BudgetError: no plan fits this batch; the plan in use stays.
+            StepError: the last load failed half-way.
         """
         if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
         with self.turn:
+            self.values.loads.check("forward")
             return self._run_model(forward, args, kwargs)
 
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,6 +214,7 @@ class Session:
             StepError, DiskError, PlanError: it was not made; the model is as it was before this step's backward.
         """
         with self.turn:
+            self.values.loads.check("optimizer.step()")
             return self._step()
 
     def _step(self) -> torch.Tensor | None:
@@ -299,6 +302,15 @@ class Session:
 
     # ---- between steps ----
 
+    def check_between_steps(self, what: str) -> None:
+        """Whether no step is under way.
+
+        Raises:
+            StepError: one is.
+        """
+        if self.gradients.passes or self.clock.in_backward or self.engine.has_gradients():
+            raise StepError(f"{what} in the middle of a step: call optimizer.step() or optimizer.zero_grad() first")
+
     def change_step(self, accumulate: int, max_grad_norm: float | None) -> None:
         """Other passes in each step, or another norm, from here on; gradients are dropped, the next batch is planned for anew."""
         self.zero_grad()
@@ -349,7 +361,17 @@ class Session:
     ) -> Any:
         if not self.homes.settled:
             self.homes.settle()
-        return self.runner.call(func, found, numbers, args, kwargs)
+        try:
+            return self.runner.call(func, found, numbers, args, kwargs)
+        except DiskError as error:
+            self.values.loads.disk_error = error
+            raise
+
+    def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what `module.compile()` made, whose parameters these are."""
+        if not self.homes.settled:
+            self.homes.settle()
+        return self.runner.call_compiled(call, numbers, args, kwargs)
 
     def check_grad_access(self, number: int, drops: bool) -> None:
         self.gradients.check_access(number, drops)

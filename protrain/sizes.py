@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from .reading import MOST_COUNT, MOST_INT, shown
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+#: Blocks of memory of fewer elements are not stashed: what a direct write and a read cost besides their bytes is then more than
+#: the bytes are worth, and all of them together are a small part of what a block saves.
+STASH_LEAST_ELEMENTS = 16 << 10
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
@@ -89,26 +94,60 @@ def _groups(listing: str, root: str) -> Iterator[tuple[str, str, str]]:
             yield os.path.join(base, *parts[:length]), *names
 
 
-def cgroup_free_bytes(listing: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """What the memory control groups of this process still allow, with the caches of files that the kernel can drop; None where
-    there is no limit."""
-    found: list[int] = []
+def _limited_groups(listing: str, root: str) -> Iterator[tuple[str, int, str]]:
+    """(folder, limit in bytes, name of the usage) of those of them that have a limit; none where the system tells of none."""
     try:
         with open(listing) as lines:
             groups = list(_groups(lines.read(), root))
     except OSError:
-        return None
-    for folder, limit, usage in groups:
+        return
+    for folder, name, usage in groups:
         try:
-            words = _read(folder, limit).strip()
-            if words == "max" or int(words) >= 1 << 60:
-                continue
+            words = _read(folder, name).strip()
+            if words != "max" and int(words) < 1 << 60:
+                yield folder, int(words), usage
+        except (OSError, ValueError):
+            continue
+
+
+def cgroup_free_bytes(listing: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """What the memory control groups of this process still allow, with the caches of files that the kernel can drop; None where
+    there is no limit."""
+    found: list[int] = []
+    for folder, limit, usage in _limited_groups(listing, root):
+        try:
             cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder, "memory.stat"), re.MULTILINE)
             used = int(_read(folder, usage)) - (int(cache[1]) if cache else 0)
-            found.append(max(0, int(words) - max(0, used)))
+            found.append(max(0, limit - max(0, used)))
         except (OSError, ValueError):
             continue
     return min(found, default=None)
+
+
+def cgroup_limit(listing: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, str] | None:
+    """The lowest limit of the memory control groups of this process, in bytes, and the folder of the group that has it; None
+    where there is no limit."""
+    return min(((limit, folder) for folder, limit, _ in _limited_groups(listing, root)), default=None)
+
+
+def warn_above_cgroup(budget_bytes: int, name: str, stacklevel: int) -> None:
+    """Warn of a budget that is above the limit of a memory control group of this process; name: of the argument that gave it.
+
+    A warning and no error: a budget is what may be taken at most, and a model that is smaller than it never comes near the limit,
+    which may be raised while the process runs, too. Nothing else tells of it: where the limit is reached the kernel ends the
+    process without a word. Budgets below the limit pass, whatever else the group holds now, as that may go.
+    """
+    found = cgroup_limit()
+    if found is None or budget_bytes <= found[0]:
+        return
+    limit, folder = found
+    warnings.warn(
+        f"protrain: {name} is {format_bytes(budget_bytes)} ({budget_bytes} bytes), above the limit of the control group "
+        f"{folder}, {format_bytes(limit)} ({limit} bytes): the kernel ends this process where it takes more than that; give "
+        f"{name} below the limit by what Python and torch need, or leave {name} out for what is free less a reserve, or raise "
+        f"the limit",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _read(folder: str, name: str) -> str:
@@ -137,3 +176,9 @@ def default_memory_bytes() -> int:
 def default_disk_folder() -> str:
     """`$PROTRAIN_DISK`, else the temporary directory. The store's file has no name there, so nothing else is needed."""
     return os.environ.get("PROTRAIN_DISK") or os.environ.get("TMPDIR") or "/tmp"
+
+
+def stash_least_bytes(element_bytes: int) -> int:
+    """The smallest block of memory that the stash takes, of a model whose parameters have such elements: what is stashed in fp32
+    is stashed in bf16."""
+    return STASH_LEAST_ELEMENTS * element_bytes

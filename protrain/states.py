@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _core
+from .loads import STATE
 from .optimizers import hyper_of, state_names
 from .values import Values
 
@@ -77,10 +78,11 @@ class States:
         return {"state": state, "param_groups": packed}
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `optimizer` gives, and plain torch's.
+        """Takes what `optimizer` gives, and plain torch's. If it fails after its first value, the state is half loaded.
 
         Raises:
             ValueError: it is of other groups.
+            DiskError: a value could not be read or put.
             StepError: a step is under way, of an optimizer without a kernel.
         """
         wrapped = self._wrapped
@@ -90,15 +92,17 @@ class States:
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in wrapped.groups]:
             raise ValueError("optimizer.load_state_dict: the parameter groups are of other sizes than this optimizer's")
-        for group, given in zip(wrapped.groups, saved, strict=True):
-            group.update({k: v for k, v in given.items() if k != "params"})
         order = [number for g in saved for number in g["params"]]
         owners = [p for g in wrapped.groups for p in g["params"]]
         states = state_dict["state"]
-        self.import_optimizer({id(p): states[n] for n, p in zip(order, owners, strict=True) if n in states})
+        found = {id(p): states[n] for n, p in zip(order, owners, strict=True) if n in states}
+        with self._values.loads.replacing(STATE) as half:
+            for group, given in zip(wrapped.groups, saved, strict=True):
+                group.update({k: v for k, v in given.items() if k != "params"})
+            self.import_optimizer(found, half)
 
-    def import_optimizer(self, states: dict[int, dict[str, Any]]) -> None:
-        """Optimizer state of torch's form, by id of the parameter."""
+    def import_optimizer(self, states: dict[int, dict[str, Any]], half_loaded: bool = False) -> None:
+        """Optimizer state of torch's form, by id of the parameter. half_loaded: there may be state of no step (loads.py)."""
         wrapped, values = self._wrapped, self._values
         if wrapped.foreign is not None:
             wrapped.foreign.import_state(states)
@@ -112,7 +116,7 @@ class States:
                 value = state.get(name)
                 if value is not None:
                     values.put(number, value, 1 + array)
-                elif self._engine.steps(number):
+                elif self._engine.steps(number) or half_loaded:
                     values.put(number, torch.zeros(entry.shape, device="cpu"), 1 + array)
             if wrapped.master_array and state.get("master") is not None:
                 values.put(number, state["master"], wrapped.master_array)

@@ -1,6 +1,8 @@
 """Folders of safetensors, written and read tensor by tensor.
 
-One tensor at a time is in memory: names, shapes and types are known before, which is all that a shard's header needs.
+One tensor at a time is in memory: names, shapes and types are known before, which is all that a shard's header needs, but for
+checksums. These, a CRC-32C for each tensor, stand in its `__metadata__`, where other tools overlook them; their places are kept
+free until all bytes have passed. A file without them, as other tools write it, is read unchecked.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -18,11 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from . import _core
 from .errors import DiskError, PlanError
 from .reading import open_file, parse, shown
 
 SHARD_BYTES = 5 * 10**9
 SLICE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20  # read or written at once, and summed while the nearer caches have it
 MOST_HEADER_BYTES = 100 * 10**6  # as the format has it
 MOST_DIMENSIONS = 64  # torch's limit
 
@@ -40,6 +45,8 @@ SAVED_TYPES = {
     torch.bool: "BOOL",
 }
 _OF_NAME = {name: dtype for dtype, name in SAVED_TYPES.items()}
+#: In `__metadata__`, whose values are text: a JSON object of each tensor's checksum, eight hexadecimal digits.
+SUMS = "protrain.crc32c"
 
 
 class Entry(NamedTuple):
@@ -53,6 +60,11 @@ class Entry(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def first_sum(self) -> int:
+        """What the checksum of the tensor's bytes goes on from: that of its description, which must be the one written too."""
+        return _core.checksum(json.dumps([self.name, SAVED_TYPES[self.dtype], *self.shape]).encode())
 
 
 def entries(model: nn.Module) -> list[Entry]:
@@ -112,8 +124,10 @@ def write_tensors(
     return total_bytes
 
 
-def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(shard: list[Entry], sums: list[int]) -> bytes:
+    """As long whatever the sums are."""
+    texts = {entry.name: f"{value:08x}" for entry, value in zip(shard, sums, strict=True)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", SUMS: json.dumps(texts, separators=(",", ":"))}}
     offset = 0
     for entry in shard:
         header[entry.name] = {
@@ -124,19 +138,34 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
         offset += entry.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    sums = [0] * len(shard)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for entry in shard:
+        file.write(_header(shard, sums))
+        for place, entry in enumerate(shard):
             name, tensor = next(source, ("nothing more", None))
             if tensor is None or Entry(name, tuple(tensor.shape), tensor.dtype) != entry:
                 raise PlanError(
                     f"the model gave {name!r} where {entry.name!r} of shape {entry.shape} "
                     f"and type {entry.dtype} was due; nothing was saved"
                 )
+            sums[place] = entry.first_sum
             for part in _in_order(tensor.detach()):
-                file.write(part.view(torch.uint8).numpy().data)
+                for piece in pieces(part.view(torch.uint8).numpy().data):
+                    sums[place] = _core.checksum(piece, sums[place])
+                    file.write(piece)
+        file.seek(0)
+        file.write(_header(shard, sums))
         file.flush()
         os.fsync(file.fileno())
+
+
+def pieces(memory: memoryview) -> Iterator[memoryview]:
+    """All of it, no more than PIECE_BYTES at a time."""
+    return (memory[begin : begin + PIECE_BYTES] for begin in range(0, len(memory), PIECE_BYTES))
 
 
 def _in_order(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -169,10 +198,34 @@ def _sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _identity(descriptor: int) -> tuple[int, ...]:
+def _sums(metadata: Any) -> dict[str, int]:
+    """The checksums of tensors in a header's `__metadata__`; none where another tool wrote it. Raises ValueError."""
+    if not isinstance(metadata, dict) or SUMS not in metadata:
+        return {}
+    texts = parse(metadata[SUMS]) if isinstance(metadata[SUMS], str) else None
+    if not isinstance(texts, dict) or not all(isinstance(text, str) and _SUM(text) for text in texts.values()):
+        raise ValueError(f"its {SUMS} are no checksums")
+    return {name: int(text, 16) for name, text in texts.items()}
+
+
+_SUM = re.compile("[0-9a-f]{8}").fullmatch
+
+
+def identity_of(descriptor: int) -> tuple[int, ...]:
     """Of a file, as long as nobody writes it."""
     about = os.fstat(descriptor)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def check_same(path: str, before: tuple[int, ...], now: tuple[int, ...], asked_bytes: int) -> None:
+    """Raises DiskError where a file is not the one any more that was looked at before."""
+    if now != before:
+        raise DiskError(
+            f"{path} was replaced or changed while it was being read ({asked_bytes} bytes); read it again",
+            errno=errno.ESTALE,
+            filename=path,
+            asked_bytes=asked_bytes,
+        )
 
 
 class TensorFile:
@@ -182,18 +235,22 @@ class TensorFile:
     def __init__(self, path: str) -> None:
         """Raises DiskError where the file cannot be read, PlanError where it is no whole safetensors file."""
         self.path = path
+        asked_bytes = 8
         self.entries: dict[str, Entry] = {}
         self._first: dict[str, int] = {}
+        self._sums: dict[str, int] = {}
+        self._running: dict[str, tuple[int, int]] = {}  # of tensors that are read by rows: bytes so far, and their checksum
         try:
             with open_file(path) as file:
-                self._identity = _identity(file.fileno())
+                self._identity = identity_of(file.fileno())
                 size = os.fstat(file.fileno()).st_size
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(size - 8, MOST_HEADER_BYTES):
                     raise ValueError("its header is not whole")
+                asked_bytes = length
                 self._read_header(parse(file.read(length)), 8 + length, size)
         except OSError as error:
-            raise DiskError(f"{path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=path) from None
+            raise unreadable(path, error, asked_bytes) from None
         except (ValueError, struct.error) as error:
             raise PlanError(f"{path} is no whole safetensors file: {error}") from None
 
@@ -205,6 +262,7 @@ class TensorFile:
         ranges: list[tuple[int, int, str]] = []
         for name, about in header.items():
             if name == "__metadata__":
+                self._sums = _sums(about)
                 continue
             shape, dtype, begin, end = _described(name, about)
             entry = Entry(name, shape, dtype)
@@ -218,10 +276,12 @@ class TensorFile:
                 raise ValueError(f"tensors {shown(name)} and {shown(other)} share bytes")
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
-        """A tensor of its own memory, or rows of it from `first` on.
+        """A tensor of its own memory, or rows of it from `first` on. What was read from its begin to its end, at once or rows
+        after rows, is compared with its checksum, where the file has one.
 
         Raises:
-            DiskError: the file ends too early, cannot be read, or is not the one any more whose header was read.
+            DiskError: the file ends too early, cannot be read, or is not the one any more whose header was read; or, with errno
+                EBADMSG, the tensor is not what was written.
         """
         _, shape, dtype = self.entries[name]
         if shape and rows is not None:
@@ -230,27 +290,59 @@ class TensorFile:
         found = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         try:
             with open_file(self.path, buffering=0) as file:
-                if _identity(file.fileno()) != self._identity:
-                    raise DiskError(
-                        f"{self.path} was replaced or changed while it was being read; read it again",
-                        errno=errno.ESTALE,
-                        filename=self.path,
-                        asked_bytes=found.nbytes,
-                    )
+                check_same(self.path, self._identity, identity_of(file.fileno()), found.nbytes)
                 file.seek(self._first[name] + first * row_bytes)
-                rest = memoryview(found.numpy().data)
-                while rest:
-                    count = file.readinto(rest)
-                    if not count:
-                        raise DiskError(f"{self.path} ends inside of tensor {name}", filename=self.path, asked_bytes=len(rest))
-                    rest = rest[count:]
+                self._read_into(file, found.numpy().data, name, first * row_bytes)
         except OSError as error:
             if isinstance(error, DiskError):
                 raise
-            raise DiskError(f"{self.path} cannot be read: {error.strerror}", errno=error.errno or 0, filename=self.path) from None
+            raise unreadable(self.path, error, found.nbytes) from None
         except ValueError as error:
             raise PlanError(f"{self.path} is no whole safetensors file: {error}") from None
         return found.view(dtype).view(shape)
+
+    def _read_into(self, file: Any, memory: memoryview, name: str, begin: int) -> None:
+        """begin: where in the tensor's bytes the file stands."""
+        if begin == 0:
+            self._running[name] = 0, self.entries[name].first_sum
+        done, found = self._running.pop(name, (-1, 0))
+        summed = name in self._sums and done == begin
+        rest = memory
+        while rest:
+            count = file.readinto(rest[:PIECE_BYTES])
+            if not count:
+                raise DiskError(
+                    f"{self.path} ends inside of tensor {shown(name)}: {len(rest)} of {len(memory)} bytes are missing",
+                    errno=errno.ENODATA,
+                    filename=self.path,
+                    asked_bytes=len(memory),
+                )
+            if summed:
+                found = _core.checksum(rest[:count], found)
+            rest = rest[count:]
+        if not summed:
+            return
+        end, whole_bytes = begin + len(memory), self.entries[name].size_bytes
+        if end < whole_bytes:
+            self._running[name] = end, found
+        elif found != self._sums[name]:
+            raise DiskError(
+                f"{self.path}: tensor {shown(name)}, {whole_bytes} bytes at {self._first[name]}, is not what was written there "
+                f"(checksum {found:08x}, {self._sums[name]:08x} is right); take another copy of the file",
+                errno=errno.EBADMSG,
+                filename=self.path,
+                asked_bytes=whole_bytes,
+            )
+
+
+def unreadable(path: str, error: OSError, asked_bytes: int) -> DiskError:
+    """What reading so many bytes of a file raised, as a DiskError."""
+    return DiskError(
+        f"{path} cannot be read: {error.strerror or error} ({asked_bytes} bytes)",
+        errno=error.errno or errno.EIO,
+        filename=path,
+        asked_bytes=asked_bytes,
+    )
 
 
 #: What is told while files are written: bytes that are done, bytes in all.

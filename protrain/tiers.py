@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .errors import BudgetError
-from .layout import PAGE_BYTES
+from .layout import PAGE_BYTES, Chunks
 from .planning import Arrangement
 from .sizes import MIB, format_bytes
-from .wrapped import Wrapped
 
 STAGING_PIECE_BYTES = 4 * MIB
 STAGING_PIECES = 4
@@ -31,36 +30,38 @@ def _in_pages(size_bytes: int) -> int:
 
 
 def _stash_needs(found: Arrangement) -> tuple[int, int]:
-    """What activations take of host memory: at least, for those of one block, and in all."""
+    """What activations take of host memory: at least, for those of one block, and in all, with as much again: what was brought
+    back is given back behind compute, and may still be there when the next step's first are put."""
     n_swapping = sum(mode.endswith("swap") for mode in found.plan.block_modes)
     if n_swapping == 0:
         return 0, 0
     total = found.stash_bytes * 9 // 8 or UNKNOWN_STASH_BYTES  # their storages may hold more than what is saved
-    return _in_pages(total // n_swapping), _in_pages(total)
+    return _in_pages(total // n_swapping), _in_pages(total + total // n_swapping)
 
 
-def host_room(wrapped: Wrapped, now: Arrangement) -> int:
-    """About how much of host memory homes of chunks and activations can have, in bytes, for a plan by time: what gradients, loads
-    and the ring of the arrangement in use pass through is not theirs, nor what keeps gradients for updates after commit."""
-    layout = wrapped.layout
-    sums = [size * trained for size, trained in zip(layout.sizes, layout.trained, strict=True)]
-    homes = sum(layout.sizes) + wrapped.state_arrays * sum(sums)
-    ways = 2 * max(sums, default=0) + now.host_ring_bytes + STAGING_PIECES * STAGING_PIECE_BYTES
-    return max(wrapped.settings.host_bytes - ways, 0) * homes // max(homes + sum(sums), 1)
+def host_room(chunks: Chunks, n_states: int, host_bytes: int) -> int:
+    """About how much of host memory homes of chunks, activations and the ring can have, in bytes, for a plan by time: what
+    gradients and loads pass through is not theirs, nor what keeps gradients for updates after commit."""
+    sums = [size * trained for size, trained in zip(chunks.sizes, chunks.trained, strict=True)]
+    homes = sum(chunks.sizes) + n_states * sum(sums)
+    ways = 2 * max(sums, default=0) + STAGING_PIECES * STAGING_PIECE_BYTES
+    return max(host_bytes - ways, 0) * homes // max(homes + sum(sums), 1)
 
 
-def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
+def place_away(found: Arrangement, chunks: Chunks, n_states: int, budget: int) -> Arrangement:
     """The arrangement with the homes of chunks that are not persistent, and what the host's memory is used for.
+
+    Args:
+        n_states: arrays of state beside each parameter, counted in arrays of parameters. budget: of host memory, in bytes.
 
     Raises:
         BudgetError: host memory does not hold what gradients, loads and activations pass through.
     """
-    layout, budget = wrapped.layout, wrapped.settings.host_bytes
     away = [chunk for chunk, slot in enumerate(found.slot_of_chunk) if slot >= 0]
-    homes = [layout.sizes[c] * (1 + wrapped.state_arrays * layout.trained[c]) for c in away]
-    sums = [layout.sizes[c] * layout.trained[c] for c in away]
+    homes = [chunks.sizes[c] * (1 + n_states * chunks.trained[c]) for c in away]
+    sums = [chunks.sizes[c] * chunks.trained[c] for c in away]
     gradients = 2 * max(sums, default=0)
-    staging = min(STAGING_PIECE_BYTES, max((layout.sizes[c] for c in away), default=0))
+    staging = min(STAGING_PIECE_BYTES, max((chunks.sizes[c] for c in away), default=0))
     ring = found.host_ring_bytes if away else 0
     least_stash, all_stash = _stash_needs(found)
     ways = gradients + ring + STAGING_PIECES * staging + least_stash  # as if one were on disk
@@ -78,7 +79,7 @@ def place_away(found: Arrangement, wrapped: Wrapped) -> Arrangement:
         n_host += 1
     shadows: dict[int, bool] = {}
     for chunk, home in zip(away[:n_host], homes, strict=False):
-        shadows[chunk] = layout.trained[chunk] and home <= room
+        shadows[chunk] = chunks.trained[chunk] and home <= room
         room -= home if shadows[chunk] else 0
     on_disk = n_host < len(away)
     room += 0 if on_disk else STAGING_PIECES * staging

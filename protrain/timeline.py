@@ -116,6 +116,8 @@ class BlockClock:
         """Step `number`, counted from 1, is complete."""
         if self._began_ns:
             now = self.now()
+            if self.device is not None:
+                self.device.end_step()
             _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
             self.step = StepTrace(self._engine, number, self._began_ns, now, tuple(self.passes))
             if self.sampler is not None:

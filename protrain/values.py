@@ -10,6 +10,7 @@ import torch
 
 from . import _core, changes
 from .counting import uncounted
+from .loads import Loads
 from .parameters import DisableTorchFunction
 from .precision import master, write_master
 from .residency import Residency
@@ -19,12 +20,13 @@ from .wrapped import Wrapped
 
 class Values:
     """Of one session. masters_given: masters that came with the optimizer's state, since the last step; strides_changed: those of
-    a parameter, since the last forward."""
+    a parameter, since the last forward; loads: those that put values here and did not end."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
         self.wrapped, self.engine, self.residency = wrapped, engine, residency
         self.masters_given: set[int] = set()
         self.strides_changed = False
+        self.loads = Loads()
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter, or of another of its arrays, in ordinary memory and no budget."""

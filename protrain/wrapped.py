@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from . import _core
+from .compiled import find_compiled
 from .compute import Compute
 from .foreign import Foreign
 from .layout import Layout
 from .optimizers import Hyper, hyper_of, n_states_of
 from .placing import Places
 from .planning import Plan
-from .precision import state_arrays
+from .precision import state_arrays, widened_bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Wrapped:
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
         self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0
 
+    @property
+    def n_together(self) -> int:
+        """The most chunks that a compiled module reads, which does so at once."""
+        parts = [[self.number_of[id(p)] for p in module.parameters()] for _, module in find_compiled(self.model)]
+        return max((len({self.layout.entries[number].chunk for number in part}) for part in parts), default=1)
+
     def hypers(self) -> list[Hyper]:
         """The groups' values of this moment as the kernels take them; none where no kernel does."""
         return [] if self.foreign else [hyper_of(self.kind, group) for group in self.groups]
@@ -76,10 +83,7 @@ class Wrapped:
 
     @property
     def widened_bytes(self) -> int:
-        """What the norm of a bf16 gradient takes while it is computed: the largest of them in fp32."""
-        if not self.master_array or self.settings.max_grad_norm is None:
-            return 0
-        return _core.rounded_bytes(max((4 * entry.count for entry in self.layout.entries if entry.group >= 0), default=0))
+        return widened_bytes(self.layout, self.settings.max_grad_norm)
 
     def make_engine(self) -> _core.Engine:
         """An engine of these parameters; nothing of it has a home yet.

@@ -35,7 +35,8 @@ from torch import nn
 
 MIB = 1 << 20
 MEMORY = 7 * MIB  # of 13 MiB of states
-KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync")
+KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync", "rename", "mkdir")
+SAVE_KINDS = ("write", "fsync", "rename", "mkdir")  # of files that take their name when they are whole
 FAULTS = ("none", "fail", "short", "nothing", "late", "wrong", "lost")
 
 
@@ -76,7 +77,10 @@ SAVE_FAULTS = (
     Fault("write", "fail", errno.EDQUOT),
     Fault("write", "short", harmless=True),
     Fault("write", "fail", errno.EINTR, harmless=True),
-    Fault("fsync", "fail", errno.EIO),
+    Fault("fsync", "fail", errno.EIO),  # of files, of their folder, of the folder that holds the target
+    Fault("rename", "fail", errno.EIO),
+    Fault("rename", "fail", errno.EINVAL, harmless=True),  # a filesystem that cannot change two names at once
+    Fault("mkdir", "fail", errno.ENOSPC),
 )
 WRAP_FAULTS = (
     Fault("openat", "fail", errno.EACCES),
@@ -135,6 +139,7 @@ class Pair:
         self.plain: Any = make()
         self.plain_optimizer = adamw(self.plain)
         self.steps = 0
+        self.space: dict[Any, int] = {}
         self.wrap(make())
 
     def wrap(self, model: Any) -> None:
@@ -188,7 +193,7 @@ class Pair:
         assert fault.lie or not fault.number or os.strerror(fault.number) in str(error), f"says no reason: {error}"
         assert str(path) in str(error), f"names no path: {error}"
         assert str(error.filename).startswith(str(path)), error.filename
-        assert fault.kind in ("write", "fsync", "openat") or error.asked_bytes > 0, f"says no bytes: {error}"
+        assert fault.kind in ("openat", *SAVE_KINDS) or error.asked_bytes > 0, f"says no bytes: {error}"
         assert "\n" not in str(error)
 
     def one_step(self, fault: Fault, first: int, last: int) -> bool:
@@ -210,7 +215,11 @@ class Pair:
         return came
 
     def check_all(self) -> None:
-        """Parameters and states are plain torch's."""
+        """Parameters and states are plain torch's, and no space of the store is held that was not held before under this plan."""
+        now = self.protrain.status(self.model)
+        homes = now.plan.n_persist, now.plan.n_buffer, now.plan.block_modes
+        most_bytes = self.space.setdefault(homes, now.disk_bytes)
+        assert now.disk_bytes <= most_bytes, f"{now.disk_bytes} bytes of the store are held, {most_bytes} were"
         assert bits(self.model) == bits(self.plain), "parameters differ"
         assert same_states(self.optimizer, self.plain_optimizer), "states differ"
 
@@ -245,6 +254,14 @@ class Run:
             self.disk.calm()
         return counts
 
+    def without_faults(self) -> None:
+        """A model's life, after which torch has the threads and files that it keeps."""
+        pair = Pair(self.disk, self.folder, 1, {}, self.found)
+        for _ in range(2):
+            pair.one_step(Fault("pread", "none"), 0, 0)
+        pair.protrain.save(pair.model, pair.optimizer, self.folder / "saved" / "checkpoint")
+        pair.protrain.unwrap(pair.model)
+
     def train(self, where: str, passes: int, options: dict[str, Any]) -> None:
         pair = Pair(self.disk, self.folder, passes, options, self.found)
         none = Fault("pread", "none")
@@ -258,6 +275,7 @@ class Run:
             pair.steps += 1
             counts = {kind: max(counts[kind], self.disk.count(kind)) for kind in KINDS}
         self.disk.calm()
+        pair.check_all()
         for fault in STEP_FAULTS:
             for first in chosen(counts[fault.kind], self.share, self.chance):
                 try:
@@ -375,13 +393,13 @@ class Run:
         """Saving and loading: the checkpoint that was there is there, or the new one is."""
         protrain, target = pair.protrain, self.folder / "saved" / "checkpoint"
         protrain.save(pair.model, pair.optimizer, target)
-        counts = self.counted(("pread", "write", "fsync"), lambda: protrain.save(pair.model, pair.optimizer, target))
+        counts = self.counted(("pread", *SAVE_KINDS), lambda: protrain.save(pair.model, pair.optimizer, target))
         for fault in SAVE_FAULTS:
             for first in chosen(counts[fault.kind], self.share, self.chance):
                 before = (target / "protrain.json").read_bytes()
                 pair.one_step(Fault("pread", "none"), 0, 0)
                 self.disk.tell(fault, first, first)
-                path = target if fault.kind in ("write", "fsync") else None
+                path = target.parent if fault.kind == "mkdir" else target if fault.kind in SAVE_KINDS else None
                 failed = pair.caught(fault, lambda: protrain.save(pair.model, pair.optimizer, target), path)
                 self.disk.calm()
                 self.found["raised" if failed else "made good"] += 1
@@ -455,8 +473,16 @@ class Run:
                 model.zero_grad()
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def held() -> dict[str, int]:
+    """What may not grow: threads of Python and of C, descriptors, bytes of tensors in protrain's memory."""
+    import protrain
+
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "live_bytes": int(protrain._core.memory_stats()["live_bytes"]),
+    }
 
 
 def main() -> None:
@@ -467,21 +493,19 @@ def main() -> None:
     given = words.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    import protrain
-
     work = Path(tempfile.mkdtemp(dir=os.environ.get("PROTRAIN_DISK")))
     run = Run(work, given.share, given.seed)
     modes = ["swap", "checkpoint_swap", "swap", "checkpoint", "swap", "swap"]
+    run.without_faults()
+    before = held()
     run.train("swap", 1, {"block_modes": modes})
-    files, threads = open_files(), threading.active_count()
     run.train("clip", 2, {"accumulate": 2, "max_grad_norm": 0.5})
     run.begins(given.begins)
     run.beside_busy_threads()
     run.wraps()
-    assert open_files() <= files, f"{open_files()} files are open, {files} were"
-    assert threading.active_count() <= threads
+    after = held()
+    assert all(after[name] <= before[name] for name in after), f"{after} at the end, {before} before the first fault"
     assert not list((work / "store").iterdir())
-    live = protrain._core.memory_stats()["live_bytes"]
     shutil.rmtree(work)
     print(
         json.dumps(
@@ -489,7 +513,7 @@ def main() -> None:
                 "faults": sum(run.injected.values()),
                 "kinds": dict(sorted(run.injected.items())),
                 **run.found,
-                "live_bytes": live,
+                **after,
                 "seed": given.seed,
                 "seconds": round(time.monotonic() - began),
             }

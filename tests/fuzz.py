@@ -1,4 +1,5 @@
-"""What others wrote, read: random and hostile plans, profiles, machines, safetensors, checkpoints; and random models trained.
+"""What others wrote, read: random and hostile plans, profiles, machines, safetensors, optimizers' files, checkpoints; and random
+models trained.
 
     python tests/fuzz.py checkpoint --seconds 60 --seed 1
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import inspect
 import json
 import os
@@ -31,6 +33,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain import torchfiles
 from protrain.hardware import load_hardware
 from protrain.planning import Plan, plan_from_profile
 from protrain.profiles import Profile
@@ -280,11 +283,11 @@ class TensorFiles(Target):
         self.path.write_bytes(data)
         tracemalloc.start()
         file = self.expect(lambda: TensorFile(str(self.path)), (protrain.PlanError,))
-        found = {name: file.read(name) for name in file.entries} if file else {}
+        found = self.expect(lambda: {name: file.read(name) for name in file.entries}, (protrain.DiskError,)) if file else None
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 100 * len(data) + MIB, f"{peak} bytes for a file of {len(data)}"
-        if file:
+        if found is not None:
             self.compare(data, found)
 
     def compare(self, data: bytes, found: dict[str, torch.Tensor]) -> None:
@@ -303,12 +306,67 @@ class TensorFiles(Target):
             assert tensor.reshape(-1).view(torch.uint8).equal(ours.reshape(-1).view(torch.uint8)), name
 
 
-class Checkpoints(Target):
-    """protrain.load of a folder in which something was changed: it is loaded, or refused and nothing has changed."""
+class OptimizerFiles(Target):
+    """optimizer.pt: what is accepted is what torch itself reads, and where torch took checksums it is what was written."""
 
     def __init__(self, work: Path) -> None:
         super().__init__(work)
-        self.saved: dict[str, bytes] = {}
+        self.path = work / "optimizer.pt"
+        state = {n: {"step": torch.tensor(2.0), "exp_avg": torch.rand(50), "exp_avg_sq": torch.rand(5, 8).t()} for n in range(3)}
+        content = {"state": state, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2]}]}
+        self.good: list[tuple[bytes, bool]] = []  # files, and whether they have checksums
+        for sums in (True, False):
+            torch.serialization.set_crc32_options(sums)
+            torch.save(content, self.path)
+            self.good.append((self.path.read_bytes(), sums))
+        torch.serialization.set_crc32_options(True)
+        torchfiles.save(content, str(self.path))
+        self.good.append((self.path.read_bytes(), True))
+        self.want = self.read()
+
+    def one(self, chance: random.Random) -> None:
+        data, sums = chance.choice(self.good)
+        flips = chance.random() < 0.5
+        if flips:
+            found = bytearray(data)
+            found[chance.randrange(len(found))] ^= 1 << chance.randrange(8)
+            data = bytes(found)
+        else:
+            data = mutate_bytes(data, chance)
+        self.path.unlink(missing_ok=True)
+        kind = chance.randrange(20)
+        if kind == 0:
+            os.mkfifo(self.path)
+        elif kind == 1:
+            self.path.symlink_to(chance.choice(("/dev/zero", self.path)))
+        else:
+            self.path.write_bytes(data)
+        tracemalloc.start()
+        read = self.expect(self.read)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100 * len(data) + 4 * MIB, f"{peak} bytes for a file of {len(data)}"
+        if flips and sums and read is not None:
+            assert read == self.want, "a flipped bit was read"
+
+    def read(self) -> str:
+        """All that there is in the file, in words."""
+        found = torchfiles.load_optimizer(str(self.path))
+        states = {number: {key: self.words(value) for key, value in entry.items()} for number, entry in found["state"].items()}
+        return repr((states, found["param_groups"]))
+
+    @staticmethod
+    def words(value: Any) -> Any:
+        return (value.dtype, value.stride(), value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+class Checkpoints(Target):
+    """protrain.load of a folder in which something was changed: it is loaded, or refused and nothing has changed, or a tensor is
+    not the one that was saved, and nothing goes on until a whole load has ended."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.flipped = self.half = False
         self.pairs = []
         for kind in (torch.optim.AdamW, torch.optim.Adamax):
             model = Small()
@@ -331,8 +389,11 @@ class Checkpoints(Target):
         try:
             self.damage(folder, chance)
             before = self.state(model, optimizer)
-            loaded = self.expect(lambda: protrain.load(model, optimizer, folder) or True)
-            if not loaded:
+            self.half = False
+            loaded = self.expect(lambda: self.load(model, optimizer, folder))
+            if self.half:
+                self.check_half_loaded(model, optimizer)
+            elif not loaded:
                 assert self.state(model, optimizer) == before, "it was refused, and something has changed"
             elif chance.random() < 0.1:
                 self.expect(lambda: model(torch.randn(4, 64)).backward() or True)
@@ -342,7 +403,35 @@ class Checkpoints(Target):
         finally:
             shutil.rmtree(folder)
 
+    def load(self, model: Any, optimizer: Any, folder: Path) -> bool:
+        try:
+            protrain.load(model, optimizer, folder)
+        except protrain.DiskError as error:
+            self.half = error.errno == errno.EBADMSG and error.filename.endswith(".safetensors")
+            raise
+        assert not self.flipped, "a flipped bit was loaded"
+        return True
+
+    def check_half_loaded(self, model: Any, optimizer: Any) -> None:
+        for call in (lambda: model(torch.randn(4, 64)), optimizer.step, lambda: protrain.save(model, optimizer, self.work / "x")):
+            try:
+                call()
+            except protrain.StepError:
+                continue
+            raise AssertionError("a half loaded model goes on")
+
+    def flip(self, path: Path, chance: random.Random) -> None:
+        """A bit of a tensor that is read."""
+        data = bytearray(path.read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        data[chance.randrange(8 + length, len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+
     def damage(self, folder: Path, chance: random.Random) -> None:
+        self.flipped = chance.random() < 0.2
+        if self.flipped:
+            self.flip(folder / chance.choice(("model.safetensors", "optimizer.safetensors")), chance)
+            return
         path = folder / chance.choice(sorted(os.listdir(folder)))
         way = chance.randrange(10)
         if way == 0:
@@ -363,7 +452,10 @@ class Checkpoints(Target):
         elif way == 3:
             path.write_bytes(chance.choice(self.hostile))
         elif path.suffix == ".json":
-            path.write_bytes(mutated(path.read_bytes(), chance))
+            values = json.loads(path.read_bytes())
+            if chance.random() < 0.9:
+                values.pop("crc32c", None)
+            path.write_bytes(mutated(json.dumps(values).encode(), chance))
         else:
             data = path.read_bytes()
             length = struct.unpack("<Q", data[:8])[0]
@@ -557,6 +649,7 @@ TARGETS: dict[str, type[Target]] = {
     "profile": Profiles,
     "hardware": Machines,
     "safetensors": TensorFiles,
+    "optimizer": OptimizerFiles,
     "checkpoint": Checkpoints,
     "modules": Modules,
 }

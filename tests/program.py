@@ -13,6 +13,8 @@ import pytest
 from protrain.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
+#: A program that takes this long hangs: a machine that is busy, or stopped for minutes, is no failure.
+HUNG_SECONDS = 600
 
 
 def environment() -> dict[str, str]:
@@ -26,7 +28,7 @@ def command(*arguments: object) -> list[str]:
 def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The program in a folder, to its end."""
     return subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=HUNG_SECONDS, check=False
     )
 
 
@@ -42,7 +44,7 @@ def interrupted(folder: Path, *arguments: object) -> tuple[int, str]:
             if line.startswith("step 2/"):
                 break
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HUNG_SECONDS)
     finally:
         process.kill()
     return process.returncode, errors

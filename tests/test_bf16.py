@@ -468,6 +468,17 @@ def test_plans_of_bf16(gpt2: Any, token_batches: Any) -> None:
     assert abs(status.predicted_peak_bytes / narrow.peak_bytes - 1) < 0.01
 
 
+def test_plans_count_the_gradient_that_a_norm_widens(gpt2: Any, token_batches: Any) -> None:
+    model, (ids,) = gpt2(), token_batches(1)
+    largest = _core.rounded_bytes(4 * max(p.numel() for p in model.parameters()))
+    for precision, widened in (("bf16", largest), ("fp32", 0)):
+        plain, clipped = (
+            protrain.profile(model, {"input_ids": ids, "labels": ids}, precision=precision, max_grad_norm=norm).run
+            for norm in (None, 1.0)
+        )
+        assert clipped.fixed_bytes == plain.fixed_bytes + widened
+
+
 def test_refusals(gpt2: Any) -> None:
     def wrap(model: Any, **options: Any) -> None:
         protrain.wrap(model, adamw(model), memory=AMPLE, **options)

@@ -110,7 +110,7 @@ def built(program: Path, sanitizer: str, objects: list[Path], parts: list[Path])
     objects = [*objects, shared(parts, sanitizer)] if parts else objects
     out = KEPT / f"{program.stem}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}-{sanitizer}"
     if not out.is_file():
-        run_compiler([*SANITIZERS[sanitizer], "-pthread", *map(str, objects), "-lm", "-ldl"], out)
+        run_compiler([*SANITIZERS[sanitizer], "-pthread", "-rdynamic", *map(str, objects), "-lm", "-ldl"], out)
     out.touch()
     return out
 

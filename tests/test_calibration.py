@@ -54,6 +54,7 @@ def test_every_figure_is_one_and_nothing_is_left(fresh_disk: Path) -> None:
     least = min(machine.disk_read.drag_seconds_per_byte, machine.disk_write.drag_seconds_per_byte)
     assert -least <= machine.stash_drag_seconds_per_byte < math.inf  # whoever takes the checksums: all threads of compute, or one
     assert 0 < machine.step_update_bytes_per_second < math.inf
+    assert 0 <= machine.request_drag_seconds < 0.01
     assert os.listdir(fresh_disk) == []
 
 
@@ -168,6 +169,31 @@ def test_expectation_and_measurement_are_joined_by_their_uncertainty(bench: _cor
     between = drag([14.0, 10.0, 18.0, 12.0, 16.0], quiet, True)
     assert 14 < between < 35
     assert drag([14.0] * 5, [1000.0, 3000.0] * 3, True) > between  # few values that agree by chance
+
+
+def test_what_a_request_costs_follows_from_two_sizes(bench: _core.MachineBench) -> None:
+    found = calibration._Calibration(bench)
+    found.full, found.colder = True, 0.0
+    request_ns, byte_ns, checksum_ns = 20_000.0, 0.01, 0.06
+
+    def fill(lane: calibration._Lane, request_bytes: int) -> None:
+        n_requests = 64
+        size = n_requests * request_bytes
+        spent = int(n_requests * request_ns + size * (byte_ns + checksum_ns))
+        counts = calibration._Counts(1, size // 2, size // 2, spent, size, 0, 0, 0, int(size * checksum_ns))
+        lane.beside, lane.idle = [calibration._Segment(1.0, counts, counts)], []
+
+    for lane in (found.read, found.write):
+        fill(lane, calibration.REQUEST_BYTES)
+    fill(found.small, calibration.SMALL_REQUEST_BYTES)
+    assert found._request_seconds() * 1e9 == pytest.approx(request_ns, rel=1e-3)
+    of_request = calibration.EXPECTED_DRAG * request_ns / calibration.REQUEST_BYTES  # ns a byte
+    request, read, write = found._by_request(Speed(1e9, 1e9, (of_request + 0.08) * 1e-9), Speed(1e9, 1e9, 0.01e-9))
+    assert request * 1e9 == pytest.approx(calibration.EXPECTED_DRAG * request_ns, rel=1e-3)
+    assert read.drag_seconds_per_byte * 1e9 == pytest.approx(0.08, rel=1e-3)
+    assert write.drag_seconds_per_byte == 0.01e-9  # it was less than a checksum's: it stays
+    found.full = False
+    assert found._by_request(read, write) == (0.0, read, write)
 
 
 # ---- the bench ----

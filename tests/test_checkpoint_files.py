@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import os
 import shutil
+import struct
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,10 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
-from protrain import checkpoint, materialise
+from protrain import _core, checkpoint, materialise, tensorfiles, torchfiles
 from protrain.replacing import replaced
-from protrain.tensorfiles import TensorFile, write_tensors
+from protrain.residency import Residency
+from protrain.tensorfiles import Entry, TensorFile, write_tensors
 from protrain.values import Values
 
 
@@ -178,3 +183,425 @@ def test_another_run_saves_while_this_one_loads(moment: str, tmp_path: Path, mon
     assert protrain.status(model).steps == 2
     assert state_of(model) == want
     protrain.unwrap(model)
+
+
+# ---- checksums ----
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def begins(path: Path) -> dict[str, tuple[int, int]]:
+    """Begin and end in the file of each tensor that has bytes."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: (8 + length + a, 8 + length + b) for name, about in header.items() for a, b in [about["data_offsets"]] if a < b}
+
+
+TENSORS = {
+    "flat": torch.arange(700_001, dtype=torch.float32),  # more than two pieces, the last one not whole
+    "turned": torch.arange(6000.0).view(60, 100).t(),
+    "half": torch.arange(33).to(torch.bfloat16),
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def written(folder: Path) -> Path:
+    write_tensors(folder, [Entry(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()], TENSORS.items())
+    return folder / "model.safetensors"
+
+
+def test_every_byte_of_a_tensor_is_checked(tmp_path: Path) -> None:
+    """The first, the last and those at the seams of pieces; the error says where."""
+    path = written(tmp_path)
+    for name, tensor in TENSORS.items():
+        assert TensorFile(str(path)).read(name).equal(tensor)
+    for name, (begin, end) in begins(path).items():
+        for place in {begin, end - 1, min(begin + MIB - 1, end - 1), min(begin + MIB, end - 1)}:
+            flip(path, place, place % 8)
+            with pytest.raises(
+                protrain.DiskError, match=f"{path}: tensor '{name}', {end - begin} bytes at {begin}, is not"
+            ) as caught:
+                TensorFile(str(path)).read(name)
+            assert (caught.value.errno, caught.value.asked_bytes) == (errno.EBADMSG, end - begin)
+            assert caught.value.filename == str(path)
+            flip(path, place, place % 8)
+    for name, tensor in TENSORS.items():
+        assert TensorFile(str(path)).read(name).equal(tensor)
+
+
+def test_a_tensor_that_is_read_by_rows_is_checked(tmp_path: Path) -> None:
+    path = written(tmp_path)
+
+    def read(rows: int) -> torch.Tensor:
+        file = TensorFile(str(path))
+        return torch.cat([file.read("turned", first, rows) for first in range(0, 100, rows)])
+
+    assert all(read(rows).equal(TENSORS["turned"]) for rows in (1, 7, 50, 100))
+    flip(path, begins(path)["turned"][0] + 4 * 60 * 50)
+    for rows in (1, 7, 50, 100):
+        with pytest.raises(protrain.DiskError, match="turned") as caught:
+            read(rows)
+        assert caught.value.errno == errno.EBADMSG
+    assert TensorFile(str(path)).read("turned", 0, 50).equal(TENSORS["turned"][:50])  # another part, which nothing is known of
+
+
+@pytest.mark.parametrize(("old", "new"), [(b'"F32","shape":[100,60]', b'"I32","shape":[100,60]'), (b"[100,60]", b"[60,100]")])
+def test_a_description_that_is_another_is_found(old: bytes, new: bytes, tmp_path: Path) -> None:
+    """As many bytes, which would be read as other numbers, or in another order."""
+    path = written(tmp_path)
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(protrain.DiskError) as caught:
+        TensorFile(str(path)).read("turned")
+    assert caught.value.errno == errno.EBADMSG
+
+
+def test_files_of_other_tools_have_no_sums(tmp_path: Path) -> None:
+    """They are read as they are, and other tools read ours."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    path = written(tmp_path)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    assert all(tensor.equal(TENSORS[name]) for name, tensor in load_file(path).items())
+    save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, path, metadata={"format": "pt"})
+    flip(path, begins(path)["flat"][0])
+    assert TensorFile(str(path)).read("flat")[1:].equal(TENSORS["flat"][1:])
+
+
+@pytest.mark.parametrize("sums", ["", "{", "[]", "3", '{"flat": 1}', '{"flat": "xyz"}', '{"flat": "0000000g"}', "[" * 9999])
+def test_sums_that_are_none(sums: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"flat": torch.ones(3)}, path, metadata={"protrain.crc32c": sums})
+    with pytest.raises(protrain.PlanError, match=r"model\.safetensors is no whole safetensors file: ."):
+        TensorFile(str(path))
+
+
+def test_sums_are_the_published_ones() -> None:
+    """CRC-32C, and that of two parts is that of the whole."""
+    data = bytes(range(256)) * 300
+    assert _core.checksum(b"123456789") == 0xE3069283
+    assert all(
+        _core.checksum(data[cut:], _core.checksum(data[:cut])) == _core.checksum(data) for cut in (0, 1, 7, 4096, len(data))
+    )
+
+
+@pytest.mark.parametrize("stem", ["model", "optimizer"])
+def test_a_flipped_bit_of_a_checkpoint_is_found(stem: str, tmp_path: Path) -> None:
+    model, optimizer = trained(TIGHT)
+    folder = tmp_path / "checkpoint"
+    protrain.save(model, optimizer, folder)
+    path = folder / f"{stem}.safetensors"
+    flip(path, path.stat().st_size // 2, 3)
+    with pytest.raises(protrain.DiskError, match=f"{stem}.safetensors: tensor ") as caught:
+        protrain.load(model, optimizer, folder)
+    assert caught.value.errno == errno.EBADMSG
+    if stem == "model":
+
+        def on_meta() -> Any:
+            with torch.device("meta"):
+                return Chain()
+
+        other = on_meta()
+        with pytest.raises(protrain.DiskError) as caught:
+            protrain.wrap(other, adamw(other), memory=TIGHT, weights=folder)
+        assert caught.value.errno == errno.EBADMSG
+    refuses_to_go_on(model, optimizer, tmp_path / "other", "parameters and optimizer state")
+    protrain.unwrap(model)
+
+
+def test_a_flipped_digit_beside_the_tensors_is_found(tmp_path: Path) -> None:
+    """A learning rate, a count of steps: nothing is changed. Who changes them by hand removes the sum."""
+    model, optimizer = trained(TIGHT)
+    folder = tmp_path / "checkpoint"
+    protrain.save(model, optimizer, folder)
+    path, before = folder / "protrain.json", state_of(model)
+    text = path.read_text()
+    for old, new in (('"steps": 3', '"steps": 2'), ('"head.bias": 3', '"head.bias": 1'), ('"lr": 0.0', '"lr": 0.1')):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.raises(
+            protrain.DiskError, match=r"protrain\.json .* is not what was written there.*remove the line"
+        ) as caught:
+            protrain.load(model, optimizer, folder)
+        assert (caught.value.errno, caught.value.asked_bytes) == (errno.EBADMSG, path.stat().st_size)
+        assert state_of(model) == before
+    steps(inputs(1))(model, optimizer, False)
+    values = json.loads(text) | {"steps": 7}
+    del values["crc32c"]
+    path.write_text(json.dumps(values))
+    protrain.load(model, optimizer, folder)
+    assert protrain.status(model).steps == 7
+    protrain.unwrap(model)
+
+
+# ---- loads that fail half-way ----
+
+
+def refuses_to_go_on(model: Any, optimizer: Any, folder: Path, part: str) -> None:
+    """Neither a forward, nor a step, nor a save; unwrap would still give the model back."""
+    for what, call in (
+        ("forward", lambda: model(inputs(1)[0])),
+        (r"optimizer\.step\(\)", optimizer.step),
+        ("save", lambda: protrain.save(model, optimizer, folder)),
+    ):
+        with pytest.raises(protrain.StepError, match=f"{what}: the last load failed half-way .*{part}.*load a checkpoint again"):
+            call()
+    assert not folder.exists()
+
+
+class Failing:
+    """In the place of a method: the call of this number raises EIO, or what was written is not what is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> None:
+        self.left, original = call, getattr(place, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise protrain.DiskError("the disk failed", errno=errno.EIO, filename="store", asked_bytes=4096)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, method)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adamax"])
+@pytest.mark.parametrize("where", ["read", "put"])
+def test_a_load_that_fails_half_way_is_made_again(where: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then nothing goes on; then all goes on, bit for bit as the run that was saved did."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, getattr(torch.optim, kind)(model.parameters(), lr=1e-3), memory=TIGHT)
+    folder = tmp_path / "checkpoint"
+    steps(inputs(2))(model, optimizer, False)
+    protrain.save(model, optimizer, folder)
+    want = steps(inputs(2, seed=4))(model, optimizer, False), state_of(model)
+    with monkeypatch.context() as patched:
+        Failing(patched, *((TensorFile, "read") if where == "read" else (Values, "put")), call=9)
+        with pytest.raises(protrain.DiskError, match="the disk failed"):
+            protrain.load(model, optimizer, folder)
+    refuses_to_go_on(model, optimizer, tmp_path / "other", "parameters and optimizer state")
+    protrain.load(model, optimizer, folder)
+    assert (steps(inputs(2, seed=4))(model, optimizer, False), state_of(model)) == want
+    protrain.unwrap(model)
+
+
+def test_state_that_a_failed_load_left_is_not_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint with steps some moments were put, and its counts of steps were not; the next one has no step."""
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.save(model, optimizer, older)
+    want = steps(inputs(2))(model, optimizer, False), state_of(model)
+    protrain.save(model, optimizer, newer)
+    protrain.load(model, optimizer, older)
+    with monkeypatch.context() as patched:
+        Failing(patched, TensorFile, "read", call=30)
+        with pytest.raises(protrain.DiskError):
+            protrain.load(model, optimizer, newer)
+    protrain.load(model, optimizer, older)
+    assert (steps(inputs(2))(model, optimizer, False), state_of(model)) == want
+    protrain.unwrap(model)
+
+
+def test_a_load_that_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """Nothing was put, so training goes on."""
+    model, optimizer = trained(TIGHT)
+    with pytest.raises(protrain.DiskError):
+        protrain.load(model, optimizer, tmp_path / "nothing")
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("part", ["parameters", "optimizer state"])
+def test_a_state_dict_that_is_half_loaded(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DiskError, not torch's words about it; loading it again is enough."""
+    model, optimizer = trained(TIGHT)
+    saved: Any = model.state_dict() if part == "parameters" else optimizer.state_dict()
+    taker: Any = model if part == "parameters" else optimizer
+    steps(inputs(1))(model, optimizer, False)
+    with monkeypatch.context() as patched:
+        Failing(patched, *((Residency, "write_back") if part == "parameters" else (Values, "put")), call=3)
+        with pytest.raises(protrain.DiskError, match="the disk failed"):
+            taker.load_state_dict(saved)
+    refuses_to_go_on(model, optimizer, tmp_path / "other", part)
+    other: Any = optimizer if part == "parameters" else model
+    other.load_state_dict(other.state_dict())
+    refuses_to_go_on(model, optimizer, tmp_path / "other", part)
+    if part == "parameters":
+        model.blocks[0].load_state_dict(model.blocks[0].state_dict())
+        refuses_to_go_on(model, optimizer, tmp_path / "other", part)
+    taker.load_state_dict(saved)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
+    assert "load_state_dict" not in model.__dict__
+
+
+# ---- optimizer.pt ----
+
+
+OPTIMIZER_STATE: dict[str, Any] = {
+    "state": {
+        0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(600_000), "exp_avg_sq": torch.rand(30, 20).t()},
+        1: {"step": torch.tensor(3.0), "exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)},
+    },
+    "param_groups": [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0, 1]}],
+}
+
+
+def all_of(path: Path) -> Any:
+    found = torchfiles.load_optimizer(str(path))
+    return {number: dict(entry.items()) for number, entry in found["state"].items()}, found["param_groups"]
+
+
+def same_state(found: Any) -> bool:
+    states, groups = found
+    return str(groups) == str(OPTIMIZER_STATE["param_groups"]) and all(
+        states[number][key].equal(value) and states[number][key].stride() == value.stride()
+        for number, entry in OPTIMIZER_STATE["state"].items()
+        for key, value in entry.items()
+    )
+
+
+def write_state(path: Path, writer: str) -> None:
+    if writer == "ours":
+        torchfiles.save(OPTIMIZER_STATE, str(path))
+        return
+    torch.serialization.set_crc32_options(writer == "torch")
+    try:
+        torch.save(OPTIMIZER_STATE, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_every_record_of_an_optimizer_file_is_checked(writer: str, tmp_path: Path) -> None:
+    """Of torch.save and of ours, which other tools for zip archives find whole."""
+    path = tmp_path / "optimizer.pt"
+    write_state(path, writer)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+    assert same_state(all_of(path))
+    for name in ("data.pkl", "data/0", "data/1", "data/2"):
+        record = records[name]
+        with path.open("rb") as file:
+            begin = torchfiles._data_offset(file, record)
+        for place in {begin, begin + record.file_size - 1, begin + record.file_size // 2}:
+            flip(path, place, 2)
+            with pytest.raises(protrain.DiskError, match=f"{name}', {record.file_size} bytes at {begin}, is not what") as caught:
+                all_of(path)
+            assert (caught.value.errno, caught.value.asked_bytes) == (errno.EBADMSG, record.file_size)
+            assert caught.value.filename == str(path)
+            flip(path, place, 2)
+    assert same_state(all_of(path))
+
+
+def test_an_optimizer_file_without_checksums_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.pt"
+    write_state(path, "torch without")
+    assert same_state(all_of(path))
+
+
+def test_an_optimizer_file_that_is_a_pipe(tmp_path: Path) -> None:
+    """Nobody writes into it: reading would wait for ever. Neither at first nor when a tensor is asked for."""
+    path = tmp_path / "optimizer.pt"
+    os.mkfifo(path)
+    with pytest.raises(protrain.PlanError, match="no regular file"):
+        torchfiles.load_optimizer(str(path))
+    path.unlink()
+    write_state(path, "ours")
+    found = torchfiles.load_optimizer(str(path))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(protrain.PlanError, match="no regular file"):
+        found["state"][0].get("exp_avg")
+
+
+def test_an_optimizer_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
+    path, other = tmp_path / "optimizer.pt", tmp_path / "other.pt"
+    write_state(path, "ours")
+    write_state(other, "ours")
+    found = torchfiles.load_optimizer(str(path))
+    assert found["state"][0]["exp_avg"].equal(OPTIMIZER_STATE["state"][0]["exp_avg"])
+    other.replace(path)
+    with pytest.raises(protrain.DiskError, match="replaced or changed") as caught:
+        found["state"][0].get("exp_avg")
+    assert (caught.value.errno, caught.value.asked_bytes) == (errno.ESTALE, 2_400_000)
+    path.unlink()
+    with pytest.raises(protrain.DiskError, match=r"optimizer\.pt cannot be read: No such file.*2400000 bytes") as caught:
+        found["state"][0].get("exp_avg")
+    assert (caught.value.errno, caught.value.asked_bytes) == (errno.ENOENT, 2_400_000)
+
+
+# ---- what errors say ----
+
+
+def told(error: protrain.DiskError, code: int, name: str, asked_bytes: int) -> None:
+    """Errno, file and bytes, as attributes and in the line."""
+    assert (error.errno, os.path.basename(error.filename), error.asked_bytes) == (code, name, asked_bytes)
+    assert str(asked_bytes) in str(error)
+    assert error.filename in str(error)
+    assert "\n" not in str(error)
+
+
+def test_a_save_that_fails_tells_errno_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(TIGHT)
+    size_bytes = 3 * sum(p.numel() * 4 for p in Chain().parameters())
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(protrain.DiskError, match="No space left") as caught:
+            protrain.save(model, optimizer, tmp_path / "checkpoint")
+        told(caught.value, errno.ENOSPC, "checkpoint", size_bytes)
+        with pytest.raises(protrain.DiskError, match="No space left") as caught:
+            torchfiles.save(OPTIMIZER_STATE, str(tmp_path / "optimizer.pt"))
+        told(caught.value, errno.ENOSPC, "optimizer.pt", 2 * 4 + 4 + 4 * 600_000 + 4 * 600)
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.EIO, "cannot be read: Input/output error"), (errno.ENODATA, "ends (inside of|within)")]
+)
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_read_that_fails_tells_errno_and_bytes(
+    kind: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails, or somebody cuts the file, while a tensor is being read."""
+    path = tmp_path / "optimizer.pt"
+    if kind == "pt":
+        write_state(path, "ours")
+        found = torchfiles.load_optimizer(str(path))["state"][0]
+    else:
+        path = written(tmp_path)
+        file = TensorFile(str(path))
+
+    class Cut(io.FileIO):
+        def readinto(self, memory: Any) -> int:
+            if self.tell() > path.stat().st_size // 2:
+                if code == errno.ENODATA:
+                    return 0
+                raise OSError(code, os.strerror(code))
+            return super().readinto(memory)  # type: ignore[return-value]
+
+    module: Any = torchfiles if kind == "pt" else tensorfiles
+    monkeypatch.setattr(module, "open_file", lambda path, buffering: Cut(path))
+    with pytest.raises(protrain.DiskError, match=words) as caught:
+        found.get("exp_avg") if kind == "pt" else file.read("flat")
+    told(caught.value, code, path.name, TENSORS["flat"].nbytes if kind == "safetensors" else 2_400_000)

@@ -183,8 +183,8 @@ def at_rest(model: Any) -> _core.Stats:
 def little_pool(monkeypatch: pytest.MonkeyPatch, size_bytes: int = 3 * MIB // 2) -> None:
     """Activations have so little host memory that most of them go on to disk."""
 
-    def placed(found: Any, wrapped: Any) -> Any:
-        found = place_away(found, wrapped)
+    def placed(found: Any, *of_model: Any) -> Any:
+        found = place_away(found, *of_model)
         return replace(found, stash_pool_bytes=min(found.stash_pool_bytes, size_bytes))
 
     monkeypatch.setattr(fitting, "place_away", placed)

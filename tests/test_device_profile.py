@@ -5,8 +5,10 @@ The device that stands for a GPU has a time of its own here, which goes on where
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, run
 
 import protrain
-from protrain import calibration, compute, pacing
+from protrain import api, calibration, compute, pacing
 from protrain.device_clock import DeviceClock
 from protrain.profiles import Machine, Speed
 
@@ -27,14 +29,23 @@ ROWS = 256  # of a batch: what a block saves is then 2.5 MiB
 
 
 class Timed(StandIn):
-    """A device whose time is `now_ns`."""
+    """A device whose time is `now_ns`, and which is behind what is ordered by `behind_ns`. waited: how often somebody asked for a
+    time that it had not come to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_ns = 0
+        self.now_ns = self.behind_ns = self.waited = self.moments = 0
 
     def moment(self) -> int:
+        self.moments += 1
         return self.now_ns
+
+    def passed(self, moment: int) -> bool:
+        return moment <= self.now_ns - self.behind_ns
+
+    def elapsed_ns(self, first: int, last: int) -> int:
+        self.waited += not (self.passed(first) and self.passed(last))
+        return super().elapsed_ns(first, last)
 
 
 @pytest.fixture
@@ -87,6 +98,7 @@ def chain_of(device: Timed) -> Any:
 def planned(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Plans are made for this machine."""
     monkeypatch.setattr(pacing, "measure_device", lambda accelerator, folder: machine)
+    monkeypatch.setattr(api, "measure_device", lambda accelerator, folder: machine)
 
 
 def machine(link_bytes_per_second: float) -> Machine:
@@ -147,6 +159,62 @@ def test_modes_follow_from_the_link(
     assert status.plan.n_host > 0
 
 
+@pytest.mark.parametrize("link", [1e12, 1e7])
+@pytest.mark.parametrize("host", [24 * MIB, 96 * MIB])
+def test_a_plan_without_training_is_that_of_training(
+    link: float, host: int, device: Timed, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rehearsal's times are the device's, and homes lie in the same of the three tiers."""
+    planned(monkeypatch, machine(link))
+    model = chain_of(device)()
+    values, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    batch = inputs(3, rows=ROWS)[0]  # of the storage that all three share, as in training
+    plan = protrain.plan(model, batch, memory=TIGHT, host_memory=host, optimizer=adamw(model))
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    found = protrain.profile(model, batch, memory=TIGHT, optimizer=adamw(model))
+    for phase, times in zip(found.run.phases, found.times.phases, strict=True):
+        want = (0.0, 0.0) if phase.block < 0 else (0.005, 0.002) if phase.backward else (0.002, 0.0)
+        assert times == pytest.approx(want, abs=1e-6), (phase.block, phase.backward)
+    trained = train(chain_of(device), 3, fresh_disk, memory=TIGHT, host_memory=host)
+    session = protrain.session_of(trained)
+    timed = replace(machine(link), step_update_bytes_per_second=calibration.DEVICE_UPDATE_BYTES_PER_SECOND)
+    best = session.fitter.decide(session.pacer._run, times=found.times, machine=timed).plan
+    assert plan == best
+    assert plan.step_seconds == pytest.approx(best.step_seconds, rel=1e-6)
+    assert protrain.status(trained).plan.step_seconds < 1.03 * plan.step_seconds  # it moves no homes for less than 2 %
+    protrain.unwrap(trained)
+    assert (plan.host_bytes <= host, plan.ring_bytes) == (True, 0)
+    assert plan.n_host > 0
+
+
+def test_what_cannot_be_planned_for_over_a_device(device: Timed) -> None:
+    model, batch = Chain(), inputs(1)[0]
+    with pytest.raises(protrain.PlanError, match="RMSprop; over a device it can be Adam, AdamW or SGD yet"):
+        protrain.plan(model, batch, memory=TIGHT, optimizer=torch.optim.RMSprop(model.parameters()))
+    with pytest.raises(protrain.BudgetError, match=r"host_memory of 1\.00 MiB does not hold what gradients"):
+        protrain.plan(model, batch, memory=TIGHT, host_memory=MIB)
+    with pytest.raises(protrain.BudgetError, match=r"^memory: a step of this batch needs"):
+        protrain.plan(model, batch, memory=MIB, host_memory=96 * MIB)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused_in_one_line() -> None:
+    model, batch = Chain(), inputs(1)[0]
+    for wanted, message in (
+        ("cuda", "device is 'cuda'; torch .* finds no GPU here"),
+        ("mps", "device is 'mps'; give 'cpu' or 'cuda'"),
+        ("gpu", "device is 'gpu'; give 'cpu' or 'cuda'"),
+    ):
+        with pytest.raises(protrain.PlanError, match=message) as caught:
+            protrain.plan(model, batch, memory=TIGHT, device=wanted)
+        assert "\n" not in str(caught.value)
+    optimizer = adamw(model)
+    with torch.device("cuda"), pytest.raises(protrain.PlanError, match=r"torch's default device cannot be used: |finds no GPU"):
+        protrain.wrap(model, optimizer, memory=TIGHT)
+
+
 def test_a_plan_that_is_given_is_not_profiled(device: Timed, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch, machine(1e12))
     make = chain_of(device)
@@ -159,6 +227,74 @@ def test_a_plan_that_is_given_is_not_profiled(device: Timed, fresh_disk: Path, m
     assert not session.clock.device.running
     assert protrain.status(again).plan.block_modes == plan.block_modes
     protrain.unwrap(again)
+
+
+class Slow:
+    """Makes the forward of a block take the device so much longer, from a step on."""
+
+    def __init__(self, device: Timed, block: nn.Module) -> None:
+        self.device, self.ns = device, 0
+        block.register_forward_pre_hook(self.pass_time)
+
+    def pass_time(self, *_: Any) -> None:
+        self.device.now_ns += self.ns
+
+
+@pytest.mark.parametrize("behind", [0, 2], ids=["in time", "two steps behind"])
+def test_steps_that_depart_on_a_device_are_planned_again(
+    behind: int, device: Timed, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the device's own time, whatever the thread took; seen in later steps, with no wait but for the one that is profiled."""
+    planned(monkeypatch, machine(1e12))
+    model = chain_of(device)()
+    slow = Slow(device, model.blocks[3])
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB, host_memory=96 * MIB, disk=fresh_disk)
+    pacer = protrain.session_of(model).pacer
+    (x,) = inputs(1, rows=ROWS)
+
+    def step() -> float:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return protrain.status(model).plan.step_seconds
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = [step() for _ in range(pacing.PROFILED_STEPS)][-1]
+        assert first == pytest.approx(8 * 0.007, rel=0.05)  # everything is in memory
+        device.waited, device.behind_ns = 0, behind * round(first * 1e9)
+        slow.ns = round(first * 1e9)
+        before = device.moments
+        for _ in range(pacing.DEPARTED_STEPS - 1):
+            step()
+        assert device.moments - before == 2 * (pacing.DEPARTED_STEPS - 1)
+        slow.ns = 0
+        device.behind_ns = 0
+        step()  # as planned: those before it do not count
+        assert step() == first
+        device.behind_ns = behind * 2 * round(first * 1e9)
+        slow.ns = round(first * 1e9)
+        taken = [step() for _ in range(pacing.DEPARTED_STEPS + behind)]
+        assert taken == [first] * len(taken)
+        assert not pacer._clock.device.running
+        assert device.waited == 0
+        assert step() == first  # in which the last of them is seen
+        assert pacer._clock.device.running
+        assert device.waited == 0
+        again = step()
+        assert again == pytest.approx(2 * first, rel=0.05)
+        assert not pacer._clock.device.running
+        slow.ns = 0
+        device.behind_ns = 0
+        for _ in range(2 * pacing.DEPARTED_STEPS + 1):
+            assert step() == again
+        assert step() == pytest.approx(first, rel=0.05)
+    assert [str(w.message).split(";")[-1] for w in said if "planned again" in str(w.message)] == [
+        " they were measured and planned again"
+    ]
+    assert "took 0.112 s where 0.056 s were planned" in str(said[-1].message)
+    assert said[-1].filename == __file__
+    protrain.unwrap(model)
 
 
 def test_a_link_that_cannot_be_measured_keeps_the_plan_by_memory(

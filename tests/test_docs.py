@@ -1,5 +1,6 @@
-"""Every block of code in the README and in docs/ does what it says: Python runs, words of the command line are parsed and the
-quick ones run, machines are read. A block of output is marked `text`. Also: tables of options, links, that every page is found.
+"""Every block of code in the README and in docs/ does what it says: Python runs, words of the command line are parsed as they
+stand and run small, machines are read. A block of output is marked `text`. Also: tables of options, links, that every page is
+found.
 
 Python blocks of a page run in order, in one process and one folder, and find what a reader has: a model, an optimizer, batches.
 Budgets stay as they are written; what is large, long or elsewhere is made small by `TINY` and `SMALL`.
@@ -8,6 +9,7 @@ Budgets stay as they are written; what is large, long or elsewhere is made small
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -30,7 +32,8 @@ from protrain.hardware import load_hardware
 from protrain.profiles import Machine, Speed
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *(ROOT / "docs").rglob("*.md"),
+                *(ROOT / "benchmarks" / name / "README.md" for name in ("peers", "papers"))])  # fmt: skip
 BLOCK = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Blocks that are looked at and not run: output, patterns of files, C.
@@ -39,8 +42,13 @@ SHOWN = {"text", "markdown", "c"}
 TINY = {'"/path/on/nvme"': '"scratch"'}
 #: On the command line: option -> what it is here, where it stands.
 SMALL = {"--model": "tiny", "--seq": "16", "--steps": "2", "--batch": "1", "--save-every": "1", "--rounds": "1"}
-#: Commands that run here, but for their pictures; others are parsed. The same command is run once.
-QUICK = {"train", "plan"}
+#: What is added to a command that leaves it out: without a model there is a large one, without peers all of them.
+ADDED = {
+    "train": {"--data": "text.txt", "--seq": "16", "--steps": "2"},
+    "bench": {"--model": "tiny", "--seq": "16", "--rounds": "1", "--peers": "checkpoint"},
+    "bench step": {"--model": "tiny", "--seq": "16", "--rounds": "1", "--memory": "8MiB"},
+    "bench activations": {"--model": "tiny", "--seq": "16", "--rounds": "1", "--mixes": "0"},
+}
 #: Lines of a shell block that are no command of ours.
 OTHERS = ("git clone ", "cd ", "pip install ")
 
@@ -173,9 +181,9 @@ def small(words: list[str]) -> list[str]:
     for at, word in enumerate(found[:-1]):
         if word in SMALL:
             found[at + 1] = SMALL[word]
-    if found[0] == "train":
-        for option, value in ("--data", "text.txt"), ("--seq", "16"), ("--steps", "2"):
-            found += [] if option in found else [option, value]
+    names = itertools.takewhile(lambda word: not word.startswith("-"), found)
+    for option, value in ADDED.get(" ".join(names), {}).items():
+        found += [] if option in found else [option, value]
     if "--resume" in found:
         found[found.index("--steps") + 1] = "4"
     return found
@@ -195,6 +203,8 @@ def test_shell(block: Block, disk: Path, workplace: Path, monkeypatch: pytest.Mo
         elif words[0] == "make":
             targets = [word for word in words[1:] if "=" not in word]
             subprocess.run(["make", "-n", "-C", str(ROOT), *targets], check=True, capture_output=True)
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), line
         elif words[0] == "python":
             assert (ROOT / words[1]).is_file(), line
         else:
@@ -202,13 +212,13 @@ def test_shell(block: Block, disk: Path, workplace: Path, monkeypatch: pytest.Mo
 
 
 def check_ours(words: list[str]) -> None:
-    """Parsed as it stands, and run small where it is quick."""
+    """Parsed as it stands, and run small; the same command is run once."""
     command, rest = commands, list(words)
     while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
         command = command.commands[rest.pop(0)]  # type: ignore[assignment]
     command.make_context("protrain", rest)
     key = " ".join(small(words))
-    if words[0] in QUICK and ".png" not in key and key not in _run:
+    if key not in _run:
         _run[key] = None
         done = CliRunner().invoke(commands, small(words))
         if "cuda" in words and not torch.cuda.is_available():
@@ -238,7 +248,7 @@ def test_tables_of_options_are_those_of_the_command_line() -> None:
     options = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(options)
     page = options.PAGE.read_text()
-    assert page.count("<!-- options:") == 5
+    assert page.count("<!-- options:") == 6
     assert options.with_tables(page, commands) == page, "python docs/options.py writes them anew"
 
 

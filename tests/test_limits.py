@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import adamw, bits
 
 import protrain
+from protrain import sizes
 from protrain.sizes import cgroup_free_bytes
 
 MIB = 1 << 20
@@ -49,6 +52,11 @@ def limited(kind: int, value: int) -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
+def address_bytes() -> int:
+    """What this process has of its address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def refused(error: Any, number: int, path: Path, words: str) -> None:
     assert error.errno == number, f"{error.errno}: {error}"
     assert str(error.filename).startswith(str(path))
@@ -61,7 +69,7 @@ def refused(error: Any, number: int, path: Path, words: str) -> None:
 
 
 def test_a_limit_of_file_sizes(fresh_disk: Path) -> None:
-    """In wrap, in a step that needs more room, and in save: told each time; when the limit is gone all goes on."""
+    """In wrap and in save: told each time; when the limit is gone all goes on."""
     expected = plain(3)
     with limited(resource.RLIMIT_FSIZE, MIB), pytest.raises(protrain.DiskError) as caught:
         wrap(fresh_disk)
@@ -79,6 +87,35 @@ def test_a_limit_of_file_sizes(fresh_disk: Path) -> None:
     assert {path.name: path.read_bytes() for path in target.iterdir()} == saved
     assert os.listdir(fresh_disk) == ["checkpoint"]
     assert steps(inputs(3)[2:])(model, optimizer, False) == expected[2:]
+    protrain.unwrap(model)
+
+
+def store_bytes(folder: Path) -> int:
+    """The size of the store's file in folder, which has no name."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if re.fullmatch(rf"{folder}/\S+ \(deleted\)", os.readlink(f"/proc/self/fd/{name}")):
+                return os.stat(f"/proc/self/fd/{name}").st_size
+    raise AssertionError(f"no store in {folder}")
+
+
+@pytest.mark.parametrize("modes", [None, ["swap"] * 8], ids=["planned", "swap"])
+def test_a_limit_of_file_sizes_in_a_step_that_needs_more_room(modes: list[str] | None, fresh_disk: Path) -> None:
+    """For updates, and for what blocks save: told each time it is attempted, and made when the limit is gone."""
+    batches, reference = inputs(2, rows=512), Chain()
+    expected = steps(batches)(reference, adamw(reference), True)
+    model, optimizer = wrap(fresh_disk, block_modes=modes)
+    size = store_bytes(fresh_disk)
+    for _ in range(2):
+        with limited(resource.RLIMIT_FSIZE, size), pytest.raises(protrain.DiskError) as caught:
+            steps(batches[:1])(model, optimizer, False)
+        refused(caught.value, errno.EFBIG, fresh_disk, r"cannot reserve \d+ bytes more.*limit")
+        assert caught.value.asked_bytes > 0
+        assert protrain.status(model).steps == 0
+        del caught  # it holds the frames, and so the graph, of what failed
+        optimizer.zero_grad()
+    assert steps(batches)(model, optimizer, False) == expected
+    assert store_bytes(fresh_disk) > size
     protrain.unwrap(model)
 
 
@@ -127,18 +164,71 @@ def test_no_locked_memory_is_needed(fresh_disk: Path) -> None:
     assert found == plain(2)
 
 
-def test_a_limit_of_address_space(fresh_disk: Path) -> None:
-    """The system has no memory although the budget would allow it: an error of its own; without the limit training goes on."""
-    model, optimizer = wrap(fresh_disk)
-    losses = steps(inputs(1))(model, optimizer, False)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    session = protrain.session_of(model)
-    session.engine.use_account(False)
-    with limited(resource.RLIMIT_AS, taken + 64 * MIB), pytest.raises(protrain.OutOfMemoryError, match=r"\d+ bytes"):
-        torch.empty(1 << 42, dtype=torch.uint8)
-    losses += steps(inputs(2)[1:])(model, optimizer, False)
+def test_a_limit_of_address_space_in_wrap(fresh_disk: Path) -> None:
+    """Not every lane can start its thread: one line, nothing was changed, no thread stays; then it can be wrapped."""
+    first, optimizer = wrap(fresh_disk)  # what is made once in a process is there
+    steps(inputs(1))(first, optimizer, False)
+    model: Any = Chain()
+    before, threads = state_of(model), len(os.listdir("/proc/self/task"))
+    words = "cannot start the thread ptn-.*Resource temporarily unavailable"
+    with pytest.raises(protrain.OutOfMemoryError, match=words) as caught, limited(resource.RLIMIT_AS, address_bytes() + 4 * MIB):
+        protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    assert "\n" not in str(caught.value)
+    assert not getattr(caught.value, "__notes__", None)
+    assert state_of(model) == before
+    assert len(os.listdir("/proc/self/task")) == threads
+    protrain.unwrap(first)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
+    assert steps(inputs(2))(model, optimizer, False) == plain(2)
+    protrain.unwrap(model)
+
+
+ASKED_BYTES = 1 << 42
+
+
+class Greedy(torch.autograd.Function):
+    """Asks for too much in backward, where it is told to."""
+
+    asks = False
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Greedy.asks:
+            torch.empty(ASKED_BYTES, dtype=torch.uint8)
+        return gradient
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_limit_of_address_space_in_a_step(where: str, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no memory although the budget would allow it: one line, and without the limit the same step is made."""
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = Greedy.apply(model(x))  # type: ignore[no-untyped-call]
+        if where == "forward" and Greedy.asks:
+            torch.empty(ASKED_BYTES, dtype=torch.uint8)
+        return loss
+
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=4 * ASKED_BYTES, disk=fresh_disk)
+    losses = steps(inputs(1), loss_of)(model, optimizer, False)
+    monkeypatch.setattr(Greedy, "asks", True)
+    words = r"the system refuses \d+ bytes of addresses \(Cannot allocate memory\): raise the limit on addresses \(ulimit -v\)"
+    with limited(resource.RLIMIT_AS, address_bytes() + 64 * MIB), pytest.raises(protrain.OutOfMemoryError, match=words) as caught:
+        steps(inputs(2)[1:], loss_of)(model, optimizer, False)
+    assert "\n" not in str(caught.value)
+    assert protrain.status(model).steps == 1
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    losses += steps(inputs(2)[1:], loss_of)(model, optimizer, False)
     protrain.unwrap(model)
     assert losses == plain(2)
+
+
+SECOND, FIRST = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def test_budgets_know_control_groups(tmp_path: Path) -> None:
@@ -155,21 +245,66 @@ def test_budgets_know_control_groups(tmp_path: Path) -> None:
         (tmp_path / "cgroup").write_text(listing)
         return cgroup_free_bytes(str(tmp_path / "cgroup"), str(tmp_path / "fs"))
 
-    second, first = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    group("a.slice/b.scope", "max", 10, 0, second, "inactive_file")
-    group("a.slice", str(8 * MIB), 5 * MIB, MIB, second, "inactive_file")
+    group("a.slice/b.scope", "max", 10, 0, SECOND, "inactive_file")
+    group("a.slice", str(8 * MIB), 5 * MIB, MIB, SECOND, "inactive_file")
     assert room("0::/a.slice/b.scope\n") == 4 * MIB
     assert room("0::/\n") is None
     assert room("0::/elsewhere\n") is None
     assert room("0::/../../a.slice\n") == 4 * MIB
-    group("a.slice/b.scope", str(3 * MIB), 5 * MIB, 0, second, "inactive_file")
+    group("a.slice/b.scope", str(3 * MIB), 5 * MIB, 0, SECOND, "inactive_file")
     assert room("0::/a.slice/b.scope\n") == 0
-    group("memory/jobs/one", str(6 * MIB), 2 * MIB, 0, first, "total_inactive_file")
-    group("memory", str(1 << 62), 0, 0, first, "total_inactive_file")
+    group("memory/jobs/one", str(6 * MIB), 2 * MIB, 0, FIRST, "total_inactive_file")
+    group("memory", str(1 << 62), 0, 0, FIRST, "total_inactive_file")
     assert room("5:cpu,cpuacct:/jobs/one\n4:memory:/jobs/one\n0::/\n") == 4 * MIB
     assert room("4:memory:/\n") is None
     assert room("") is None
     assert cgroup_free_bytes(str(tmp_path / "missing")) is None
+
+
+@pytest.mark.parametrize("names", [SECOND, FIRST], ids=["version 2", "version 1"])
+def test_a_budget_above_the_limit_of_a_control_group_is_warned_of(
+    names: tuple[str, str], tmp_path: Path, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, before anything is changed, in one line; the model trains, as it does not reach the limit. A budget of that
+    limit, and one that nobody gave, pass."""
+    line, root = ("0::", "") if names is SECOND else ("4:memory:", "memory")
+    above = tmp_path / "fs" / root / "jobs"
+    (above / "one").mkdir(parents=True)
+    for folder, limit in ((above / "one", "max" if names is SECOND else str((1 << 63) - 4096)), (above, str(64 * MIB))):
+        (folder / names[0]).write_text(f"{limit}\n")
+    (tmp_path / "cgroup").write_text(f"{line}/jobs/one\n")
+    found = functools.partial(sizes.cgroup_limit, str(tmp_path / "cgroup"), str(tmp_path / "fs"))
+    assert found() == (64 * MIB, str(above))
+    monkeypatch.setattr(sizes, "cgroup_limit", found)
+
+    model: Any = Chain()
+    before = state_of(model)
+    optimizer = adamw(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning) as caught:
+            protrain.wrap(model, optimizer, memory="65MiB", disk=fresh_disk)
+    words = (
+        f"memory is 65.00 MiB ({65 * MIB} bytes), above the limit of the control group {above}, 64.00 MiB ({64 * MIB} bytes): "
+    )
+    assert words in str(caught.value)
+    assert "give memory below the limit" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert state_of(model) == before
+
+    with pytest.warns(UserWarning, match="above the limit of the control group") as told:
+        model, optimizer = protrain.wrap(model, optimizer, memory=65 * MIB, disk=fresh_disk)
+    assert [warning.filename for warning in told] == [__file__]
+    assert steps(inputs(1))(model, optimizer, False) == plain(1)
+    protrain.unwrap(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for memory in (64 * MIB, None):
+            model = Chain()
+            model, _ = protrain.wrap(model, adamw(model), memory=memory, disk=fresh_disk)
+            protrain.unwrap(model)
+    (above / names[0]).write_text("max\n" if names is SECOND else f"{(1 << 63) - 4096}\n")
+    assert found() is None
 
 
 GROUPED = """

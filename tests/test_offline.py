@@ -345,13 +345,31 @@ def gpt2_parameters_of(config: Any) -> int:
 def test_chunks_go_to_the_host_and_ranks_share_them() -> None:
     one, two = tiny_hardware(24 << 20, GIB), tiny_hardware(24 << 20, GIB, n_devices=2)
     profile = profile_offline(small_gpt2(12), one, batch=1, seq=128)
-    alone, shared = plan_for(profile, one), plan_offline(small_gpt2(12), two, batch=1, seq=128)
+    modes = ["checkpoint"] * 12
+    alone = plan_for(profile, one, block_modes=modes)
+    shared = plan_offline(small_gpt2(12), two, batch=1, seq=128, block_modes=modes)
     assert alone.n_persist < alone.n_chunks
     assert (alone.disk_bytes, shared.disk_bytes) == (0, 0)
     away = pack(profile.parameters, profile.chunk_bytes).sizes[alone.n_persist :]
     assert alone.host_bytes >= 7 * sum(away)
     assert alone.n_host == len(away)
     assert shared.host_bytes < 0.75 * alone.host_bytes
+
+
+def test_updates_pass_through_memory_of_the_host() -> None:
+    """As over a device that is here: no budget of the device has the ring, and homes share the host with it."""
+    profile = profile_offline(small_gpt2(12), tiny_hardware(24 << 20, GIB), memory="24MiB", batch=1, seq=128)
+    modes = ["checkpoint"] * 12
+    roomy, narrow = (plan_for(profile, tiny_hardware(24 << 20, host << 20), block_modes=modes) for host in (1024, 192))
+    for plan in (roomy, narrow):
+        assert plan.n_persist < plan.n_chunks
+        assert plan.ring_bytes == 0
+        assert (plan.n_persist, plan.peak_bytes) == (roomy.n_persist, roomy.peak_bytes)
+    homes = 7 * sum(pack(profile.parameters, profile.chunk_bytes).sizes[roomy.n_persist :])
+    assert homes + 8 * 6 * (2 << 20) == roomy.host_bytes  # six pieces of eight arrays
+    assert homes < narrow.host_bytes < roomy.host_bytes
+    with pytest.raises(BudgetError, match=r"host_memory of 1.00 MiB does not hold what updates pass through: give at least 2.00"):
+        plan_offline(small_gpt2(12), replace(tiny_hardware(24 << 20, 1 << 20), disk=Disk(2e9, 2e9, 1.0, GIB)), batch=1, seq=128)
 
 
 def test_what_fits_no_tier_is_refused(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_steps_that_depart_are_planned_again_and_that_is_said_once(
     assert [str(w.message).split(";")[-1] for w in said if "planned again" in str(w.message)] == [
         " they were measured and planned again"
     ]
+    assert {w.filename for w in said if "planned again" in str(w.message)} == {__file__}
     protrain.unwrap(model)
 
 

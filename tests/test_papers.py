@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.papers import __main__ as every  # noqa: E402
 from benchmarks.papers import beside, turns  # noqa: E402
 from benchmarks.papers.patrickstar import static_partition  # noqa: E402
+from benchmarks.papers.protrain import figure5_ablations  # noqa: E402
 from benchmarks.papers.records import Experiment, Settings  # noqa: E402
 from benchmarks.papers.ssdtrain import lifespan, rok_curve  # noqa: E402
 from benchmarks.papers.training import Shape, Way, train  # noqa: E402
@@ -202,3 +203,44 @@ def test_on_a_gpu_the_largest_is_bisected_until_a_system_does_not_fit(monkeypatc
     assert asked == [1, 2, 4, 8, 6, 5]
     (found,) = beside.largest(Settings(device="cuda"), TINY, MIB, ["plain torch"], 4)
     assert (found["layers"], found["at_least"]) == (4, True)
+
+
+# ---- what a page says of its figures ----
+
+
+def row_of(ratio: float, quartiles: tuple[float, float], waits: float = 0.0, read_bytes: int = 0) -> dict[str, Any]:
+    status = {"wait_seconds": waits, "plan": {"n_persist": read_bytes >> 20}}
+    return {"ratio": ratio, "quartiles": quartiles, "status": status, "step_read_bytes": read_bytes, "step_write_bytes": 0}
+
+
+def test_pages_say_where_figures_are_not_as_in_the_paper() -> None:
+    own = row_of(1.0, (1.0, 1.0), waits=0.147, read_bytes=300 << 20)
+    faster, alike, slower = row_of(0.89, (0.88, 0.95)), row_of(0.99, (0.97, 1.02)), row_of(1.2, (1.1, 1.3))
+    ways = {"protrain": own, "a": faster, "b": alike, "c": slower, "d": {"reason": "no room"}}
+    lines = figure5_ablations.not_as_in_the_paper({"batch": 1, "ways": ways})
+    assert [line.split(",")[0] for line in lines] == ["- Not as in the paper: a", "- Not as in the paper: b"]
+    assert "faster than protrain's own plan (0.89" in lines[0]
+    assert "waits 0.147 s, this one 0 MiB and 0.000 s" in lines[0]
+    assert "by no more than noise (0.99" in lines[1]
+    lines = static_partition.verdicts(ways)
+    assert [line.split(" is ")[0] for line in lines] == ["- As in the paper, a share that", "- a", "- b"]
+    assert "cannot train at all: d." in lines[0]
+    assert static_partition.verdicts({"protrain": own, "c": slower}) == []
+    (line,) = static_partition.verdicts({"protrain": own, "e": row_of(0.94, (0.9, 0.96), read_bytes=300 << 20)})
+    assert "is protrain's plan over again: 0.94" in line
+
+
+@pytest.mark.parametrize(("swap_mib", "where"), [(150, "left of"), (200, "at"), (212, "right of")])
+def test_the_curves_page_says_where_swap_lies(swap_mib: int, where: str) -> None:
+    points = {"keep": (704, 1.0), "swap": (swap_mib, 1.05), "checkpoint": (200, 1.22)}
+    text = rok_curve.verdict({k: {"activation_peak_bytes": p << 20, "ratio_to_keep": r} for k, (p, r) in points.items()})
+    assert text.startswith(f"Swap lies {where} full recomputation, at {swap_mib / 200:.2f} of its peak")
+    assert "1.05 of keep's step, recomputation 1.22" in text
+
+
+@pytest.mark.parametrize("name", every.names())
+def test_the_page_in_the_repository_is_that_of_its_record(name: str) -> None:
+    file = ROOT / "benchmarks/results/papers" / f"{name.replace('.', '/')}.json"
+    experiment: Experiment = module_of(name).EXPERIMENT
+    picture = file.with_suffix(".png").name if experiment.draw else None
+    assert file.with_suffix(".md").read_text() == experiment.page(json.loads(file.read_text()), picture)

@@ -15,9 +15,11 @@ from typing import Any
 import click
 import program
 import pytest
-import torch  # noqa: F401 - before the core, which links to it
+import torch
 from click.testing import CliRunner
+from standin import StandIn
 
+from protrain import compute
 from protrain.cli import sweep
 from protrain.cli.main import commands
 from protrain.cli.plan import more_bytes
@@ -27,7 +29,7 @@ from protrain.errors import BudgetError, Error
 from protrain.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
 from protrain.layout import pack
 from protrain.planning import MODES, WAITS, Forecast, Plan, plan_from_profile
-from protrain.profiles import LANES, Machine, Profile, Speed, Times
+from protrain.profiles import LANES, Machine, Overhead, Profile, Speed, Times
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -392,7 +394,10 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
         (["--hardware", "cpu", "--save-profile", "q.json"], "leave --save-profile out"),
         (["--hardware", "cpu", "--accumulate", "2", "--max-grad-norm", "1"], "leave --accumulate and --max-grad-norm out"),
         (["--devices", "2"], "--devices 2 needs --hardware"),
-        (["--host-memory", "1GiB"], "--host-memory needs --hardware or --profile"),
+        (["--host-memory", "1GiB"], "--host-memory needs --device cuda, --hardware or --profile"),
+        (["--device", "cuda", "--hardware", "a100x4"], "leave --device out"),
+        (["--device", "cuda", "--profile", "a.json", "--memory", "1GiB"], "leave --device out"),
+        (["--device", "tpu"], "'tpu' is no device"),
         (["--sweep", "--memory", "1GiB"], "leave --memory out"),
         (["--out", "a.png"], "give --sweep too"),
         (["--host-memory", "much", "--hardware", "cpu"], "'much' is not a size"),
@@ -494,6 +499,57 @@ def test_a_profile_plans_as_the_library_does(tmp_path: Path, monkeypatch: pytest
     title, *lines = said(*words).splitlines()
     assert title == "made up, 108 MiB of states, from profile.json, budget 24.0 MiB"
     assert lines == plan.explain(plan_from_profile(profile, 27 * MIB)).splitlines()
+
+
+def test_a_profile_of_a_gpu_needs_the_hosts_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = over_device(profile_of())
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    words = ("--profile", "profile.json", "--memory", 32 * MIB)
+    assert "give --host-memory too" in refused(*words)
+    assert "host_memory of 1.00 MiB does not hold" in refused(*words, "--host-memory", "1MiB")
+    plan = plan_from_profile(profile, 32 * MIB, host_budget_bytes=64 * MIB)
+    assert said(*words, "--host-memory", "64MiB", "--json") == f"{json.dumps(json.loads(plan.to_json()))}\n"
+    assert 0 < plan.host_bytes <= 64 * MIB
+    assert plan.ring_bytes == 0
+    with pytest.raises(BudgetError) as caught:
+        plan_from_profile(profile, 2 * MIB, host_budget_bytes=64 * MIB)
+    smallest = caught.value.smallest_bytes  # with what libraries take of it
+    assert plan_from_profile(profile, smallest, host_budget_bytes=64 * MIB).peak_bytes <= smallest
+    with pytest.raises(BudgetError):
+        plan_from_profile(profile, smallest - 4096, host_budget_bytes=64 * MIB)
+
+
+def over_device(profile: Profile) -> Profile:
+    """As if a device with a link of 10 GB/s had been measured, where 2 MiB and a sixteenth of a budget are not for tensors."""
+    link = Speed(1e10)
+    beside = dataclasses.replace(profile.machine, upload=link, offload=link)
+    return dataclasses.replace(profile, machine=beside, overhead=Overhead(2 * MIB, 16))
+
+
+def test_a_gpu_is_planned_for_as_it_trains(tiny: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the core's host device in its place: the budgets of both tiers, and a profile that plans the same elsewhere."""
+    monkeypatch.chdir(tiny)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(compute, "stand_in", StandIn())
+    words = ("--model", "tiny", "--seq", 32, "--device", "cuda", "--memory", "3MiB", "--host-memory", "24MiB", "--disk", disk)
+    first = json.loads(said(*words, "--save-profile", "profile.json", "--json"))
+    assert (first["budget_bytes"], first["ring_bytes"]) == (3 * MIB, 0)
+    assert 0 < first["host_bytes"] <= 24 * MIB
+    assert first["step_seconds"] > 0
+    elsewhere = ("--profile", "profile.json", "--memory", "3MiB", "--host-memory", "24MiB", "--json")
+    assert json.loads(said(*elsewhere)) == first
+    text = said(*words)
+    assert "on cuda and 24.0 MiB of host memory, budget 3.00 MiB" in text
+    assert "on the host" in text
+    assert "cuda:0 alone" in refused("--model", "tiny", "--device", "cuda:1")
+    assert "host_memory of 1.00 MiB does not hold" in refused(*words[:-4], "--host-memory", "1MiB", "--disk", disk)
+
+
+def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no GPU here" in refused("--device", "cuda", "--model", "gpt2-demo")
 
 
 def test_a_sweep_is_a_table_json_lines_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

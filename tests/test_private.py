@@ -120,7 +120,7 @@ interpreters.run_string(interpreters.create(), code)
 """
     if sys.version_info >= (3, 13):
         program = program.replace("_xxsubinterpreters", "_interpreters").replace("run_string", "exec")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr
     (line,) = result.stdout.splitlines()
     assert re.match(

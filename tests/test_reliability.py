@@ -27,7 +27,7 @@ PROGRAMS = {
     "leaks": (["leaks.py", "--rounds", "8", "--steps", "80"], r'"rounds": 8.*"steps": 80'),
     **{
         f"fuzz {kind}": (["fuzz.py", kind, "--seconds", FUZZ_SECONDS], rf"fuzz {kind}: [1-9]\d* inputs, [1-9]")
-        for kind in ("plan", "profile", "hardware", "safetensors", "checkpoint", "modules")
+        for kind in ("plan", "profile", "hardware", "safetensors", "optimizer", "checkpoint", "modules")
     },
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -16,11 +17,11 @@ from protrain import replacing
 from protrain.replacing import clear_leftovers, replaced, replaced_file
 
 
-@pytest.fixture(params=["exchange", "two renames"])
+@pytest.fixture(params=["exchange", "renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways in which a folder takes its place."""
-    if request.param == "two renames":
-        monkeypatch.setattr(replacing, "_exchange", lambda _one, _other: False)
+    if request.param == "renames":
+        monkeypatch.setattr(replacing, "_exchange_at_once", lambda _one, _other: False)
     return str(request.param)
 
 
@@ -98,11 +99,11 @@ def test_a_living_runs_folder_stays(tmp_path: Path, way: str) -> None:
     assert names(tmp_path) == sorted([*others, "checkpoint"])
 
 
-def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where folders cannot change places at once: the old one is put back by whoever comes next."""
     target = tmp_path / "checkpoint"
     write(target, "old")
-    monkeypatch.setattr(replacing, "_exchange", lambda _one, _other: False)
+    monkeypatch.setattr(replacing, "_exchange_at_once", lambda _one, _other: False)
     rename = Path.rename
 
     def second_kills(path: Path, to: Path) -> Path:
@@ -129,6 +130,85 @@ def test_killed_after_the_places_were_changed(tmp_path: Path, monkeypatch: pytes
     assert (target / "model.safetensors").read_text() == "new"
     assert len(names(tmp_path)) == 2
     clear_leftovers(target)
+    assert names(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_name_that_the_disk_does_not_confirm(
+    fault: BaseException, there: bool, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there is there again."""
+    target, sync = tmp_path / "a" / "checkpoint", replacing._sync
+    if there:
+        write(target, "old")
+
+    def fail_for_the_parent(path: Path) -> None:
+        if path == target.parent:
+            assert (target / "model.safetensors").read_text() == "new"
+            raise fault
+        sync(path)
+
+    monkeypatch.setattr(replacing, "_sync", fail_for_the_parent)
+    with pytest.raises(type(fault)):
+        write(target, "new")
+    assert names(tmp_path) == (["a"] if there else [])
+    if there:
+        assert (target / "model.safetensors").read_text() == "old"
+        assert names(target.parent) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_renames_that_fail(nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rename, count = tmp_path / "checkpoint", Path.rename, 0
+    write(target, "old")
+
+    def fail_once(path: Path, to: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, to)
+
+    monkeypatch.setattr(replacing, "_exchange_at_once", lambda _one, _other: False)
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(target, "new")
+    assert names(tmp_path) == ["checkpoint"]
+    assert (target / "model.safetensors").read_text() == "old"
+
+
+def test_what_cannot_be_put_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that became read-only: the new one is there, whole."""
+    target, exchange = tmp_path / "checkpoint", replacing._exchange_at_once
+    write(target, "old")
+
+    def read_only(_path: object, _other: object = None) -> bool:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def once(one: Path, other: Path) -> bool:
+        done = exchange(one, other)
+        for name in ("_exchange_at_once", "_sync"):
+            monkeypatch.setattr(replacing, name, read_only)
+        return done
+
+    monkeypatch.setattr(replacing, "_exchange_at_once", once)
+    with pytest.raises(protrain.DiskError, match=r"holds what is new.*cannot be put back: Read-only file system"):
+        write(target, "new")
+    assert (target / "model.safetensors").read_text() == "new"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "checkpoint"
+    write(target, "old")
+
+    def broken_once(_path: object = None) -> object:
+        monkeypatch.undo()
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        write(target, "new", lambda: monkeypatch.setattr(os, "scandir", broken_once))
+    assert (target / "model.safetensors").read_text() == "old"
     assert names(tmp_path) == ["checkpoint"]
 
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import transformers
+from browser import WIDTHS, Tags, looks_of
 from conftest import LanguageModel, TokenBatches
 from program import interrupted, run
 from twins import adamw, loss_of
 
 import protrain
-from protrain.cli import report, words
+from protrain.cli import report, report_charts, report_pieces, words
 from protrain.homes import Homes
 
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
-WIDTHS = [1280, 390]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 # ---- memory by kind ----
@@ -102,22 +99,6 @@ def test_a_report_that_cannot_be_made_is_refused_in_one_line(monkeypatch: pytest
 # ---- the page ----
 
 
-class Tags(HTMLParser):
-    """What a page has: its tags with their attributes, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model's config and a text."""
@@ -192,58 +173,54 @@ def test_bench_step_writes_both_sides(work: Path, tmp_path: Path) -> None:
 
 # ---- in a browser ----
 
-LOOK = """
-<script>
-addEventListener('load', () => {
-  const shown = [...document.querySelectorAll('.chart svg')].filter(s => s.getBoundingClientRect().width > 0);
-  const faults = [];
-  if (document.documentElement.scrollWidth > innerWidth) faults.push('the page scrolls sideways');
-  for (const svg of shown) {
-    const box = svg.getBoundingClientRect();
-    const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent && +getComputedStyle(t).opacity > 0)
-      .map(t => [t.textContent, t.getBoundingClientRect()]).filter(([, b]) => b.width > 0);
-    for (const [name, b] of texts)
-      if (b.left < 0 || b.right > innerWidth || b.top < box.top - 2 || b.bottom > box.bottom + 2) faults.push('clipped: ' + name);
-    texts.forEach(([a, p], i) => texts.slice(i + 1).forEach(([b, q]) => {
-      const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
-      const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
-      if (wide > 1 && high > 4) faults.push('overlap: ' + a + ' and ' + b);
-    }));
-  }
-  const ground = getComputedStyle(document.body).backgroundColor;
-  document.body.setAttribute('data-look', JSON.stringify({width: innerWidth, charts: shown.length, faults, ground}));
-});
-</script>
-"""
-
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_shows_it_whole(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path, theme: str) -> None:
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("no Chromium on this machine")
-    text = re.sub(r"<meta http-equiv[^>]*>", "", trained[0].read_text())  # which forbids scripts, as the one that looks
-    (tmp_path / "inner.html").write_text(text.replace("</body>", LOOK + "</body>"))
-    # A window has a least width; a frame has none.
-    frames = "".join(f'<iframe src="inner.html" style="width:{width}px;height:3000px;border:0"></iframe>' for width in WIDTHS)
-    (tmp_path / "outer.html").write_text(
-        f"<body>{frames}<script>addEventListener('load', () => document.body.setAttribute('data-look', '[' + "
-        "[0, 1].map(i => frames[i].document.body.getAttribute('data-look')).join() + ']'))</script></body>"
-    )
-    result = subprocess.run(
-        [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-            "--allow-file-access-from-files", "--window-size=1800,3100", "--enable-logging=stderr",
-            f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}", "--dump-dom",
-            f"file://{tmp_path / 'outer.html'}",
-        ],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    looks = next(json.loads(attrs["data-look"] or "") for tag, attrs in Tags(result.stdout).tags if tag == "body")
+    looks = looks_of(trained[0], tmp_path, theme)
     assert [look["width"] for look in looks] == WIDTHS
     for look in looks:
         assert look["charts"] == 5
         assert look["faults"] == []
         assert (look["ground"] == "rgb(18, 22, 27)") == (theme == "dark")
-    assert "CONSOLE" not in result.stderr
+
+
+def figures(draw: random.Random, seconds: float) -> list[report_charts.Drawing]:
+    """The charts of a training whose last step took so long, and of comparisons; everything else of them by chance."""
+    rows = [report.Row("read", name, 1, seconds / 2, [[0.1 * seconds, 0.6 * seconds]]) for name in ("gradients to disk", "wait")]
+    sizes = {part: draw.randrange(1 << draw.randint(20, 40)) for part in PARTS}
+    samples = [
+        {"seconds": t * seconds, "live_bytes": sum(sizes.values()), "highest_bytes": sum(sizes.values()), **sizes}
+        for t in (0, 0.5, 1)
+    ]
+    loss = 10 ** draw.uniform(-3, 2)
+    steps = [
+        report.StepFigures(
+            i, loss / i, seconds * draw.uniform(1, 2), 0.0, seconds, draw.randrange(1 << 40), draw.randrange(1 << 40)
+        )
+        for i in range(1, draw.choice((2, 4, 60, 99999)), 7)
+    ]
+    budget = draw.randrange(1 << 40)
+    found = report.Recorded(steps, budget, {"peak_bytes": budget // 2}, steps[-1].step, seconds, samples, rows)
+    sides = [report.Side(name, [seconds * draw.uniform(0.9, 2) for _ in range(5)], {}) for name in ("plain", "protrain")]
+    points = [
+        report.Point(mode, mode, draw.randrange(1 << 30, 1 << 34), draw.uniform(1, 2) / seconds, {})
+        for mode in report_charts.SHAPES
+    ]
+    return [
+        report_charts.memory(found, "memory"),
+        report_charts.lanes(found, "lanes"),
+        report_charts.course(steps, "loss", None, "", 1, "loss"),
+        report_charts.course(steps, "seconds", "predicted_seconds", "s", 1, "seconds"),
+        report_charts.rounds(sides, "rounds"),
+        report_charts.tradeoff(points, "tradeoff"),
+    ]
+
+
+def test_axes_have_room_for_their_numbers_however_long_a_step_takes(work: Path, tmp_path: Path) -> None:
+    draw = random.Random(7)
+    lengths = [0.0500454, 0.0999, 0.1, 0.1001, 1.0001, 12.51, *(10 ** draw.uniform(-4, 3) for _ in range(14))]
+    charts = [report_pieces.chart(drawing) for seconds in lengths for drawing in figures(draw, seconds)]
+    (tmp_path / "page.html").write_text(report_pieces.document("charts", charts))
+    for look in looks_of(tmp_path / "page.html", tmp_path, "light"):
+        assert look["charts"] == len(charts)
+        assert look["faults"] == []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import weakref
-from types import SimpleNamespace
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,30 +375,6 @@ def test_autocast() -> None:
     both(Chain, steps(inputs(5), loss_of), room=8 * MIB)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("how", ["block before", "block after", "model before", "model after"])
-def test_compiled_models_are_refused(how: str, backend: str) -> None:
-    model: Any = Chain()
-    target = model.blocks[3] if "block" in how else model
-    if "before" in how:
-        target.compile(backend=backend)
-        with pytest.raises(protrain.PlanError, match="compile"):
-            protrain.wrap(model, adamw(model), memory=TIGHT)
-        return
-    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT)
-    with pytest.raises(protrain.PlanError, match="compile"):
-        target.compile(backend=backend)
-    with pytest.raises(protrain.PlanError, match="compile"):
-        torch.compile(target, backend=backend)(inputs(1)[0])
-    protrain.unwrap(model)
-
-
-def test_a_compiled_wrapper_is_refused() -> None:
-    model = Chain()
-    with pytest.raises(protrain.PlanError, match="compile"):
-        protrain.wrap(torch.compile(model), adamw(model), memory=TIGHT)
-
-
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])
 def test_functional_calls(mode: str) -> None:
     """torch.func: parameters given by the caller are those that are used; transforms over those on disk are refused."""
@@ -626,11 +604,27 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.randn(256, generator=torch.Generator().manual_seed(number))
 
 
-def test_a_loader_with_workers() -> None:
-    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
-        return steps(list(torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2)))(model, optimizer, False)
+def test_a_loader_with_workers(fresh_disk: Path) -> None:
+    """They are forked while the model is wrapped and a step is under way, and live beside the steps of two epochs."""
 
-    both(Chain, loop)
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2, persistent_workers=True)
+        loss = model(inputs(1)[0])
+        others = set(multiprocessing.active_children())
+        first = iter(loader)
+        workers = set(multiprocessing.active_children()) - others
+        assert len(workers) == 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        figures = [loss.item()]
+        for epoch in (first, loader):
+            for x in epoch:
+                figures += steps([x])(model, optimizer, False)
+                assert workers <= set(multiprocessing.active_children())
+        return figures
+
+    both(Chain, loop, disk=fresh_disk, block_modes=["swap"] * 8)
 
 
 # ---- adapters ----
@@ -680,3 +674,21 @@ def test_adapters_on_a_frozen_base(tmp_path: Any) -> None:
         return adapted(model)
 
     both(make, loop, trained, room=8 * MIB)
+
+
+def test_a_forward_of_its_own_stands_again() -> None:
+    """What a user put in place of a module's forward runs while it is wrapped, after unwrap, and in copies."""
+    model: Any = Chain()
+    for module in (model, model.blocks[2]):
+        module.forward = MethodType(lambda self, x: type(self).forward(self, x) * 3, module)
+    x = inputs(1)[0]
+    want, names = model(x).item(), [list(module.__dict__) for module in model.modules()]
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT)
+    with torch.no_grad():
+        assert model(x).item() == want
+        twin = copy.deepcopy(model)
+        assert twin(x).item() == want
+    protrain.unwrap(model)
+    assert model(x).item() == want
+    for changed in (model, twin):
+        assert [sorted(module.__dict__) for module in changed.modules()] == [sorted(found) for found in names]

@@ -345,14 +345,14 @@ def test_evaluation_stashes_nothing() -> None:
         protrain.unwrap(model)
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("chunks_on_disk", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_transformers_models(family: str, disk: bool, causal_lm: Any, token_batches: Any) -> None:
+def test_transformers_models(family: str, chunks_on_disk: bool, causal_lm: Any, token_batches: Any) -> None:
     make = partial(causal_lm, family)
     batches = token_batches(3, length=256)
     modes = ["swap", "checkpoint_swap", "swap", "keep"]
     options: dict[str, Any] = {"memory": AMPLE, "block_modes": modes}
-    if disk:
+    if chunks_on_disk:
         model = make()
         batch = {"input_ids": batches[0], "labels": batches[0]}
         plan = protrain.plan(model, batch, memory=AMPLE, optimizer=adamw(model))
@@ -360,6 +360,20 @@ def test_transformers_models(family: str, disk: bool, causal_lm: Any, token_batc
     loop = twins.fit(batches)
     status = assert_equal(run(make, loop, **options), run(make, loop), AMPLE)
     assert status.disk_write_bytes > 0
+
+
+@pytest.mark.parametrize("modes", ["skkk", "skks", "skkc", "sksc", "sskc", "sssk", "cskk"])
+def test_small_tensors_that_swap_leaves_are_planned_for(modes: str, causal_lm: Any, token_batches: Any) -> None:
+    """Of 64 tokens of 64 numbers most tensors are too small for the stash: the smallest budget has room for them."""
+    make, loop = partial(causal_lm, "gpt2", resid_pdrop=0.1, attn_pdrop=0.1), twins.fit(token_batches(2, length=32))
+    block_modes = [{"k": "keep", "s": "swap", "c": "checkpoint"}[letter] for letter in modes]
+    budget_bytes = 1 << 20
+    for _ in ("states", "a batch"):
+        with pytest.raises(protrain.BudgetError, match="smallest budget that works") as caught:
+            run(make, loop, memory=budget_bytes, block_modes=block_modes)
+        budget_bytes = caught.value.smallest_bytes
+    status = assert_equal(run(make, loop, memory=budget_bytes, block_modes=block_modes), run(make, loop), budget_bytes)
+    assert status.peak_memory_bytes <= status.plan.peak_bytes <= budget_bytes
 
 
 # ---- hooks of others ----
@@ -414,8 +428,8 @@ def test_hooks_around_a_block_are_refused(mode: str, around: str) -> None:
         protrain.unwrap(model)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_hooks_around_operations_get_what_is_not_a_parameter(disk: bool) -> None:
+@pytest.mark.parametrize("chunks_on_disk", [False, True])
+def test_hooks_around_operations_get_what_is_not_a_parameter(chunks_on_disk: bool) -> None:
     seen: list[Any] = []
 
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
@@ -431,10 +445,10 @@ def test_hooks_around_operations_get_what_is_not_a_parameter(disk: bool) -> None
     want = run(Net, loop)
     plain = len(seen)
     seen.clear()
-    options = on_disk(["keep"] * N_BLOCKS) if disk else {"memory": AMPLE, "block_modes": ["keep"] * N_BLOCKS}
+    options = on_disk(["keep"] * N_BLOCKS) if chunks_on_disk else {"memory": AMPLE, "block_modes": ["keep"] * N_BLOCKS}
     assert_equal(run(Net, loop, **options), want, AMPLE)
     assert 0 < len(seen) <= plain
-    assert (len(seen) < plain) == disk
+    assert (len(seen) < plain) == chunks_on_disk
 
 
 class Recomputing(nn.Module):
@@ -451,9 +465,9 @@ class Recomputing(nn.Module):
         return checkpoint(self.body, y, use_reentrant=False)
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("chunks_on_disk", [False, True])
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
-def test_user_checkpoint_inside_a_block(modes: list[str], disk: bool) -> None:
+def test_user_checkpoint_inside_a_block(modes: list[str], chunks_on_disk: bool) -> None:
     def make() -> Any:
         model = Net()
         for layer in model.layers:
@@ -461,7 +475,7 @@ def test_user_checkpoint_inside_a_block(modes: list[str], disk: bool) -> None:
         return model
 
     loop = fit(3)
-    options = on_disk(modes, make) if disk else {"memory": AMPLE, "block_modes": modes}
+    options = on_disk(modes, make) if chunks_on_disk else {"memory": AMPLE, "block_modes": modes}
     assert_equal(run(make, loop, **options), run(make, loop), AMPLE)
 
 

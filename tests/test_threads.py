@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -55,6 +56,39 @@ def test_forwards_at_once(training: bool, fresh_disk: Path) -> None:
     assert in_threads(3, forwards) == [want] * 3
     optimizer.zero_grad()
     protrain.unwrap(model)
+
+
+def test_steps_beside_a_thread_that_keeps_the_gil(fresh_disk: Path) -> None:
+    """In C, for 50 ms at a time, where a loop of Python gives it up after 5: the lanes never wait for it."""
+    batches = inputs(2)
+    plain: Any = Chain()
+    want = steps(batches)(plain, adamw(plain), True)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=["swap"] * 8)
+    usleep = ctypes.PyDLL(None).usleep  # not given up for the call, as ctypes.CDLL does
+    begun, over = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        while not over.is_set():
+            usleep(50_000)
+            begun.set()
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    begun.wait()
+    try:
+        found = steps(batches)(model, optimizer, False)
+    finally:
+        over.set()
+        thread.join()
+    assert found == want
+    status = protrain.status(model)
+    assert status.disk_read_bytes > 0
+    assert status.disk_write_bytes > 0
+    protrain.unwrap(model)
+    assert {name: bits(value) for name, value in model.state_dict().items()} == {
+        name: bits(value) for name, value in plain.state_dict().items()
+    }
 
 
 def test_saving_while_another_thread_trains(fresh_disk: Path) -> None:
@@ -134,7 +168,7 @@ def test_a_child_that_is_forked_while_another_thread_saves(fresh_disk: Path) -> 
     if child == 0:
         status = 1
         try:
-            signal.alarm(60)
+            signal.alarm(600)  # only to end what hangs
             model(x)
         except RuntimeError as error:
             status = 0 if "forked" in str(error) else 2

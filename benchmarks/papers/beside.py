@@ -33,7 +33,12 @@ def largest(settings: Settings, shape: Shape, memory: int, names: Sequence[str],
         with _words(settings, shape, memory, names, rounds=1) as words:
             found = _peers("runner").grow(words, say, layers_most)
         return [
-            {"name": one.name, "layers": one.largest_layers or 0, "at_least": one.largest_at_least, "reason": one.reason}
+            {
+                "name": one.name,
+                "layers": one.largest_layers or 0,
+                "at_least": one.largest_at_least,
+                "reason": one.reason or one.largest_ended,
+            }
             for one in found
         ]
     return [_largest_on_gpu(settings, shape, memory, name, layers_most) for name in names]

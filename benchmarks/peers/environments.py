@@ -39,7 +39,7 @@ def environment(peer: Path, build: Path) -> Environment:
     folder = build / peer.name
     stamp, key = folder / "made.json", _key(requirements)
     if stamp.is_file() and (made := json.loads(stamp.read_text()))["key"] == key:
-        for lock in folder.glob("extensions/*/lock"):  # of a run that was killed while it compiled: torch would wait for ever
+        for lock in folder.glob("extensions/*/lock"):  # of a bench that was killed while it compiled: torch would wait for ever
             lock.unlink()
         return Environment(folder / "bin" / "python", made["seconds"])
     shutil.rmtree(folder, ignore_errors=True)

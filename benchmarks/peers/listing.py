@@ -13,18 +13,23 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 REFERENCE = "plain torch"  # its first setting's losses are what all others' are compared with
+OURS = "protrain"
 
 
 @dataclass(frozen=True)
 class Row:
-    """knobs are the same in every setting, and counted as set by the user like those of the setting; quick: whether the quick
-    run has it; refused: why it is not run at all; needs_swap: it runs in a control group that is limited to the budget."""
+    """knobs are the same in every setting, and counted as set by the user like those of the setting, but for those that have the
+    value of `defaults`, which nobody need set; offloads: what leaves where
+    the model computes, and whereto, "nothing" for none of it; quick: whether the quick run has it; refused: why it is not run at
+    all; needs_swap: it runs in a control group that is limited to the budget."""
 
     name: str
     folder: Path
     documented: str
     settings: list[dict[str, Any]]
     knobs: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    offloads: str = ""
     note: str = ""
     quick: bool = False
     refused: str = ""
@@ -46,4 +51,4 @@ def read_rows(folder: Path = FOLDER) -> list[Row]:
                 found.append(Row(folder=path.parent, **{**peer, **row}))
             except TypeError as error:
                 raise ValueError(f"{path}: {error}") from None
-    return sorted(found, key=lambda row: (row.name != REFERENCE, row.peer == "protrain"))
+    return sorted(found, key=lambda row: (row.name != REFERENCE, row.name == OURS))

@@ -33,8 +33,9 @@ class PeerProcess:
         self._owes = False  # an answer, to a word that Ctrl-C came behind
         environment = {**os.environ, "PYTHONPATH": _python_path(), "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment["PATH"] = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where ninja is
-        if python != Path(sys.executable):
-            environment["TORCH_EXTENSIONS_DIR"] = str(python.parent.parent / "extensions")  # what it compiles at its first use
+        self._extensions = python.parent.parent / "extensions" if python != Path(sys.executable) else None
+        if self._extensions is not None:
+            environment["TORCH_EXTENSIONS_DIR"] = str(self._extensions)  # what it compiles at its first use
         self._process = subprocess.Popen(
             [*(prefix or []), str(python), str(script), json.dumps(job | {"disk": self._disk.name})],
             stdin=subprocess.PIPE,
@@ -97,6 +98,8 @@ class PeerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for lock in self._extensions.glob("*/lock") if self._extensions else ():  # it was ended while it compiled: the next one
+            lock.unlink()  # would wait for ever
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):

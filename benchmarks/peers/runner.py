@@ -1,11 +1,13 @@
 """The comparison: what can run, each row's best setting, then rounds in which all take turns, one step each.
 
 1. Environments are made, and what does not install or is not offered here is said in its row.
-2. The search runs each setting of a row that has several by itself for a few steps. A setting counts where its losses are the
-   reference's. Of those that keep to the budget the fastest is kept; where none does, the fastest of those whose peak is nearly
-   the least. What was found is kept in build/peers for the same words, as long as nobody asks for a new search.
-3. Rounds: as many processes as memory holds live at once, always with the reference among them, and take turns. Times are of
-   these alone, and ratios of the same rounds. Losses are compared again at every step: a row whose losses are wrong has no time.
+2. The search runs each setting of a row that has several, in a quick run the first two, by itself for a few steps. A setting
+   counts where its losses are the reference's. Of those that keep to the budget the fastest is kept; where none does, the fastest
+   of all and the fastest of those whose peak is nearly the least, as two rows where they differ. What was found is kept in
+   build/peers for the same words, as long as nobody asks for a new search.
+3. Rounds: as many processes as memory holds live at once, always with the reference and protrain among them, and take turns, each
+   round beginning with another one. Times are of these alone, and ratios of the same rounds. Losses are compared again at every
+   step: a row whose losses are wrong has no time.
 
 Memory is the process's resident high-water mark over the measured steps, less what it held before the model was made, for
 everybody in the same way, whatever the peer itself counts.
@@ -23,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,17 @@ from peers.process import ANSWER_SECONDS, BENCHMARKS, PeerError, PeerProcess
 
 from protrain.cli import interrupt
 from protrain.cli.bench import LATE_SECONDS, WRITE_SECONDS
+from protrain.cli.words import MIB, count, duration_text
 
 WARM_STEPS = 3  # protrain's first plans, its next two update in step()
+QUICK_SETTINGS = 2  # of each row, that a quick run searches
 SEARCH_STEPS = 2  # timed, after the warm ones, for each setting
 OVER = 1.10  # of the budget: the process's pages are not the tensors' alone
-NEAR = 1.05  # of the least peak: as good as the least
+NEAR = 1.05  # of the least peak, or of the least time: as good as the least
 TOLERANCE = 1e-3  # relative: a loss further off is wrong. Other orders of summation differ by 1e-6
 LAYERS_MOST = 256
+GROW_SECONDS = 600.0  # of one row: after it no larger model is begun
+FASTEST, LEANEST = "fastest", "leanest"
 
 
 @dataclass(frozen=True)
@@ -76,33 +82,51 @@ class Setting:
 
 @dataclass
 class Result:
-    """A row of the table. peak_bytes and seconds are None where the row has none, and reason says why. The ratio is to the
-    reference in the same rounds; setup_seconds: from the model's making to steady steps, beyond what those take. largest_...
-    is of the model with the most layers that the budget holds; at_least: more were not tried."""
+    """A row of the table. setting is "fastest" or "leanest" where the peer has two, and ends the name. peak_bytes and seconds are
+    None where the row has none, and reason says why; counted_bytes: the peak as protrain counts it. ratios are to the reference,
+    round by round, and ratio is their median; to_ours to protrain, none where that was not there; setup_seconds: from the
+    model's making to steady steps, beyond what those take. largest_... is of the model with the most layers that the budget
+    holds, 0 where it holds none of a layer, None where none was tried; at_least: more were not tried; ended: why not more."""
 
     name: str
     peer: str
     documented: str
+    offloads: str
     note: str
     verdict: str
     reason: str = ""
+    setting: str = ""
     knobs: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     searched: list[Setting] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     largest_difference: float | None = None
     seconds: list[float] | None = None
     median_seconds: float | None = None
     ratio: float | None = None
+    ratios: list[float] = field(default_factory=list)
+    to_ours: list[float] = field(default_factory=list)
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
     whole_peak_bytes: int | None = None
+    counted_bytes: int | None = None
     within_budget: bool | None = None
     setup_seconds: float | None = None
     install_seconds: float = 0.0
     largest_layers: int | None = None
     largest_parameters: int | None = None
     largest_at_least: bool = False
+    largest_ended: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """What takes turns in the rounds: a row in one of its settings, and where its figures go."""
+
+    row: Row
+    setting: Setting
+    result: Result
 
 
 Say = Callable[[str], None]
@@ -117,7 +141,7 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
         KeyboardInterrupt: Ctrl-C came before anything was measured; after that, what was measured is returned, and "interrupted"
             is true.
     """
-    rows = _chosen(listing.read_rows(folder), words)
+    rows = [_settings(row, words) for row in _chosen(listing.read_rows(folder), words)]
     with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
         bench = _Bench(words, say, Path(scratch))
         bench.write_model("model", 0)
@@ -128,7 +152,8 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
     return {
         "model": words.model_name, "quick": words.quick, "dropout": 0.0, **about,
         "budget_bytes": words.memory, "seq": words.seq, "batch": words.batch, "rounds": words.rounds, "seed": words.seed,
-        "interrupted": bench.interrupted, "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER,
+        "interrupted": bench.interrupted, "kept_searches": bench.kept_searches,
+        "warm_steps": WARM_STEPS, "tolerance": TOLERANCE, "over": OVER,
         "rows": [asdict(result) for result in results],
     }  # fmt: skip
 
@@ -144,10 +169,10 @@ def grow(words: Words, say: Say, layers_most: int = LAYERS_MOST, folder: Path = 
     with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
         bench = _Bench(words, say, Path(scratch))
         for row in rows:
-            result = Result(row.name, row.peer, row.documented, row.note, "not compared", row.refused)
+            result = _result(row, "not compared")
             if bench.prepare(row, result):
                 result.knobs = row.knobs | row.settings[0]
-                bench.grow(row, Setting(row.settings[0], "not compared"), result, layers_most)
+                bench.grow(row, row.settings[0], result, layers_most)
             results.append(result)
     return results
 
@@ -161,6 +186,11 @@ def _chosen(rows: list[Row], words: Words) -> list[Row]:
     return [row for row in rows if row.quick or not words.quick]
 
 
+def _settings(row: Row, words: Words) -> Row:
+    """A quick run searches the first of its settings alone."""
+    return replace(row, settings=row.settings[:QUICK_SETTINGS]) if words.quick else row
+
+
 class _Bench:
     """The model's folder, what the reference's losses are, and what was found so far."""
 
@@ -169,7 +199,8 @@ class _Bench:
         self._reference: list[float] = []
         self._base_bytes = self._usual_bytes = 0
         self._pythons: dict[Path, Path] = {}
-        self.interrupted = False
+        self._rounds: list[dict[str, float]] = []  # of each round the seconds by row
+        self.interrupted, self.kept_searches = False, 0
 
     def write_model(self, name: str, layers: int) -> Path:
         folder = self._scratch / name
@@ -184,32 +215,36 @@ class _Bench:
         return folder
 
     def run(self, rows: list[Row]) -> list[Result]:
-        """A row of results each; after Ctrl-C those that it came before say so."""
-        results = {row.name: Result(row.name, row.peer, row.documented, row.note, "not run", row.refused) for row in rows}
+        """A row of results each, two where the fastest and the leanest setting differ; after Ctrl-C those that it came before say
+        so."""
+        results = {row.name: [_result(row, "not run")] for row in rows}
         try:
             self._run(rows, results)
         except KeyboardInterrupt:
             self.interrupted = True
-        for result in results.values():
+        found = [result for several in results.values() for result in several]
+        for result in found:
             if self.interrupted and result.seconds is None and not result.reason:
                 result.verdict, result.reason = "not run", "interrupted before it was measured"
-        return list(results.values())
+        return found
 
-    def _run(self, rows: list[Row], results: dict[str, Result]) -> None:
-        ready = [row for row in rows if self.prepare(row, results[row.name])]
+    def _run(self, rows: list[Row], results: dict[str, list[Result]]) -> None:
+        ready = [row for row in rows if self.prepare(row, results[row.name][0])]
         self._refer(ready[0])
-        chosen: dict[str, Setting] = {}
+        entries: list[Entry] = []
         for row in ready:
-            best = self._search(row, results[row.name])
-            if best is not None:
-                chosen[row.name] = best
-        if listing.REFERENCE not in chosen:
-            raise PeerError(f"{listing.REFERENCE}: {results[listing.REFERENCE].reason}")
-        self._all_rounds([row for row in ready if row.name in chosen], chosen, results)
+            found = self._search(row, results[row.name][0])
+            results[row.name] = [entry.result for entry in found] or results[row.name]
+            entries += found
+        if not entries or entries[0].row.name != listing.REFERENCE:
+            raise PeerError(f"{listing.REFERENCE}: {results[listing.REFERENCE][0].reason}")
+        self._all_rounds(entries)
+        for several in results.values():
+            _merge(several)
         if not self._words.quick:
             for row in ready:
-                if results[row.name].seconds is not None:
-                    self.grow(row, chosen[row.name], results[row.name])
+                if results[row.name][-1].seconds is not None:
+                    self.grow(row, leanest_setting(results[row.name][0].searched) or row.settings[0], results[row.name][-1])
 
     def prepare(self, row: Row, result: Result) -> bool:
         """Its environment; whether it can run."""
@@ -249,25 +284,36 @@ class _Bench:
         if not moved > 10 * TOLERANCE:
             raise PeerError(f"losses move by {moved:.1e} of the first one in the reference, too little to tell wrong ones")
 
-    def _search(self, row: Row, result: Result) -> Setting | None:
-        """The best setting; None where none counts. A single one is tried in the rounds, and its resident bytes are guessed."""
+    def _search(self, row: Row, result: Result) -> list[Entry]:
+        """Its best settings, of which result gets the first; none where none counts, and then result says why. A single one is
+        tried in the rounds, and its resident bytes are guessed."""
         if len(row.settings) == 1:
             result.knobs = row.knobs | row.settings[0]
-            return Setting(row.settings[0], "not compared", resident_bytes=self._usual_bytes)
+            return [Entry(row, Setting(row.settings[0], "not compared", resident_bytes=self._usual_bytes), result)]
         result.searched = self._kept(row)
-        if not result.searched:
+        if result.searched:
+            self.kept_searches += 1
+        else:
             for number, knobs in enumerate(row.settings):
                 self._say(f"{row.name}: setting {number + 1} of {len(row.settings)}")
                 result.searched.append(self._try(row, knobs))
             if all(setting.verdict != "failed" for setting in result.searched):  # what failed may have been stopped from outside
                 self._keep(row, result.searched)
-        best = best_setting(result.searched, self._words.memory)
-        if best is None:
-            last = result.searched[-1]
+        best = best_settings(result.searched, self._words.memory)
+        if not best:
+            last = next((setting for setting in result.searched if setting.verdict == "wrong"), result.searched[-1])
             result.verdict, result.reason, result.knobs = last.verdict, last.reason, row.knobs | last.knobs
-        else:
-            result.knobs = row.knobs | best.knobs
-        return best
+        if row.name == listing.REFERENCE:
+            best = best[:1]
+        entries = []
+        for number, setting in enumerate(best):
+            own = replace(result, searched=[]) if number else result
+            own.knobs = row.knobs | setting.knobs
+            if len(best) > 1:
+                own.setting = (FASTEST, LEANEST)[number]
+                own.name = f"{row.name}, {own.setting}"
+            entries.append(Entry(row, setting, own))
+        return entries
 
     def _try(self, row: Row, knobs: dict[str, Any], model: str = "model", check: bool = True) -> Setting:
         try:
@@ -280,7 +326,9 @@ class _Bench:
         except PeerError as error:
             return Setting(knobs, "failed", str(error))
         losses += [answer["loss"] for answer in answers]
-        verdict, reason, _ = judge(losses, self._reference) if check else ("not compared", "", 0.0)
+        verdict, reason, _ = judge(losses, self._reference if check else losses)
+        if not check:
+            verdict, reason = ("wrong", "a loss that is no number") if verdict == "wrong" else ("not compared", "")
         seconds = min(answer["seconds"] for answer in answers)
         peak = end["peak_bytes"] - end["base_bytes"]
         return Setting(knobs, verdict, reason, seconds, peak, end["whole_peak_bytes"], end["base_bytes"])
@@ -306,51 +354,61 @@ class _Bench:
 
     # ---- rounds ----
 
-    def _all_rounds(self, rows: list[Row], chosen: dict[str, Setting], results: dict[str, Result]) -> None:
-        """In groups that memory holds, each with the reference."""
-        reference, *others = rows
-        first, waiting = _Runner(self, reference, chosen, results), others
-        with first:
-            first.warm()
-            while not self.interrupted:
-                room = _free_bytes() * 4 // 5
-                group: list[_Runner] = []
-                while waiting and (not group or chosen[waiting[0].name].resident_bytes <= room):
-                    room -= chosen[waiting[0].name].resident_bytes
-                    group.append(_Runner(self, waiting.pop(0), chosen, results))
-                self._rounds(first, group)
-                if not waiting:
-                    break
-            if first.seconds:
-                first.finish(None)
+    def _all_rounds(self, entries: list[Entry]) -> None:
+        """In groups that memory holds, each with the reference and protrain, with which all are compared in the same rounds."""
+        steady = [_Runner(self, entry) for entry in entries if entry.row.name in (listing.REFERENCE, listing.OURS)]
+        waiting = [entry for entry in entries if entry.row.name not in (listing.REFERENCE, listing.OURS)]
+        with ExitStack() as stack:
+            try:
+                for runner in steady:
+                    stack.enter_context(runner)
+                    runner.warm()
+                while waiting or not self._rounds:
+                    room = _free_bytes() * 4 // 5
+                    group: list[_Runner] = []
+                    while waiting and (not group or waiting[0].setting.resident_bytes <= room):
+                        room -= waiting[0].setting.resident_bytes
+                        group.append(_Runner(self, waiting.pop(0)))
+                    self._group(steady, group)
+            except KeyboardInterrupt:
+                if not self.interrupted:
+                    self._interrupt()
+            for runner in steady:
+                runner.finish(self._rounds)
         if self.interrupted:
             raise KeyboardInterrupt
 
-    def _rounds(self, first: _Runner, group: list[_Runner]) -> None:
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
+
+    def _group(self, steady: list[_Runner], group: list[_Runner]) -> None:
         """After Ctrl-C: the rounds that were complete."""
-        begin = len(first.seconds)
         with ExitStack() as stack:
             try:
                 for runner in group:
                     stack.enter_context(runner)
                     runner.warm()
                 for number in range(self._words.rounds):
-                    self._round(number, [first, *(runner for runner in group if runner.alive)])
+                    self._round(number, [runner for runner in (*steady, *group) if runner.alive])
             except KeyboardInterrupt:
-                self.interrupted = True
-                interrupt.extend(LATE_SECONDS + WRITE_SECONDS)
-            complete = min(len(runner.seconds) for runner in group if runner.alive) if any(r.alive for r in group) else None
-            del first.seconds[begin + complete if complete is not None else len(first.seconds) :]
+                self._interrupt()
             for runner in group:
-                del runner.seconds[complete if complete is not None else 0 :]
-                if runner.seconds:
-                    runner.finish(first.seconds[begin:])
+                runner.finish(self._rounds)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def _round(self, number: int, alive: list[_Runner]) -> None:
-        self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(runner.row.name for runner in alive)}")
-        for runner in alive:
-            runner.round()
+        """Another one begins each time, since a step may leave something for the next one to wait for."""
+        self._say(f"round {number + 1} of {self._words.rounds}: {', '.join(runner.name for runner in alive)}")
+        seconds: dict[str, float] = {}
+        begin = number % len(alive)
+        for runner in alive[begin:] + alive[:begin]:
+            took = runner.round()
+            if took is not None:
+                seconds[runner.name] = took
             os.sync()  # what one wrote through the page cache is not left for the next one to wait for
+        self._rounds.append(seconds)
 
     def losses_until(self, count: int) -> list[float]:
         """The reference's losses; it has made more steps than others where there are several groups."""
@@ -358,42 +416,59 @@ class _Bench:
 
     # ---- the largest model ----
 
-    def grow(self, row: Row, best: Setting, result: Result, most: int = LAYERS_MOST) -> None:
-        """The most layers that the budget holds, and that model's parameters: doubled up to `most`, then by bisection; None where
-        not even one is held."""
-        fits, fails = 0, 1
-        while fails <= most and self._holds(row, best, fails):
-            fits, fails = fails, 2 * fails
-        result.largest_at_least = fails > most
-        while not result.largest_at_least and fails - fits > max(1, fits // 16):
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self._holds(row, best, middle) else (fits, middle)
-        if fits:
-            about = json.loads((self._model_of(fits) / "about.json").read_text())
-            result.largest_layers, result.largest_parameters = fits, about["parameters"]
+    def grow(self, row: Row, knobs: dict[str, Any], result: Result, most: int = LAYERS_MOST) -> None:
+        """The most layers that the budget holds, and that model's parameters: doubled up to `most`, then by bisection, as long as
+        there is time for a row. Making the models takes none of it, since all rows share them."""
+        fits, fails, spent = 0, None, 0.0
+        while (layers := next_layers(fits, fails, most)) is not None and spent < GROW_SECONDS:
+            try:
+                self._model_of(layers)
+            except PeerError as error:
+                result.largest_at_least, result.largest_ended = fits > 0, str(error)
+                break
+            begin = _now()
+            reason = self._too_large(row, knobs, layers)
+            spent += _now() - begin
+            if reason:
+                fails, result.largest_ended = layers, f"{count(layers, 'layer')}: {reason}"
+            else:
+                fits = layers
+        else:
+            result.largest_at_least = fits > 0 and (layers is not None or fails is None)
+            if layers is not None:
+                verb = "was" if layers == 1 else "were"
+                result.largest_ended = f"{count(layers, 'layer')} {verb} not begun after {duration_text(GROW_SECONDS)}"
+            elif fails is None:
+                result.largest_ended = f"more than {count(most, 'layer')} were not tried"
+        result.largest_layers, result.largest_parameters = fits, self._parameters_of(fits) if fits else 0
+
+    def _parameters_of(self, layers: int) -> int:
+        parameters: int = json.loads((self._model_of(layers) / "about.json").read_text())["parameters"]
+        return parameters
 
     def _model_of(self, layers: int) -> Path:
         folder = self._scratch / f"layers{layers}"
         return folder if folder.is_dir() else self.write_model(folder.name, layers)
 
-    def _holds(self, row: Row, best: Setting, layers: int) -> bool:
+    def _too_large(self, row: Row, knobs: dict[str, Any], layers: int) -> str:
+        """Why a model of so many layers cannot be trained in the budget; empty where it can."""
         self._say(f"{row.name}: {layers} layers")
-        found = self._try(row, best.knobs, self._model_of(layers).name, check=False)
-        self._say(f"{row.name}: {layers} layers: {found.reason or f'a peak of {found.peak_bytes >> 20} MiB'}")
-        return found.verdict != "failed" and found.peak_bytes <= OVER * self._words.memory
+        found = self._try(row, knobs, self._model_of(layers).name, check=False)
+        if found.verdict != "not compared":
+            return found.reason
+        return f"a peak of {found.peak_bytes / MIB:,.0f} MiB" if found.peak_bytes > OVER * self._words.memory else ""
 
 
 class _Runner:
     """A row's process while rounds go on; what fails ends it, and not the others."""
 
-    def __init__(self, bench: _Bench, row: Row, chosen: dict[str, Setting], results: dict[str, Result]) -> None:
-        self.row, self._bench, self._result = row, bench, results[row.name]
-        self._knobs = chosen[row.name].knobs
+    def __init__(self, bench: _Bench, entry: Entry) -> None:
+        self.row, self._bench, self._result = entry.row, bench, entry.result
+        self.name, self._knobs = entry.result.name, entry.setting.knobs
         self._process: PeerProcess | None = None
         self._losses: list[float] = []
         self._warm_seconds: list[float] = []
         self._make_seconds = 0.0
-        self.seconds: list[float] = []
         self.alive = True
 
     def __enter__(self) -> _Runner:
@@ -405,15 +480,17 @@ class _Runner:
             self._process.close()
 
     def warm(self) -> None:
-        self._bench._say(f"{self.row.name}: warming up")
+        self._bench._say(f"{self.name}: warming up")
         with self._guard():
             self._make_seconds = self._ask("make")["seconds"]
             self._warm_seconds = [self._step() for _ in range(WARM_STEPS)]
             self._ask("reset")
 
-    def round(self) -> None:
+    def round(self) -> float | None:
+        """The seconds of a step; None where it fails."""
         with self._guard():
-            self.seconds.append(self._step())
+            return self._step()
+        return None
 
     def _step(self) -> float:
         answer = self._ask("step")
@@ -435,13 +512,14 @@ class _Runner:
             self.alive = False
             self._result.verdict, self._result.reason = "failed", str(error)
 
-    def finish(self, reference_seconds: list[float] | None) -> None:
-        """The row's figures. Args: reference_seconds, of the same rounds; None for the reference itself."""
+    def finish(self, rounds: list[dict[str, float]]) -> None:
+        """The row's figures, of the rounds that it was in. Args: rounds, of each the seconds by row."""
+        own = [found for found in rounds if self.name in found]
         end: dict[str, Any] = {}
-        if self.alive:
+        if self.alive and own:
             with self._guard():
                 end = self._ask("end")
-        if not self.alive:
+        if not self.alive or not own:
             return
         result, words = self._result, self._bench._words
         result.losses, result.versions = self._losses, end["versions"]
@@ -449,15 +527,24 @@ class _Runner:
         result.verdict, result.reason, result.largest_difference = judge(self._losses[: len(expected)], expected)
         if result.verdict == "wrong":
             return
-        result.seconds, result.median_seconds = self.seconds, statistics.median(self.seconds)
-        pairs = zip(self.seconds, reference_seconds or self.seconds, strict=True)
-        result.ratio = statistics.median(own / other for own, other in pairs)
+        result.seconds = [found[self.name] for found in own]
+        result.ratios = [found[self.name] / found[listing.REFERENCE] for found in own if listing.REFERENCE in found]
+        result.to_ours = [found[self.name] / found[listing.OURS] for found in own if listing.OURS in found]
+        result.median_seconds, result.ratio = statistics.median(result.seconds), statistics.median(result.ratios)
         result.tokens_per_second = words.batch * words.seq / result.median_seconds
         result.peak_bytes = end["peak_bytes"] - end["base_bytes"]
         result.whole_peak_bytes = end["whole_peak_bytes"] - end["base_bytes"]
+        result.counted_bytes = end.get("counted_bytes")
         result.within_budget = result.peak_bytes <= OVER * words.memory
         beyond = sum(self._warm_seconds) - len(self._warm_seconds) * result.median_seconds
         result.setup_seconds = self._make_seconds + max(beyond, 0.0)
+
+
+def next_layers(fits: int, fails: int | None, most: int) -> int | None:
+    """Which size is tried next: doubled up to `most` until one fails, then by bisection to a 16th; None where all is known."""
+    if fails is None:
+        return min(2 * fits or 1, most) if fits < most else None
+    return (fits + fails) // 2 if fails - fits > max(1, fits // 16) else None
 
 
 def judge(losses: list[float], reference: list[float]) -> tuple[str, str, float]:
@@ -473,16 +560,40 @@ def judge(losses: list[float], reference: list[float]) -> tuple[str, str, float]
     return ("equal" if losses == reference[: len(losses)] else "close"), "", max(differences)
 
 
-def best_setting(found: list[Setting], budget_bytes: int) -> Setting | None:
-    """Of those whose losses are right: the fastest that keeps to the budget, else the fastest of those near the least peak."""
+def best_settings(found: list[Setting], budget_bytes: int) -> list[Setting]:
+    """Of those whose losses are right: the fastest that keeps to the budget. Where none does: the fastest, and the fastest of
+    those near the least peak, in this order; the latter alone where it is nearly as fast."""
     right = [setting for setting in found if setting.verdict in ("equal", "close")]
     if not right:
-        return None
+        return []
     kept = [setting for setting in right if setting.peak_bytes <= OVER * budget_bytes]
-    if not kept:
-        least = min(setting.peak_bytes for setting in right)
-        kept = [setting for setting in right if setting.peak_bytes <= NEAR * least]
-    return min(kept, key=lambda setting: setting.seconds)
+    if kept:
+        return [min(kept, key=_seconds)]
+    least = min(setting.peak_bytes for setting in right)
+    fastest = min(right, key=_seconds)
+    leanest = min((setting for setting in right if setting.peak_bytes <= NEAR * least), key=_seconds)
+    return [leanest] if leanest.seconds <= NEAR * fastest.seconds else [fastest, leanest]
+
+
+def leanest_setting(found: list[Setting]) -> dict[str, Any] | None:
+    """The knobs with the least peak among those whose losses are right; None where nothing was searched."""
+    right = [setting for setting in found if setting.verdict in ("equal", "close")]
+    return min(right, key=lambda setting: setting.peak_bytes).knobs if right else None
+
+
+def _merge(results: list[Result]) -> None:
+    """The leanest row goes where the rounds found it no leaner than the fastest, which then is the peer's one row."""
+    if len(results) == 2 and None not in (peaks := [result.peak_bytes for result in results]) and peaks[1] >= peaks[0]:
+        results.pop()
+        results[0].name, results[0].setting = results[0].name.removesuffix(f", {FASTEST}"), ""
+
+
+def _seconds(setting: Setting) -> float:
+    return setting.seconds
+
+
+def _result(row: Row, verdict: str) -> Result:
+    return Result(row.name, row.peer, row.documented, row.offloads, row.note, verdict, row.refused, defaults=row.defaults)
 
 
 def _free_bytes() -> int:
@@ -490,6 +601,10 @@ def _free_bytes() -> int:
 
     _, available = machine.memory()
     return available
+
+
+def _now() -> float:
+    return time.monotonic()
 
 
 def now() -> str:

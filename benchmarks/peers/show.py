@@ -9,33 +9,129 @@ import io
 import json
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.words import MIB, duration_text, size_text
+from protrain.cli.words import MIB, count, duration_text, size_text
 
-HEADINGS = ("", "tokens/s", "median step", "to plain torch", "peak memory", "in budget", "losses", "set-up", "knobs")
+HEADINGS = ("", "tokens/s", "median step", "to plain torch", "peak memory", "in budget", "protrain", "losses", "set-up", "knobs")
 LOSSES = {"equal": "equal", "close": "close", "wrong": "wrong"}
 OURS = "protrain"
+LARGEST = (
+    "Largest model: parameters of the one with the most layers whose peak the budget holds, in the setting with the least peak."
+)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table, without the largest model; a row without a time says why elsewhere."""
+@dataclass(frozen=True)
+class Standing:
+    """How a peer's row stands to protrain's, in the rounds that both were in. speed: the peer's over protrain's; even: from
+    quartile to quartile that is less and more than 1; lighter: protrain's peak memory is equal or lower; text: one clause with
+    the figures, and what is known of the peer."""
+
+    name: str
+    speed: float
+    even: bool
+    lighter: bool
+    offloads: bool
+    text: str
+
+    @property
+    def word(self) -> str:
+        """What protrain is: "ahead" where it is faster with no more memory."""
+        if self.even:
+            return "even" if self.lighter else "larger"
+        if self.speed < 1:
+            return "ahead" if self.lighter else "larger"
+        return "slower" if self.lighter else "behind"
+
+
+def standings(found: dict[str, Any]) -> list[Standing]:
+    """Of each peer that has a time, in the table's order; none where protrain has none."""
+    ours = next((row for row in found["rows"] if row["name"] == OURS and row["median_seconds"] is not None), None)
+    if ours is None:
+        return []
+    timed = [row for row in found["rows"] if row["median_seconds"] is not None and row["to_ours"] and row is not ours]
+    return [_standing(row, ours, found["budget_bytes"]) for row in timed]
+
+
+def _standing(row: dict[str, Any], ours: dict[str, Any], budget_bytes: int) -> Standing:
+    low, high = _quartiles([1 / ratio for ratio in row["to_ours"]])
+    speed = 1 / statistics.median(row["to_ours"])
+    offloads = row.get("offloads", "")
+    how = f"{speed:.2f} times as fast as protrain" + (f" ({low:.2f}–{high:.2f})" if low < high else "")
+    where = f"at {row['peak_bytes'] / MIB:,.0f} MiB where protrain has {ours['peak_bytes'] / MIB:,.0f}"
+    budget = f"{'within' if row['within_budget'] else 'over'} the budget of {size_text(budget_bytes)}"
+    known = [f"offloads {offloads}"] if offloads else []
+    known += [row["note"]] if row["note"] else []
+    lighter = ours["peak_bytes"] <= row["peak_bytes"]
+    text = "; ".join([f"{how}, {where}: {budget}", *known])
+    return Standing(row["name"], speed, low <= 1 <= high, lighter, offloads not in ("", "nothing"), text)
+
+
+def verdicts(found: dict[str, Any]) -> list[str]:
+    """Whether protrain is ahead, in sentences: of all that have a time, then of those that offload."""
+    stand = standings(found)
+    if not stand:
+        return []
+    ahead = [one for one in stand if one.word == "ahead"]
+    counts = f"{len(ahead)} of the {len(stand)}"
+    lines = [
+        f"protrain is ahead of {counts} other rows that have a time: faster in the same rounds, at equal or lower peak memory."
+    ]
+    offload = [one for one in stand if one.offloads]
+    missed = [one.name for one in offload if one.word != "ahead"]
+    if offload and not missed:
+        lines.append(f"Of those that offload it is ahead of all {len(offload)}.")
+    elif offload:
+        lines.append(f"Of the {len(offload)} that offload it is not ahead of {', '.join(missed)}.")
+    return lines
+
+
+def behind(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows that protrain is not ahead of, and why."""
+    return [(one.name, one.text) for one in standings(found) if one.word != "ahead"]
+
+
+def own_cost(found: dict[str, Any]) -> str:
+    """What protrain pays for its peak, beside plain torch."""
+    rows = {row["name"]: row for row in found["rows"]}
+    ours, plain = rows[OURS], found["rows"][0]
+    share = ours["peak_bytes"] / plain["peak_bytes"]
+    cost = f"A step of protrain takes {ours['ratio']:.2f} of {plain['name']}'s, with {100 * share:.0f} % of its peak memory"
+    counted = ours.get("counted_bytes")
+    counts = f"; by its own count, which is what it holds to the budget, {counted / MIB:,.0f} MiB at most" if counted else ""
+    return cost + counts + "."
+
+
+def cells(row: dict[str, Any], word: str = "") -> list[str]:
+    """A row of the table, without the largest model; a row without a time says why elsewhere. Args: word, `Standing.word`."""
     if row["median_seconds"] is None:
         losses = "wrong" if row["verdict"] == "wrong" else ""
-        return [row["name"], "–", "–", "–", "–", "", losses or row["verdict"], "–", str(len(row["knobs"]))]
+        return [row["name"], "–", "–", "–", "–", "", "", losses or row["verdict"], "–", str(n_knobs(row))]
     low, high = _quartiles(row["seconds"])
     return [
         row["name"],
         f"{row['tokens_per_second']:,.0f}",
         f"{duration_text(row['median_seconds'])} ({low:.2f}–{high:.2f})",
-        f"{row['ratio']:.2f}",
+        _ratio(row),
         f"{row['peak_bytes'] / MIB:,.0f} MiB",
         "yes" if row["within_budget"] else "no",
+        word,
         LOSSES[row["verdict"]],
         duration_text(row["setup_seconds"]),
-        str(len(row["knobs"])),
+        str(n_knobs(row)),
     ]
+
+
+def n_knobs(row: dict[str, Any]) -> int:
+    """How many values a user sets that are not the documented defaults."""
+    return sum(name not in row["defaults"] or row["defaults"][name] != value for name, value in row["knobs"].items())
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    low, high = _quartiles(row["ratios"])
+    return f"{row['ratio']:.2f}" + (f" ({low:.2f}–{high:.2f})" if low < high else "")
 
 
 def title(found: dict[str, Any]) -> str:
@@ -47,14 +143,29 @@ def title(found: dict[str, Any]) -> str:
     )
 
 
+def took(found: dict[str, Any]) -> str:
+    """How long the whole command took, in a sentence; empty where the record does not say."""
+    if "took_seconds" not in found:
+        return ""
+    kept = found.get("kept_searches", 0)
+    earlier = f", with {kept} of the searches kept from earlier runs" if kept else ", its searches included"
+    return f"The whole command took {duration_text(found['took_seconds'])}{earlier}."
+
+
 def legend(found: dict[str, Any]) -> str:
     """What the columns mean."""
+    with_largest = grown(found)
     return (
-        "Median step: in brackets from quartile to quartile. To plain torch: median of the ratios in the same rounds. "
+        "Median step, to plain torch: in brackets from quartile to quartile; ratios are those of the same rounds. "
         "Peak memory: the process's resident high-water mark over the measured steps, less what it held before it had a model. "
-        f"In budget: at most {found['over']:g} of it. Losses: equal to plain torch's in every step, or closer than "
+        f"In budget: at most {found['over']:g} of it, since a process has more pages than its tensors'. "
+        "What protrain is, in the same rounds: 'ahead' is faster with no more memory; 'even', faster in some rounds and slower "
+        "in others, from quartile to quartile, with no more memory; 'slower', with no more memory; 'larger', not slower, with "
+        "more memory; 'behind', slower with more. "
+        "Losses: equal to plain torch's in every step, or closer than "
         f"{found['tolerance']:g} of them, else wrong and without a time. "
-        "Set-up: from the model's making to steady steps. Knobs: what a user set."
+        "Set-up: from the model's making to steady steps. Knobs: values that a user sets and that are no documented defaults. "
+        "Fastest and leanest: two settings of one peer, where none keeps to the budget." + (f" {LARGEST}" if with_largest else "")
     )
 
 
@@ -73,24 +184,52 @@ def print_table(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    full = any(row["largest_parameters"] for row in found["rows"])
-    for heading in (*HEADINGS, *(["largest model"] if full else [])):
-        table.add_column(heading, justify="left" if heading in ("", "losses") else "right", no_wrap=True)
+    with_largest = grown(found)
+    for heading in (*HEADINGS, *(["largest model"] if with_largest else [])):
+        table.add_column(heading, justify="left" if heading in ("", "protrain", "losses") else "right", no_wrap=True)
+    words = {one.name: one.word for one in standings(found)}
     for row in found["rows"]:
-        table.add_row(*cells(row), *([_largest(row)] if full else []), style="bold" if row["name"] == OURS else None)
+        shown = cells(row, words.get(row["name"], "")) + ([largest(row)] if with_largest else [])
+        table.add_row(*shown, style="bold" if row["name"] == OURS else None)
     print(title(found))
     console = Console(highlight=False)
-    console.width = max(console.width if sys.stdout.isatty() else 0, 140)  # a narrower one would lose figures
+    console.width = max(console.width if sys.stdout.isatty() else 0, 165)  # a narrower one would lose figures
     console.print(table)
-    for name, reason in reasons(found):
+    for line in verdicts(found):
+        print(line)
+    for name, reason in [*behind(found), *reasons(found)]:
         print(f"{name}: {reason}")
     print(legend(found))
+    if took(found):
+        print(took(found))
 
 
-def _largest(row: dict[str, Any]) -> str:
-    if not row["largest_parameters"]:
+def _full(found: dict[str, Any]) -> bool:
+    """Whether the largest model was asked for."""
+    return any(row["largest_layers"] is not None for row in found["rows"])
+
+
+def grown(found: dict[str, Any]) -> bool:
+    """Whether the largest model was asked for."""
+    return any(row["largest_layers"] is not None for row in found["rows"])
+
+
+def largest(row: dict[str, Any]) -> str:
+    if row["largest_layers"] is None:
         return "–"
+    if not row["largest_layers"]:
+        return "none"
     return ("≥ " if row["largest_at_least"] else "") + f"{row['largest_parameters'] / 1e6:,.0f} M"
+
+
+def largest_models(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of each row for which it was asked: the largest model, and why it is not larger."""
+    told = []
+    for row in found["rows"]:
+        if row["largest_layers"] is not None:
+            what = f"{largest(row)} parameters in {count(row['largest_layers'], 'layer')}" if row["largest_layers"] else "none"
+            told.append((row["name"], f"{what}; {row['largest_ended']}"))
+    return told
 
 
 # ---- the page ----
@@ -98,13 +237,13 @@ def _largest(row: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """peers.md."""
-    full = any(row["largest_parameters"] for row in found["rows"])
-    headings = [*(h or "what" for h in HEADINGS), *(["largest model"] if full else [])]
+    with_largest = grown(found)
+    headings = [*(h or "what" for h in HEADINGS), *(["largest model"] if with_largest else [])]
     machine = found["machine"]
     lines = [
         "# protrain and its peers",
         "",
-        f"By `{found['command']}` on {found['date']}; the record is [peers.json](peers.json).",
+        f"By `{found['command']}` on {found['date']}; the record is [peers.json](peers.json). {took(found)}".rstrip(),
         "",
         f"- {title(found)}, AdamW in fp32, dropout off, seed {found['seed']}, {found['warm_steps']} steps before those measured.",
         (
@@ -119,14 +258,44 @@ def markdown(found: dict[str, Any]) -> str:
         "| " + " | ".join(headings) + " |",
         "| --- |" + " ---: |" * (len(headings) - 1),
     ]
+    words = {one.name: one.word for one in standings(found)}
     for row in found["rows"]:
-        shown = cells(row) + ([_largest(row)] if full else [])
+        shown = cells(row, words.get(row["name"], "")) + ([largest(row)] if with_largest else [])
         shown[0] = f"**{shown[0]}**" if row["name"] == OURS else shown[0]
         lines.append("| " + " | ".join(shown) + " |")
-    lines += ["", *_missing(found), "## Settings", "", "The best of each, found by running each documented setting by itself."]
+    lines += ["", *_behind(found), *_largest(found), *_missing(found), *_wrong(found)]
+    lines += ["## Settings", "", "The best of each, found by running each documented setting by itself."]
     for row in found["rows"]:
         lines += _settings(row)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _behind(found: dict[str, Any]) -> list[str]:
+    """Where protrain is ahead, and where it is not."""
+    if not (lines := verdicts(found)):
+        return []
+    named = behind(found)
+    section = ["", "## Where protrain is behind, and why", "", own_cost(found), ""] if named else []
+    return [" ".join(lines), *section, *(f"- {name}: {_escaped(reason)}." for name, reason in named), ""]
+
+
+def _largest(found: dict[str, Any]) -> list[str]:
+    """How far each one gets."""
+    named = [f"- {name}: {_escaped(told)}." for name, told in largest_models(found)]
+    about = f"Of {found['model']} with more layers or fewer, in {size_text(found['budget_bytes'])}." if named else ""
+    return ["## The largest model for the budget", "", about, "", *named, ""] if named else []
+
+
+def _wrong(found: dict[str, Any]) -> list[str]:
+    """The settings that train something else, whether or not others of their row are right."""
+    named = [(row["name"], setting) for row in found["rows"] for setting in row["searched"] if setting["verdict"] == "wrong"]
+    lines = [f"- {name}, {_knobs(setting['knobs'])}: {_escaped(setting['reason'])}." for name, setting in named]
+    return ["## Settings with wrong losses", "", *lines, ""] if named else []
+
+
+def _knobs(knobs: dict[str, Any]) -> str:
+    text = ", ".join(f"{name}={json.dumps(value)}" for name, value in knobs.items())
+    return f"`{text}`" if text else "the kept knobs alone"
 
 
 def _missing(found: dict[str, Any]) -> list[str]:
@@ -140,10 +309,12 @@ def _settings(row: dict[str, Any]) -> list[str]:
         "",
         f"### {row['name']}",
         "",
-        f"Documented: {row['documented']}" + (f". Note: {row['note']}." if row["note"] else ""),
+        f"Documented: {_link(row['documented'])}." + (f" Note: {row['note']}." if row["note"] else ""),
     ]
     if row["versions"].keys() - {"torch", "transformers", "protrain"}:
-        lines[-1] += " " + ", ".join(f"{n} {v}" for n, v in row["versions"].items() if n not in ("torch", "transformers"))
+        lines[-1] += " Measured: " + ", ".join(
+            f"{n} {v}" for n, v in row["versions"].items() if n not in ("torch", "transformers")
+        )
     if row["knobs"]:
         lines += ["", "Kept: " + ", ".join(f"`{name}={json.dumps(value)}`" for name, value in row["knobs"].items())]
     if len(row["searched"]) > 1 or any(s["verdict"] in ("wrong", "failed") for s in row["searched"]):
@@ -153,12 +324,16 @@ def _settings(row: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _link(page: str) -> str:
+    return f"<{page}>" if page.startswith("https://") else page
+
+
 def _searched(setting: dict[str, Any]) -> list[str]:
-    knobs = ", ".join(f"{name}={json.dumps(value)}" for name, value in setting["knobs"].items())
+    knobs = _knobs(setting["knobs"])
     verdict = setting["verdict"] + (f": {_escaped(setting['reason'])}" if setting["reason"] else "")
     if setting["verdict"] not in ("equal", "close"):
-        return [f"`{knobs}`", verdict, "–", "–"]
-    return [f"`{knobs}`", verdict, duration_text(setting["seconds"]), f"{setting['peak_bytes'] / MIB:,.0f} MiB"]
+        return [knobs, verdict, "–", "–"]
+    return [knobs, verdict, duration_text(setting["seconds"]), f"{setting['peak_bytes'] / MIB:,.0f} MiB"]
 
 
 def _escaped(text: str) -> str:

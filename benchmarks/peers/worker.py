@@ -125,8 +125,8 @@ def _load_kernels() -> None:
 
 
 class _Server:
-    def __init__(self, job: Job, make: Callable[[Job], Step]) -> None:
-        self._job, self._make = job, make
+    def __init__(self, job: Job, make: Callable[[Job], Step], counted: Callable[[], int] | None) -> None:
+        self._job, self._make, self._counted = job, make, counted
         self._step: Step | None = None
         self._base_bytes = self._highest_bytes = self._count = 0
         generator = torch.Generator().manual_seed(job.seed)
@@ -167,7 +167,8 @@ class _Server:
     def end(self) -> dict[str, Any]:
         peak = _resident_bytes("VmHWM")
         whole = max(self._highest_bytes, peak)
-        return {"peak_bytes": peak, "whole_peak_bytes": whole, "base_bytes": self._base_bytes, "versions": versions()}
+        counted = {"counted_bytes": self._counted()} if self._counted else {}
+        return {"peak_bytes": peak, "whole_peak_bytes": whole, "base_bytes": self._base_bytes, "versions": versions(), **counted}
 
 
 def versions() -> dict[str, str]:
@@ -177,12 +178,14 @@ def versions() -> dict[str, str]:
     return {name: str(version) for name, version in loaded.items() if version is not None}
 
 
-def serve(make: Callable[[Job], Step]) -> None:
-    """Answer until stdin ends. What packages print goes to stderr; answers go to what was stdout."""
+def serve(make: Callable[[Job], Step], counted: Callable[[], int] | None = None) -> None:
+    """Answer until stdin ends. What packages print goes to stderr; answers go to what was stdout. Args: counted, the peak in
+    bytes as the peer itself counts it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    torch.exp(torch.zeros(16))  # protrain/firstcall.py says why
     try:
-        server = _Server(Job(**json.loads(sys.argv[1])), make)
+        server = _Server(Job(**json.loads(sys.argv[1])), make, counted)
         for line in sys.stdin:
             _answer(answers, getattr(server, line.strip())())
     except KeyboardInterrupt:

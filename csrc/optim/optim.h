@@ -31,7 +31,6 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "base/threads.h"
 #include "optim/bf16.h"
 
 typedef enum ptn_optimizer_kind { PTN_ADAM, PTN_ADAMW, PTN_SGD } ptn_optimizer_kind;
@@ -93,18 +92,17 @@ typedef void (*ptn_update_kernel)(const ptn_update *update, float *param, float 
 typedef void (*ptn_bf16_kernel)(const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
                                 const ptn_bf16 *grad, ptn_span span);
 
-typedef enum ptn_simd { PTN_SIMD_PLAIN = 0, PTN_SIMD_AVX2, PTN_SIMD_AVX512 } ptn_simd;
+typedef enum ptn_simd { PTN_SIMD_PLAIN = 0, PTN_SIMD_AVX2, PTN_SIMD_AVX512, PTN_SIMD_NEON, PTN_SIMD_COUNT } ptn_simd;
 ptn_simd ptn_simd_best(void);              /* of this CPU, as the operating system allows it */
-const char *ptn_simd_name(ptn_simd simd);  /* "plain", "avx2", "avx512" */
+const char *ptn_simd_name(ptn_simd simd);  /* "plain", "avx2", "avx512", "neon" */
 /* NULL where this CPU or this build lacks it. */
 ptn_update_kernel ptn_update_kernel_for(ptn_optimizer_kind kind, ptn_simd simd);
 ptn_bf16_kernel ptn_bf16_kernel_for(ptn_optimizer_kind kind, ptn_simd simd);
 
-/* The best kernel; with a team, split over its threads (team may be NULL). */
-void ptn_update_run(ptn_team *team, const ptn_update *update, float *param, float *const state[], const float *grad,
-                    ptn_span span);
+/* The best kernel. shared: large ones are split among the threads that the caller's operations compute with (base/openmp.h). */
+void ptn_update_run(bool shared, const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span);
 
-void ptn_update_run_bf16(ptn_team *team, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
+void ptn_update_run_bf16(bool shared, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
                          const ptn_bf16 *grad, ptn_span span);
 
 /* sum[i] += term[i], as torch's in-place add: gradients of several backward passes. No overlap. */

@@ -1,9 +1,11 @@
-/* Which kernel this CPU runs, and how an update is split over a team. */
+/* Which kernel this CPU runs, and how an update is split among threads. */
 #include <assert.h>
 
+#include "base/bytes.h"
+#include "base/openmp.h"
 #include "optim/kernels.h"
 
-/* Below this a helper thread costs more to wake than it saves. */
+/* Below this another thread costs more to wake than it saves. */
 #define SPLIT_LEAST_COUNT ((size_t)1 << 15)
 /* Threads meet at multiples of 4 KiB in every array, so that no two write one page. */
 #define SPLIT_GRAIN_COUNT ((size_t)1024)
@@ -15,12 +17,17 @@ static bool cpu_runs(ptn_simd simd) {
   if (simd == PTN_SIMD_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (simd == PTN_SIMD_AVX512) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma");
 #endif
+#if PTN_HAVE_NEON
+  if (simd == PTN_SIMD_NEON) return true;
+#endif
   return false;
 }
 
 ptn_simd ptn_simd_best(void) {
-  if (cpu_runs(PTN_SIMD_AVX512)) return PTN_SIMD_AVX512;
-  return cpu_runs(PTN_SIMD_AVX2) ? PTN_SIMD_AVX2 : PTN_SIMD_PLAIN;
+  static const ptn_simd by_speed[] = {PTN_SIMD_AVX512, PTN_SIMD_AVX2, PTN_SIMD_NEON};
+  for (size_t i = 0; i < sizeof by_speed / sizeof by_speed[0]; i++)
+    if (cpu_runs(by_speed[i])) return by_speed[i];
+  return PTN_SIMD_PLAIN;
 }
 
 /* What there is for one instruction set; none where this build lacks it. Adam's kernels are AdamW's too. */
@@ -38,6 +45,11 @@ static const kernels table[] = {
 #else
     [PTN_SIMD_AVX2] = {.name = "avx2"},
     [PTN_SIMD_AVX512] = {.name = "avx512"},
+#endif
+#if PTN_HAVE_NEON
+    [PTN_SIMD_NEON] = {"neon", ptn_adam_neon, ptn_sgd_neon, ptn_adam_bf16_neon, ptn_sgd_bf16_neon},
+#else
+    [PTN_SIMD_NEON] = {.name = "neon"},
 #endif
 };
 
@@ -64,8 +76,11 @@ typedef struct split {
   ptn_span span;
 } split;
 
+/* begin and end in SPLIT_GRAIN_COUNT elements. */
 static void run_range(void *context, size_t begin, size_t end) {
   const split *s = context;
+  begin *= SPLIT_GRAIN_COUNT;
+  end = (size_t)ptn_min_u64(end * SPLIT_GRAIN_COUNT, s->span.count);
   float *state[PTN_STATE_MAX] = {NULL};
   int state_count = ptn_state_count(&s->update->hyper);
   for (int i = 0; i < state_count; i++) state[i] = s->state[i] + begin;
@@ -77,19 +92,22 @@ static void run_range(void *context, size_t begin, size_t end) {
   else ptn_update_kernel_for(kind, simd)(s->update, s->param + begin, state, s->grad + begin, span);
 }
 
-void ptn_update_run(ptn_team *team, const ptn_update *update, float *param, float *const state[], const float *grad,
-                    ptn_span span) {
-  assert(span.first <= span.total && span.count <= span.total - span.first);
-  split all = {.update = update, .param = param, .state = state, .grad = grad, .span = span};
-  if (!team || span.count < SPLIT_LEAST_COUNT) run_range(&all, 0, span.count);
-  else ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
+static void run_all(bool shared, split *all) {
+  size_t grains = (all->span.count + SPLIT_GRAIN_COUNT - 1) / SPLIT_GRAIN_COUNT;
+  if (!shared || all->span.count < SPLIT_LEAST_COUNT) run_range(all, 0, grains);
+  else ptn_openmp_run(grains, 1, run_range, all);
 }
 
-void ptn_update_run_bf16(ptn_team *team, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
+void ptn_update_run(bool shared, const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
+  assert(span.first <= span.total && span.count <= span.total - span.first);
+  split all = {.update = update, .param = param, .state = state, .grad = grad, .span = span};
+  run_all(shared, &all);
+}
+
+void ptn_update_run_bf16(bool shared, const ptn_update *update, ptn_bf16 *param, float *master, float *const state[],
                          const ptn_bf16 *grad, ptn_span span) {
   assert(span.first <= span.total && span.count <= span.total - span.first);
   if (span.count == 0) return;
   split all = {.update = update, .param = master, .state = state, .bf16_param = param, .bf16_grad = grad, .span = span};
-  if (!team || span.count < SPLIT_LEAST_COUNT) run_range(&all, 0, span.count);
-  else ptn_team_run(team, span.count, SPLIT_GRAIN_COUNT, run_range, &all);
+  run_all(shared, &all);
 }

@@ -1,4 +1,4 @@
-/* The vector kernels, written once for every vector width: avx2.c and avx512.c include this file after they define
+/* The vector kernels, written once for every vector width: avx2.c, avx512.c and neon.c include this file after they define
  *
  *   vec           the vector of LANES floats
  *   LANES         its number of elements, a multiple of 8

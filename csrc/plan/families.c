@@ -1,7 +1,8 @@
 /* Families: which placements of modes the search looks at.
  *
  * Problem: n blocks have 4^n placements. Design: a placement is a set of kept blocks, which decides the memory, and among the
- * others a set that swaps, which decides only the time. Sets come in families that grow block by block:
+ * others a set that swaps, which decides the time, and of the memory only what is too small to leave it (trials.c). Sets come in
+ * families that grow block by block:
  *
  *   kept      as the rule keeps them (by the lowest peak: the last ones where blocks are alike); the last; by recomputation
  *             saved for each byte held; by recomputation saved; the smallest; spread evenly; the first. Of models with few
@@ -51,7 +52,8 @@ static void measure_blocks(ptn_families *families) {
     int64_t kept = ptn_peak_retained_bytes(request, p, false), dropped = ptn_peak_retained_bytes(request, p, true);
     of->extra_bytes += kept > dropped ? (double)(kept - dropped) : 0;
     of->swap_ns += (double)request->profile->swap_ns / 2;
-    if (families->consumer_of_phase[p] < request->n_phases && kept > 0) of->stash_bytes += (double)kept;
+    int64_t stash_bytes = kept - (int64_t)phase->small_bytes;
+    if (families->consumer_of_phase[p] < request->n_phases && stash_bytes > 0) of->stash_bytes += (double)stash_bytes;
   }
 }
 

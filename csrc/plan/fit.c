@@ -4,7 +4,8 @@
  * leave; the rule and the search must mean the same by "it fits", and a plan that was made must come out again when it is given.
  * Design: modes are composed into phases once (peak.c); with them any number of persistent chunks and any window of slots has a
  * need in bytes that does not depend on the budget. The ring is what is left over, cut to sizes; its least size counts in full.
- * Beside a device it is the host's, sized by what the host has, and counts in no need.
+ * Beside a device it is the host's, sized by what the host has, and counts in no need; what it takes there at most grows with
+ * the host's memory without jumps, so that homes there never lose room by more of it.
  *
  * Windows: few distinct chunks have slots of their own, else two of one operation could meet in a slot; more lets reading run
  * ahead; wider ones, up to all, let it run further and hold what was read in forward for backward. They have an order: more,
@@ -83,6 +84,14 @@ void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, 
 }
 
 uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan) { return ring_counts(fit) ? plan->ring_bytes : 0; }
+
+uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request) {
+  if (request->ring_host_bytes == 0) return 0;
+  uint64_t arrays = (uint64_t)MOST_PIECES * request->n_arrays;
+  uint64_t least = arrays * (uint64_t)LEAST_PIECE_BYTES, most = least << (N_LEVELS - 1);
+  uint64_t share = request->ring_host_bytes / BUDGET_PER_PIECE;
+  return share >= most / arrays ? most : ptn_max_u64(share * arrays, least);
+}
 
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
   ptn_plan ring;

@@ -59,7 +59,7 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
         (unsigned long long)request->host_budget_bytes, n_away, (unsigned long long)out->stash_bytes);
   }
   out->n_host = tiers.n_host;
-  out->host_bytes = tiers.host_bytes;
+  out->host_bytes = tiers.host_bytes + (ptn_tiers_has_host(request) ? out->ring_bytes - ring_bytes : 0);
   out->disk_bytes = tiers.disk_bytes;
   return PTN_OK;
 }

@@ -85,6 +85,8 @@ typedef struct ptn_tiers {
 
 bool ptn_tiers_has_host(const ptn_plan_request *request);
 bool ptn_tiers_has_disk(const ptn_plan_request *request);
+/* What the host has for homes and for activations, beside the ring where that is there. */
+uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist);
 /* False where something would have to go to a disk that is not there. */
 bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out);
 /* The fewest persistent chunks for which the others and the stash have a place. PTN_BUDGET: none, for the stash. */
@@ -129,6 +131,8 @@ bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes); /* with the least ring */
 void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, ptn_plan *out);
 uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /* of the budget; plan: with a ring */
+/* What a ring of the host's takes of its memory at most; 0: the ring is not the host's. */
+uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request);
 /* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 /* The window that gives so many slots and fits with the modes composed last; 0: none. */

@@ -5,10 +5,11 @@
  * no block keeps), and corrected for what the other blocks have retained so far: a block that has run forward and whose backward
  * has not begun holds retained(mode) = entry(next phase) - entry(its forward phase), read from the run of its mode. The
  * correction is the sum of retained(its mode) - retained(the mode of the run that the phase is taken from), so that it is
- * nothing where all blocks have one mode: then the figures are those of the run.
+ * nothing where all blocks are kept, or all recomputed: then the figures are those of the run.
  *
  * The runs are two, the modes four. keep is the keep run; checkpoint, swap and checkpoint_swap are all counted as the checkpoint
- * run, which is an upper bound of what the swap modes cannot do without:
+ * run, which is an upper bound of what the swap modes cannot do without, but for what swap leaves in memory because it is small:
+ * that is counted from the block's forward to its backward.
  *   - Between its forward and its backward a checkpointed block holds its input. A block of a swap mode has that on disk too, or
  *     is waited for until it is.
  *   - The forward of a swap block needs, beside what is being written, what the forward of a checkpointed block needs: its
@@ -55,12 +56,18 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return entry_of(&request->phases[i + 1], away) - entry_of(&request->phases[i], away);
 }
 
+/* What a forward phase has saved that its mode leaves in memory, and the checkpoint run does not count. */
+static int64_t left_bytes(const ptn_phase *phase, const ptn_mode *modes) {
+  bool left = phase->block >= 0 && !phase->backward && modes[phase->block] == PTN_SWAP;
+  return left ? (int64_t)phase->small_bytes : 0;
+}
+
 /* How much more phase i retains in its block's mode than in the given run. */
 static int64_t correction(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, bool away) {
   const ptn_phase *phase = &request->phases[i];
   if (phase->block < 0 || phase->backward) return 0;
   bool own = ptn_mode_away(modes[phase->block]);
-  return ptn_peak_retained_bytes(request, i, own) - ptn_peak_retained_bytes(request, i, away);
+  return ptn_peak_retained_bytes(request, i, own) + left_bytes(phase, modes) - ptn_peak_retained_bytes(request, i, away);
 }
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -83,7 +90,7 @@ void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_
       uint32_t consumed = (uint32_t)(phase_bytes[i] - 1);
       for (int run = 0; run < 2; run++) corrections[run] -= correction(request, consumed, modes, run == 1);
     }
-    phase_bytes[i] = peak_of(phase, away) + corrections[away];
+    phase_bytes[i] = peak_of(phase, away) + corrections[away] + left_bytes(phase, modes);
     if (phase->block < 0 && mixed) phase_bytes[i] = higher(phase_bytes[i], peak_of(phase, true) + corrections[1]);
     for (int run = 0; run < 2; run++) corrections[run] += correction(request, i, modes, run == 1);
     if (consumer_of_phase[i] < n_phases) phase_bytes[consumer_of_phase[i]] = (int64_t)i + 1;

@@ -58,6 +58,7 @@ typedef struct ptn_phase {
   uint64_t keep_entry_bytes, keep_peak_bytes;
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
   uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
+  uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
 } ptn_phase;
 
 typedef struct ptn_plan_request {
@@ -79,7 +80,8 @@ typedef struct ptn_plan_request {
   bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
   uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
-  uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent and for activations; 0: there is none */
+  uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent, activations, and the ring where it is
+                               * there; 0: there is none */
   uint32_t n_ranks; /* devices that share the chunks which are not persistent; 0 is read as 1 */
   uint64_t ring_host_bytes; /* beside a device: all of host memory, of which the ring has a part; 0: it is in budget_bytes */
 } ptn_plan_request;
@@ -120,7 +122,7 @@ typedef struct ptn_plan {
   uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */
   uint64_t disk_bytes; /* homes and shadows of chunks on disk, and the stash where it is there */
   uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
-  uint64_t host_bytes; /* their parameters and state, and the stash where it is there; of one rank */
+  uint64_t host_bytes; /* their parameters and state, and the stash and the ring where they are there; of one rank */
   ptn_forecast forecast; /* zeros without a profile */
   /* The caller's arrays: n_chunks and n_blocks entries, n_slots <= n_chunks. */
   int32_t *slot_of_chunk; /* -1: persistent */

@@ -25,7 +25,7 @@ static ptn_status check_phases(const ptn_plan_request *request) {
     if (phase->block < -1 || phase->block >= (int64_t)request->n_blocks) {
       return ptn_fail(PTN_INVALID, "phase %u names block %d of %u", i, (int)phase->block, request->n_blocks);
     }
-    uint64_t highest = ptn_max_u64(phase->keep_peak_bytes, phase->checkpoint_peak_bytes);
+    uint64_t highest = ptn_max_u64(phase->small_bytes, ptn_max_u64(phase->keep_peak_bytes, phase->checkpoint_peak_bytes));
     if (phase->keep_entry_bytes > phase->keep_peak_bytes || phase->checkpoint_entry_bytes > phase->checkpoint_peak_bytes ||
         highest > PTN_PLAN_MOST_BYTES) {
       return ptn_fail(PTN_INVALID, "phase %u enters with more bytes than its peak, or peaks above %llu bytes", i,

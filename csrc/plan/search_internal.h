@@ -124,6 +124,7 @@ typedef struct ptn_trials {
   uint64_t *kept_cells; /* which, + 1 */
   int32_t *kept_slots; /* n_chunks for each */
   ptn_mode *modes; /* of the choice tried last */
+  int64_t *left_phase_bytes; /* of the same, with what its swapped blocks leave; NULL: no block of the request leaves anything */
 } ptn_trials;
 
 /* trials is to be destroyed also where create fails. */

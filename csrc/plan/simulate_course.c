@@ -354,7 +354,7 @@ static bool fits_host(const ptn_course *course, double stash_bytes) {
     const ptn_plan_chunk *chunk = &course->request->chunks[c];
     host_bytes += (double)ptn_course_part(course, chunk->param_bytes + chunk->state_bytes);
   }
-  return host_bytes <= (double)course->request->host_budget_bytes;
+  return host_bytes <= (double)ptn_tiers_host_room(course->request, candidate->n_persist);
 }
 
 static void find_saved(ptn_course *course, bool has_link) {

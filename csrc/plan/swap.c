@@ -4,10 +4,10 @@
  * backward. The disk space of one step should be known before it, and reading ahead should leave the memory in which backward
  * works. Design: both are read from the phases that also give the peak (peak.c).
  *
- *   stash      Each forward of a swap block writes what the keep run retains of it, each of a checkpoint_swap block what the
- *              checkpoint run does. A forward that no backward consumes saves nothing. It is an estimate: tensors that stay in
- *              memory because they are small are in it; what was made before the blocks and is saved by one of them is not,
- *              in place of which the output of the last block is. Each forward is rounded up for the alignment of its records.
+ *   stash      Each forward of a swap block writes what the keep run retains of it but for what is small, each of a
+ *              checkpoint_swap block what the checkpoint run does. A forward that no backward consumes saves nothing. It is an
+ *              estimate: what was made before the blocks and is saved by one of them is not in it, in place of which the
+ *              output of the last block is. Each forward is rounded up for the alignment of its records.
  *   headroom   What the backward of a block makes beside its saved tensors, at most: what was read ahead and left so much free
  *              need not give way to the operations of any block, of whatever mode. Where saved tensors are in memory when the
  *              backward begins (keep, swap) their going hides a part of it from the peak, and what is read ahead takes their
@@ -27,7 +27,8 @@ uint64_t ptn_swap_phase_bytes(const ptn_plan_request *request, const uint32_t *c
                               uint32_t i) {
   int32_t block = request->phases[i].block;
   if (consumer_of_phase[i] == request->n_phases || !ptn_mode_swaps(modes[block])) return 0; /* only blocks have consumers */
-  int64_t bytes = ptn_peak_retained_bytes(request, i, ptn_mode_recomputes(modes[block]));
+  bool again = ptn_mode_recomputes(modes[block]);
+  int64_t bytes = ptn_peak_retained_bytes(request, i, again) - (again ? 0 : (int64_t)request->phases[i].small_bytes);
   return bytes > 0 ? ptn_round_up((uint64_t)bytes, STASH_UNIT_BYTES) : 0;
 }
 

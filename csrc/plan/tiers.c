@@ -20,6 +20,15 @@ bool ptn_tiers_has_disk(const ptn_plan_request *request) {
   return !profile || (profile->lanes[PTN_DISK_READ].bytes_per_s > 0 && profile->lanes[PTN_DISK_WRITE].bytes_per_s > 0);
 }
 
+uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist) {
+  if (!ptn_tiers_has_host(request)) return 0;
+  uint64_t ring_bytes = 0;
+  for (uint32_t at = n_persist; at < request->n_chunks && ring_bytes == 0; at++) {
+    if (request->chunks[at].grad_bytes > 0) ring_bytes = ptn_fit_host_ring_bytes(request);
+  }
+  return request->host_budget_bytes > ring_bytes ? request->host_budget_bytes - ring_bytes : 0;
+}
+
 static uint64_t of_one_rank(const ptn_plan_request *request, uint64_t bytes) {
   return request->n_ranks > 1 ? (bytes + request->n_ranks - 1) / request->n_ranks : bytes;
 }
@@ -37,7 +46,7 @@ static uint64_t on_disk_bytes(const ptn_plan_request *request, const ptn_plan_ch
 }
 
 bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out) {
-  uint64_t room_bytes = ptn_tiers_has_host(request) ? request->host_budget_bytes : 0;
+  uint64_t room_bytes = ptn_tiers_host_room(request, n_persist);
   uint32_t at = n_persist;
   *out = (ptn_tiers){0};
   for (; at < request->n_chunks; at++) {

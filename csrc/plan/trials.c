@@ -2,7 +2,8 @@
  *
  * Problem: the search asks for needs, bounds and forecasts of thousands of choices, in any order. Design: what the last one had
  * in common with the next is kept: the phases of a set of kept blocks (blocks that swap count as recomputed ones), the slots of a
- * window. Bytes of slots are kept for all numbers of persistent chunks that were asked for.
+ * window. Bytes of slots are kept for all numbers of persistent chunks that were asked for. What blocks that swap leave in memory
+ * is looked at last, choice by choice: few models have any of it.
  *
  * Invariants: a choice has the same answer whenever it is asked; nothing here depends on the budget but `fits`.
  */
@@ -64,27 +65,54 @@ static uint32_t slots_count(ptn_trials *trials, uint32_t window, uint32_t n_pers
   return trials->slots_count[(size_t)window * (trials->request->n_chunks + 1) + n_persist];
 }
 
-bool ptn_trials_fits(ptn_trials *trials, uint32_t set, uint32_t window, uint32_t n_persist) {
-  int64_t without_bytes = ptn_trials_need(trials, set, n_persist);
+static bool fits(ptn_trials *trials, uint32_t window, uint32_t n_persist, int64_t without_bytes) {
   if (n_persist < trials->least_persist || n_persist > trials->most_persist) return false;
   if (!ptn_fit_fits(trials->fit, n_persist, without_bytes)) return false;
   if (n_persist == trials->request->n_chunks) return window == 0;
   return ptn_fit_fits(trials->fit, n_persist, without_bytes + ptn_trials_slots_bytes(trials, window, n_persist));
 }
 
+bool ptn_trials_fits(ptn_trials *trials, uint32_t set, uint32_t window, uint32_t n_persist) {
+  return fits(trials, window, n_persist, ptn_trials_need(trials, set, n_persist));
+}
+
+/* Whether a block of trials->modes may leave something in memory that its set does not count. */
+static bool leaves(const ptn_trials *trials) {
+  if (!trials->left_phase_bytes) return false;
+  for (uint32_t i = 0; i < trials->request->n_blocks; i++) {
+    if (trials->modes[i] == PTN_SWAP) return true;
+  }
+  return false;
+}
+
+/* What the choice needs without slots and ring, and its phases; its modes are in trials->modes. */
+static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, const int64_t **phase_bytes) {
+  int64_t needed_bytes = ptn_trials_need(trials, choice->set, choice->n_persist);
+  compose_set(trials, choice->set);
+  ptn_families_modes(&trials->families, choice, trials->modes);
+  *phase_bytes = trials->fit->phase_bytes;
+  if (!leaves(trials)) return needed_bytes;
+  *phase_bytes = trials->left_phase_bytes;
+  ptn_peak_compose(trials->request, trials->fit->consumer_of_phase, trials->modes, trials->left_phase_bytes);
+  return (int64_t)ptn_peak_without_slots(trials->request, *phase_bytes, choice->n_persist, trials->fit->peak_scratch);
+}
+
 bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
   uint32_t window = choice->window, n_persist = choice->n_persist;
+  const int64_t *phase_bytes;
+  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
   if (n_persist == trials->request->n_chunks) return window == 0;
   for (uint32_t other = 0; other < window; other++) {
     bool wider = trials->fit->windows[other] > trials->fit->windows[window]; /* more, before few */
     if (slots_count(trials, other, n_persist) != slots_count(trials, window, n_persist)) continue;
-    if (!wider || ptn_trials_fits(trials, choice->set, other, n_persist)) return false;
+    if (!wider || fits(trials, other, n_persist, needed_bytes)) return false;
   }
   return true;
 }
 
-/* What the modes in trials->modes are; the fit is composed for them. False: the stash has no place. */
-static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, int64_t needed_bytes, ptn_candidate *out) {
+/* What the modes in trials->modes are. False: the stash has no place. */
+static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, const int64_t *phase_bytes, int64_t needed_bytes,
+                     ptn_candidate *out) {
   ptn_tiers tiers;
   uint64_t stash_bytes = ptn_swap_stash_bytes(trials->request, trials->fit->consumer_of_phase, trials->modes);
   if (!ptn_tiers_split(trials->request, n_persist, stash_bytes, &tiers)) return false;
@@ -93,17 +121,18 @@ static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, in
                          .n_persist = n_persist,
                          .n_host = tiers.n_host,
                          .slot_of_chunk = assign(trials, window, n_persist),
-                         .phase_bytes = trials->fit->phase_bytes,
+                         .phase_bytes = phase_bytes,
                          .above_static_bytes = (uint64_t)needed_bytes - ptn_fit_persistent_bytes(trials->fit, n_persist),
                          .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes)};
   return true;
 }
 
+/* False: it has no place. */
 static bool describe_choice(ptn_trials *trials, const ptn_choice *choice, ptn_candidate *out) {
-  int64_t needed_bytes = ptn_trials_need(trials, choice->set, choice->n_persist);
-  compose_set(trials, choice->set);
-  ptn_families_modes(&trials->families, choice, trials->modes);
-  return describe(trials, choice->window, choice->n_persist, needed_bytes, out);
+  const int64_t *phase_bytes;
+  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
+  if (phase_bytes == trials->left_phase_bytes && !fits(trials, choice->window, choice->n_persist, needed_bytes)) return false;
+  return describe(trials, choice->window, choice->n_persist, phase_bytes, needed_bytes, out);
 }
 
 int64_t ptn_trials_bound_ns(ptn_trials *trials, const ptn_choice *choice, uint64_t *moved_bytes) {
@@ -128,7 +157,8 @@ void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32
   trials->composed_set = NO_SET;
   *moved_bytes = 0;
   *out = (ptn_forecast){.step_ns = PTN_NEVER_NS};
-  if (!describe(trials, window, n_persist, ptn_fit_without_slots(trials->fit, n_persist), &candidate)) return;
+  int64_t needed_bytes = ptn_fit_without_slots(trials->fit, n_persist);
+  if (!describe(trials, window, n_persist, trials->fit->phase_bytes, needed_bytes, &candidate)) return;
   ptn_bound_ns(trials->bounds, &candidate, moved_bytes);
   ptn_simulate(trials->simulation, &candidate, out);
 }
@@ -171,6 +201,7 @@ void ptn_trials_destroy(ptn_trials *trials) {
   free(trials->needs);
   free(trials->needs_of);
   free(trials->modes);
+  free(trials->left_phase_bytes);
 }
 
 ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *rule) {
@@ -197,6 +228,10 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
     return ptn_fail(PTN_MEMORY, "no memory to search plans of %u chunks and %u blocks", request->n_chunks, request->n_blocks);
   }
   for (size_t i = 0; i < cells; i++) trials->slots_bytes[i] = UNKNOWN;
+  bool left = false;
+  for (uint32_t i = 0; i < request->n_phases; i++) left |= request->phases[i].small_bytes > 0;
+  if (left && !(trials->left_phase_bytes = calloc(request->n_phases, sizeof *trials->left_phase_bytes)))
+    return ptn_fail(PTN_MEMORY, "no memory to search plans of %u phases", request->n_phases);
   PTN_TRY(ptn_sums_create(&trials->sums, request));
   PTN_TRY(ptn_bounds_create(&trials->bounds, request, fit->consumer_of_phase));
   PTN_TRY(ptn_simulation_create(&trials->simulation, request, fit->consumer_of_phase));

@@ -118,13 +118,16 @@ static bool under_way(const ptn_traffic *traffic, const uint64_t *before_bytes, 
 }
 
 /* Locked. Who reads and who writes: as many writers at most as there are places for them; the others rest. */
-static void choose(ptn_traffic *traffic, bool reads, bool writes) {
-  uint64_t most = places(&traffic->ways[1], traffic->request_bytes);
+static void choose(ptn_traffic *traffic, bool reads, bool writes, uint64_t bytes) {
+  uint64_t most = places(&traffic->ways[1], bytes);
   uint32_t wish = !writes ? 0 : reads ? traffic->n_requests / 2 : traffic->n_requests;
   uint32_t writers = (uint32_t)ptn_min_u64(wish, most), readers = reads ? traffic->n_requests - wish : 0;
   traffic->running_count = readers + writers;
+  for (int i = 0; i < 2; i++) /* places are multiples of the size: two of them are the same, or apart */
+    if ((traffic->ways[i].next - traffic->ways[i].begin) % bytes != 0) traffic->ways[i].next = traffic->ways[i].begin;
   for (uint32_t i = 0; i < traffic->running_count; i++) { /* in turns, as long as there are both */
     request *request = &traffic->requests[i];
+    request->io.bytes = bytes;
     request->io.write = readers == 0 || (writers > 0 && i % 2 == 1);
     if (request->io.write) writers--;
     else readers--;
@@ -132,8 +135,11 @@ static void choose(ptn_traffic *traffic, bool reads, bool writes) {
   }
 }
 
-ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes) {
+ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes, uint64_t bytes) {
   const bool wanted[2] = {reads, writes};
+  if (bytes == 0 || bytes % PTN_PAGE_BYTES != 0 || bytes > traffic->request_bytes)
+    return ptn_fail(PTN_INVALID, "traffic of requests of %" PRIu64 " bytes: whole pages up to %" PRIu64 " are wanted", bytes,
+                    traffic->request_bytes);
   if (!reads && !writes) return ptn_fail(PTN_INVALID, "traffic of neither reads nor writes: at least one is wanted");
   ptn_lock(&traffic->mutex);
   bool running = traffic->running_count > 0;
@@ -141,7 +147,7 @@ ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes) {
   if (!running) {
     traffic->stopping = false;
     traffic->status = PTN_OK;
-    choose(traffic, reads, writes);
+    choose(traffic, reads, writes, bytes);
   }
   uint32_t starting = traffic->running_count;
   ptn_unlock(&traffic->mutex);

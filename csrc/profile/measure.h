@@ -38,8 +38,9 @@ void ptn_traffic_destroy(ptn_traffic *traffic);
 /* How long the first write of all took. */
 int64_t ptn_traffic_first_write_ns(const ptn_traffic *traffic);
 /* Returns when a request of each direction that is wanted has ended: from then on the disk is busy. Requests of both directions
- * take turns. On failure nothing is in flight, and it may be started again. */
-ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes);
+ * take turns. bytes: of each, whole pages, at most the request_bytes of create. On failure nothing is in flight, and it may be
+ * started again. */
+ptn_status ptn_traffic_start(ptn_traffic *traffic, bool reads, bool writes, uint64_t bytes);
 /* The failure of the first request that failed since start, if any: from then on there is no traffic, and no more will come. */
 ptn_status ptn_traffic_look(ptn_traffic *traffic, ptn_traffic_count *out);
 /* Waits for what is in flight; the same failure. Where nothing is to be stopped it does nothing. */

@@ -13,6 +13,7 @@
 
 #include "base/bytes.h"
 #include "base/checksum.h"
+#include "base/openmp.h"
 #include "memory/arena.h"
 #include "profile/measure.h"
 #include "python/binding.h"
@@ -28,7 +29,6 @@ typedef struct bench_object {
   ptn_traffic *traffic;
   ptn_worker *worker;    /* NULL: none runs */
   ptn_worker_count work; /* of all workers that were stopped */
-  ptn_team *team;
   float *memory;
   uint64_t memory_bytes;
   uint32_t sums; /* all of them: somebody has to want them */
@@ -40,10 +40,11 @@ typedef struct bench_object {
 
 static size_t array_count(const bench_object *self) { return (size_t)self->memory_bytes / ARRAYS / sizeof(float); }
 
-static void run_update(const bench_object *self, ptn_team *team, size_t first, size_t count) {
+static void run_update(const bench_object *self, bool shared, size_t first, size_t count) {
   size_t all = array_count(self);
   float *state[PTN_STATE_MAX] = {self->memory + all + first, self->memory + 2 * all + first};
-  ptn_update_run(team, &self->update, self->memory + first, state, self->memory + 3 * all + first, (ptn_span){first, count, all});
+  ptn_update_run(shared, &self->update, self->memory + first, state, self->memory + 3 * all + first,
+                 (ptn_span){first, count, all});
 }
 
 /* ---- work ---- */
@@ -51,7 +52,7 @@ static void run_update(const bench_object *self, ptn_team *team, size_t first, s
 static uint64_t update_piece(void *context) {
   bench_object *self = context;
   if (self->next + PIECE_COUNT > array_count(self)) self->next = 0;
-  run_update(self, NULL, self->next, PIECE_COUNT);
+  run_update(self, false, self->next, PIECE_COUNT);
   self->next += PIECE_COUNT;
   return UPDATED_ARRAYS * PIECE_COUNT * sizeof(float);
 }
@@ -81,7 +82,9 @@ static void flush(const char *memory, size_t bytes) {
 }
 #endif
 
-static void flush_range(void *context, size_t begin, size_t end) { flush((const char *)context + begin, end - begin); }
+static void flush_pages(void *context, size_t begin, size_t end) {
+  flush((const char *)context + begin * PTN_PAGE_BYTES, (end - begin) * PTN_PAGE_BYTES);
+}
 
 /* ---- construction ---- */
 
@@ -89,13 +92,11 @@ static void close_bench(bench_object *self) {
   if (self->forks == ptn_python_forks) { /* else its threads and locks are another process's */
     if (self->worker) ptn_worker_stop(self->worker, NULL);
     ptn_traffic_destroy(self->traffic);
-    ptn_team_destroy(self->team);
     ptn_store_destroy(self->store);
     ptn_arena_free(self->memory);
   }
   self->worker = NULL;
   self->traffic = NULL;
-  self->team = NULL;
   self->store = NULL;
   self->memory = NULL;
 }
@@ -107,7 +108,6 @@ static ptn_status open_bench(bench_object *self, const char *folder, uint64_t fi
   for (size_t i = 0; i < self->memory_bytes / sizeof(float); i++) self->memory[i] = 0.01f;
   ptn_hyper hyper = {.kind = PTN_ADAMW, .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   PTN_TRY(ptn_update_prepare(&self->update, &hyper, 100, 1.0f));
-  PTN_TRY(ptn_team_create(&self->team, 0));
   PTN_TRY(ptn_store_create(&self->store, folder, PTN_DISK_AUTO));
   return ptn_traffic_create(&self->traffic, self->store, file_bytes, memory, self->memory_bytes, REQUEST_BYTES);
 }
@@ -180,9 +180,10 @@ static bench_object *idle_one(PyObject *object) {
 static PyObject *start_disk(PyObject *object, PyObject *arguments) {
   bench_object *self = idle_one(object);
   int reads, writes;
-  if (!self || !PyArg_ParseTuple(arguments, "pp", &reads, &writes)) return NULL;
+  unsigned long long bytes = REQUEST_BYTES;
+  if (!self || !PyArg_ParseTuple(arguments, "pp|K", &reads, &writes, &bytes)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_traffic_start(self->traffic, reads != 0, writes != 0));
+  PTN_WITHOUT_GIL(status, ptn_traffic_start(self->traffic, reads != 0, writes != 0, bytes));
   if (status != PTN_OK) return ptn_python_raise();
   self->running = true;
   Py_RETURN_NONE;
@@ -242,10 +243,10 @@ static PyObject *update_in_memory(PyObject *object, PyObject *unused) {
   size_t updated_bytes = UPDATED_ARRAYS * array_count(self) * sizeof(float);
   int64_t begin_ns, end_ns;
   Py_BEGIN_ALLOW_THREADS
-  ptn_team_run(self->team, self->memory_bytes, PTN_PAGE_BYTES, flush_range, self->memory);
+  ptn_openmp_run((size_t)(self->memory_bytes / PTN_PAGE_BYTES), 1, flush_pages, self->memory);
   begin_ns = ptn_now_ns();
-  run_update(self, self->team, 0, array_count(self));
-  ptn_team_run(self->team, updated_bytes, PTN_PAGE_BYTES, flush_range, self->memory);
+  run_update(self, true, 0, array_count(self));
+  ptn_openmp_run(updated_bytes / PTN_PAGE_BYTES, 1, flush_pages, self->memory);
   end_ns = ptn_now_ns();
   Py_END_ALLOW_THREADS
   return Py_BuildValue("(KL)", (unsigned long long)updated_bytes, end_ns - begin_ns);

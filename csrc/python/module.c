@@ -3,6 +3,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/checksum.h"
+#include "device/direct_storage.h"
 #include "memory/arena.h"
 #include "python/binding.h"
 #include "torch/allocator.h"
@@ -74,12 +76,41 @@ static PyObject *mark_static(PyObject *module, PyObject *number) {
   Py_RETURN_NONE;
 }
 
+/* checksum(buffer, sum of what comes before it) */
+static PyObject *checksum(PyObject *module, PyObject *arguments) {
+  (void)module;
+  Py_buffer buffer;
+  unsigned int before = 0;
+  if (!PyArg_ParseTuple(arguments, "y*|I:checksum", &buffer, &before)) return NULL;
+  uint32_t sum;
+  Py_BEGIN_ALLOW_THREADS;
+  sum = ptn_checksum_best()(buffer.buf, (size_t)buffer.len);
+  sum = ptn_checksum_joined(before, sum, (uint64_t)buffer.len);
+  Py_END_ALLOW_THREADS;
+  PyBuffer_Release(&buffer);
+  return PyLong_FromUnsignedLong(sum);
+}
+
+static PyObject *runs(ptn_simd simd) { return ptn_update_kernel_for(PTN_ADAM, simd) ? Py_True : Py_False; }
+
 static PyObject *cpu_features(PyObject *module, PyObject *unused) {
   (void)module;
   (void)unused;
-  ptn_simd best = ptn_simd_best();
-  return Py_BuildValue("{s:s,s:O,s:O}", "best", ptn_simd_name(best), "avx2", best >= PTN_SIMD_AVX2 ? Py_True : Py_False, "avx512",
-                       best >= PTN_SIMD_AVX512 ? Py_True : Py_False);
+  return Py_BuildValue("{s:s,s:O,s:O,s:O}", "best", ptn_simd_name(ptn_simd_best()), "avx2", runs(PTN_SIMD_AVX2), "avx512",
+                       runs(PTN_SIMD_AVX512), "neon", runs(PTN_SIMD_NEON));
+}
+
+/* direct_storage(library or none, folder of the kernel's module or none) */
+static PyObject *direct_storage(PyObject *module, PyObject *arguments) {
+  (void)module;
+  const char *library = NULL, *folder = NULL;
+  if (!PyArg_ParseTuple(arguments, "|ss", &library, &folder)) return NULL;
+  ptn_direct_storage found;
+  Py_BEGIN_ALLOW_THREADS;
+  ptn_direct_storage_find(&found, library, folder);
+  Py_END_ALLOW_THREADS;
+  return Py_BuildValue("{s:O,s:i,s:O,s:s,s:s}", "library", found.library ? Py_True : Py_False, "version", found.version, "module",
+                       found.module ? Py_True : Py_False, "module_version", found.module_version, "reason", found.reason);
 }
 
 static PyMethodDef module_methods[] = {
@@ -89,7 +120,9 @@ static PyMethodDef module_methods[] = {
     {"trim", trim, METH_O, NULL},
     {"swap_account", swap_account, METH_O, NULL},
     {"mark_static", mark_static, METH_O, NULL},
+    {"checksum", checksum, METH_VARARGS, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
+    {"direct_storage", direct_storage, METH_VARARGS, NULL},
     {"update", (PyCFunction)(void (*)(void))ptn_python_update, METH_VARARGS | METH_KEYWORDS, NULL},
     {"layout", ptn_python_layout, METH_VARARGS, NULL},
     {"layout_size", ptn_python_layout_size, METH_VARARGS, NULL},

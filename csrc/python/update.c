@@ -49,13 +49,13 @@ static int read_hyper(const char *kind, PyObject *dict, ptn_hyper *out) {
 }
 
 static ptn_update_kernel kernel_named(ptn_optimizer_kind kind, const char *name) {
-  for (ptn_simd simd = PTN_SIMD_PLAIN; simd <= PTN_SIMD_AVX512; simd++)
+  for (ptn_simd simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++)
     if (strcmp(name, ptn_simd_name(simd)) == 0) return ptn_update_kernel_for(kind, simd);
   return NULL;
 }
 
 static ptn_bf16_kernel bf16_kernel_named(ptn_optimizer_kind kind, const char *name) {
-  for (ptn_simd simd = PTN_SIMD_PLAIN; simd <= PTN_SIMD_AVX512; simd++)
+  for (ptn_simd simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++)
     if (strcmp(name, ptn_simd_name(simd)) == 0) return ptn_bf16_kernel_for(kind, simd);
   return NULL;
 }
@@ -67,7 +67,7 @@ static PyObject *run_bf16(const ptn_update *update, ptn_bf16 *param, float *mast
   ptn_bf16_kernel kernel = best ? NULL : bf16_kernel_named(update->hyper.kind, simd);
   if (!best && !kernel) return PyErr_Format(PyExc_ValueError, "simd is %s; this CPU or this build lacks it", simd);
   Py_BEGIN_ALLOW_THREADS
-  if (best) ptn_update_run_bf16(NULL, update, param, master, arrays, grad, ptn_span_whole(count));
+  if (best) ptn_update_run_bf16(false, update, param, master, arrays, grad, ptn_span_whole(count));
   else kernel(update, param, master, arrays, grad, ptn_span_whole(count));
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
@@ -94,7 +94,7 @@ static PyObject *run(const ptn_hyper *hyper, unsigned long long step, double gra
   if (master->buf) return run_bf16(&update, param->buf, master->buf, arrays, grad->buf, span.total, simd);
   if (strcmp(simd, "auto") == 0) {
     Py_BEGIN_ALLOW_THREADS
-    ptn_update_run(NULL, &update, param->buf, arrays, grad->buf, span);
+    ptn_update_run(false, &update, param->buf, arrays, grad->buf, span);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
   }

@@ -56,9 +56,9 @@ static void run_update(ptn_engine *engine, piece *piece, const job_grad *grad, c
   void *param = values + inside * engine->element_bytes;
   if (engine->bf16) {
     float *master = (float *)piece->arrays[PIECE_STATE + engine->n_states] + inside;
-    ptn_update_run_bf16(NULL, &grad->update, param, master, states, (const ptn_bf16 *)(const void *)data, span);
+    ptn_update_run_bf16(false, &grad->update, param, master, states, (const ptn_bf16 *)(const void *)data, span);
   } else {
-    ptn_update_run(NULL, &grad->update, param, states, (const float *)(const void *)data, span);
+    ptn_update_run(false, &grad->update, param, states, (const float *)(const void *)data, span);
   }
 }
 

@@ -101,7 +101,7 @@ ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config) 
   if (status == PTN_OK) status = ptn_trace_create(&engine->trace, TRACE_EVENTS_COUNT);
   if (status == PTN_OK) status = ptn_store_create(&engine->store, config->folder, config->disk_engine);
   if (status == PTN_OK) status = ptn_stash_create(&engine->stash, engine->store, engine->account, engine->trace);
-  if (status == PTN_OK) status = ptn_team_create(&engine->team, 0);
+  if (status == PTN_OK && config->device) status = ptn_team_create(&engine->team, 0);
   if (status == PTN_OK) status = ptn_lane_start(engine);
   if (status == PTN_OK && config->device) status = ptn_over_open(engine, config->device, config->device_account);
   if (status != PTN_OK) {

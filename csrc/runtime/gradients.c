@@ -312,9 +312,9 @@ static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad,
   ptn_span all = ptn_span_whole(param->count);
   if (engine->bf16) {
     float *master = (float *)(void *)((char *)chunk->master + offset_bytes);
-    ptn_update_run_bf16(engine->team, update, values, master, states, grad, all);
+    ptn_update_run_bf16(true, update, values, master, states, grad, all);
   } else {
-    ptn_update_run(engine->team, update, values, states, grad, all);
+    ptn_update_run(true, update, values, states, grad, all);
   }
   param->steps++;
 }

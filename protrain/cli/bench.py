@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,7 +86,8 @@ class Child:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with suppress(BrokenPipeError), self._process:  # which closes its pipes and waits
+            pass
 
 
 def run(words: Words) -> None:

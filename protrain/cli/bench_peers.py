@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from protrain.cli import machine
 from protrain.cli.bench import end_early, saying_what_is_missing
 from protrain.cli.display import status_line
+from protrain.cli.report import check_report
 from protrain.cli.words import CommandError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -36,16 +38,19 @@ class Words:
     peers: tuple[str, ...]
     out: str | None
     as_json: bool
+    report: str | None = None
 
 
 def run(words: Words) -> None:
     """Compare, print, write. Raises CommandError."""
+    check_report(words.report)
     if not (BENCHMARKS / "peers" / "runner.py").is_file():
         raise CommandError(
             "the comparison is part of a checkout, and this protrain is installed without it; bench step works here"
         )
     if str(BENCHMARKS) not in sys.path:
         sys.path.insert(0, str(BENCHMARKS))
+    begin = time.monotonic()
     runner, process, show = (import_module(f"peers.{name}") for name in ("runner", "process", "show"))
     disk = words.disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
     asked = runner.Words(
@@ -57,6 +62,7 @@ def run(words: Words) -> None:
             found = {"date": runner.now(), "command": _command(), "machine": _machine(disk), **runner.compare(asked, say)}
         except (ValueError, process.PeerError) as error:
             raise CommandError(str(error)) from None
+    found["took_seconds"] = time.monotonic() - begin
     if words.as_json:
         print(json.dumps(found))
     else:
@@ -65,6 +71,10 @@ def run(words: Words) -> None:
         written = show.write(Path(words.out), found)
         if not words.as_json:
             print(f"in {words.out}: {', '.join(written)}")
+    if words.report is not None:
+        import_module("peers.page").write(words.report, found)
+        if not words.as_json:
+            print(f"report in {words.report}")
     if found["interrupted"]:
         measured = sum(row["seconds"] is not None for row in found["rows"])
         end_early(f"with {measured} of {len(found['rows'])} rows measured", words.as_json)

@@ -95,8 +95,19 @@ def _processor() -> list[Row]:
         if count
         else "models train on the CPU; memory is the device, the disk takes the rest"
     )
-    rows.append(Row("GPU", gpu, meaning, {"count": count}))
-    return rows
+    return [*rows, Row("GPU", gpu, meaning, {"count": count}), _direct_storage()]
+
+
+def _direct_storage() -> Row:
+    """Between GPUs and disks without host memory: what is there, and that it is not used."""
+    found = _core.direct_storage()
+    text = "none"
+    if found["library"]:
+        version = f" {found['version'] // 1000}.{found['version'] % 1000 // 10}" if found["version"] else ""
+        module = f"nvidia-fs {found['module_version']}".strip() if found["module"] else "without the kernel's nvidia-fs"
+        text = f"libcufile{version}, {module}"
+    meaning = "not used: what goes between a GPU and the disk passes host memory, where every page is checksummed"
+    return Row("GPUDirect Storage", text, meaning, {**found, "used": False})
 
 
 def _memory() -> list[Row]:

@@ -101,7 +101,11 @@ def doctor(disk: str | None, as_json: bool) -> None:
     rounds_help="Steps measured of each, taking turns, after three that are not.",
     disk_help="what does not fit memory",
 )
-@click.option("--quick", is_flag=True, help="Fewer peers, and not the largest model for the budget: minutes. [default: all]")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Two settings of each peer, and not the largest model that the budget holds: minutes. [default: all]",
+)
 @click.option("--search", is_flag=True, help="Search every peer's best setting again. [default: what was found before stays]")
 @click.option(
     "--peers",
@@ -114,13 +118,14 @@ def doctor(disk: str | None, as_json: bool) -> None:
     "--out", type=click.Path(), metavar="FOLDER", help="Write peers.json, peers.md and peers.png there. [default: nowhere]"
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
+@report_option("the comparison", "table, speed against memory, step times, settings, what did not run and why")
 @click.pass_context
 def bench(context: click.Context, /, **words: Any) -> None:
     """Compare protrain with other ways to train in little memory, each with its best setting; or measure one thing by a command.
 
     Plain torch, checkpointing, save_on_cpu, saved tensors to disk in plain Python, FSDP2, DeepSpeed and others get the same
     model, batches and budget, and take turns, one step each. What one needs is installed at its first use into build/peers.
-    --quick takes minutes, the full run hours.
+    --quick takes minutes, the full run an hour or two.
     """
     if context.invoked_subcommand is None:
         from protrain.cli.bench_peers import Words, run

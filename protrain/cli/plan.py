@@ -1,8 +1,8 @@
 """`protrain plan`: what a training of these words would look like, without training.
 
-A plan comes from one of three sources: the model measured here, without its states; a profile that was measured before, here or
-elsewhere; or a description of hardware, with which nothing is measured at all. Each gives a plan for any budget, so that what
-more memory would buy can be said beside it, and a sweep over budgets drawn.
+A plan comes from one of three sources: the model measured here, on the CPU or on a GPU, without its states; a profile that was
+measured before, here or elsewhere; or a description of hardware, with which nothing is measured at all. Each gives a plan for
+any budget, so that what more memory would buy can be said beside it, and a sweep over budgets drawn.
 """
 
 from __future__ import annotations
@@ -139,20 +139,24 @@ def check_together(context: click.Context, own: PlanWords, given: Mapping[str, s
         if found := [given[name] for name in names if name in given]:
             raise click.UsageError(f"{why}; leave {' and '.join(found)} out.", context)
 
-    device = context.params["device"]
-    if device != "cpu":
-        raise click.UsageError(
-            f"--device {device} is for train: what a GPU computes is measured in training; --hardware plans for one.", context
-        )
     of_a_step = ("accumulate", "max_grad_norm", "precision", "data", "disk", "save_profile")
     if own.profile is not None:
-        refuse(("model_name", "seq", "batch", "hardware", "devices", *of_a_step), "--profile has model, batch and machine in it")
+        refuse(
+            ("model_name", "seq", "batch", "device", "hardware", "devices", *of_a_step),
+            "--profile has model, batch and machine in it",
+        )
     if own.hardware is not None:
-        refuse(("accumulate", "max_grad_norm", "disk", "data", "save_profile"), "with --hardware nothing is measured or run here")
+        refuse(
+            ("device", "accumulate", "max_grad_norm", "disk", "data", "save_profile"),
+            "with --hardware nothing is measured or run here",
+        )
     elif own.devices is not None:
         raise click.UsageError(f"--devices {own.devices} needs --hardware, the machine that has them.", context)
-    elif "host_memory" in given and own.profile is None:
-        raise click.UsageError("--host-memory needs --hardware or --profile: on this machine device and host are one.", context)
+    elif "host_memory" in given and own.profile is None and context.params["device"] == "cpu":
+        raise click.UsageError(
+            "--host-memory needs --device cuda, --hardware or --profile: where the CPU computes, device and host are one.",
+            context,
+        )
     if own.sweep:
         refuse(("memory",), "--sweep tries budgets from the smallest that works to the largest of use")
     elif own.out is not None:
@@ -167,8 +171,10 @@ def check_together(context: click.Context, own: PlanWords, given: Mapping[str, s
 def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
     if own.profile is not None:
         return _from_file(words, own, own.profile)
-    from protrain.cli.train import prepare
+    from protrain.cli.train import check_gpu, prepare
 
+    if words.device != "cpu":
+        check_gpu(words)
     setup = prepare(words)
     if own.hardware is not None:
         import torch  # noqa: F401 - before protrain's core, which links to it
@@ -196,6 +202,8 @@ def _from_file(words: Words, own: PlanWords, name: str) -> Source:
             f"--profile {name!r} cannot be read: {error.strerror}; give a file that --save-profile wrote"
         ) from None
     profile = Profile.from_json(text)
+    if profile.overhead is not None and words.host_memory is None:
+        raise CommandError("--profile was measured over a GPU; give --host-memory too, the budget of the host beside it")
     if words.host_memory is not None and profile.machine.upload.bytes_per_second == 0:
         raise CommandError("--host-memory: the machine of this profile has no host beside its device; leave the option out")
     host_bytes = words.host_memory or 0
@@ -214,10 +222,13 @@ def _from_here(words: Words, setup: Setup) -> Source:
     from protrain import api
     from protrain.cli.model import build
     from protrain.cli.train import disk_folder
+    from protrain.compute import choose
     from protrain.planning import plan_from_profile
     from protrain.sizes import default_memory_bytes
 
     model = build(copy.deepcopy(setup.config))
+    compute = choose(list(model.named_parameters()), words.device)
+    host_bytes = (words.host_memory or default_memory_bytes()) if compute.separate else 0
     ids = torch.zeros((words.batch, setup.seq), dtype=torch.long)
     name = f"{words.model_name}, batch {words.batch} x {setup.seq} tokens"
 
@@ -226,6 +237,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
             found = api.profile(
                 model,
                 {"input_ids": ids, "labels": ids, "use_cache": False},
+                device=words.device,
                 disk=words.disk,
                 accumulate=words.accumulate,
                 max_grad_norm=words.max_grad_norm,
@@ -236,10 +248,11 @@ def _from_here(words: Words, setup: Setup) -> Source:
 
     count = sum(parameter.numel() for parameter in model.parameters())
     return Source(
-        f"{words.model_name}: {count:,} parameters, {size_text(16 * count)} of states, batch {words.batch} x {setup.seq} tokens",
+        f"{words.model_name}: {count:,} parameters, {size_text(16 * count)} of states, batch {words.batch} x {setup.seq} tokens"
+        + (f", on {words.device} and {size_text(host_bytes)} of host memory" if compute.separate else ""),
         profile_for,
-        plan_from_profile,
-        default_memory_bytes() if words.memory is None else words.memory,
+        lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
+        compute.default_memory_bytes() if words.memory is None else words.memory,
     )
 
 

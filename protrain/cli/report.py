@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,31 @@ class Point:
     activation_peak_bytes: int
     tokens_per_second: float
     figures: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row of the comparison with peers. kind: "ours", "reference" or "peer"; seconds: of each round."""
+
+    name: str
+    kind: str
+    tokens: int
+    seconds: list[float]
+    peak_bytes: int
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Of the seconds, the median in the middle."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0], self.seconds[0]
+        low, middle, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, middle, high
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Tokens per second, from slow to fast: at the quartiles of the seconds."""
+        low, middle, high = self.quartiles
+        return self.tokens / high, self.tokens / middle, self.tokens / low
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The charts of a report: Vega-Lite specifications, drawn to SVG by vl-convert-python, with no script and no font in them.
 
 Each chart is drawn twice, for a wide and for a narrow page. Colours are written as placeholders that stand for the page's own
-(`var(--name)`), so that one drawing serves light, dark and paper. Text in charts is for axes and letters alone; legends are the
-page's, since those wrap.
+(`var(--name)`), so that one drawing serves light, dark and paper. Text in charts is for axes and letters, and for names of points
+where they all find room; legends are the page's, since those wrap.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from protrain.cli.report import Point, Recorded, Side, StepFigures
+from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures
 
 WIDE, HALF, NARROW = 1040, 508, 334
 MOST_POINTS = 400
@@ -42,6 +43,9 @@ LANE_COLOURS = {
 MODE_COLOURS = {"keep": "ring_bytes", "swap": "parameter_bytes", "checkpoint": "gradient_bytes", "checkpoint_swap": "stash_bytes"}
 SHAPES = {"keep": "circle", "swap": "square", "checkpoint": "triangle-up", "checkpoint_swap": "diamond"}
 _NAMES = [field for field, _, _ in PARTS] + ["ink", "muted", "line", "card", "measured", "planned"]
+KIND_COLOURS = {"ours": "measured", "reference": "ink", "peer": "ring_bytes"}
+#: In labels of points, pixels: what a character takes, how high a line is, how far from its point a label stands.
+CHARACTER, LINE, AWAY = 6.9, 15.0, 9.0
 #: A placeholder is a colour that nothing else has.
 _PLACEHOLDERS = {name: f"#fe{i:02d}ed" for i, name in enumerate(_NAMES)}
 _numbers = itertools.count(1)
@@ -243,6 +247,182 @@ def tradeoff(points: Sequence[Point], names: str) -> Drawing:
     return _draw(spec, 300, names)
 
 
+def against(rows: Sequence[Compared], budget_bytes: int, most_bytes: float, names: str) -> tuple[Drawing, bool]:
+    """Throughput over peak memory, the budget as a line, and a band from it to most_bytes, which still counts as kept.
+
+    Returns:
+        The chart, and whether the wide one has names at its points. It has numbers where they find no room, from 1 in the order
+        of rows, as the narrow one always has.
+    """
+    height = max(340, 30 * len(rows))
+    called, numbers = [row.name for row in rows], [str(i) for i in range(1, len(rows) + 1)]
+    wide = _against(rows, budget_bytes, most_bytes, called, WIDE - 90, height)
+    narrow = _against(rows, budget_bytes, most_bytes, numbers, NARROW - 90, height)
+    named = wide is not None
+    wide = wide or _against(rows, budget_bytes, most_bytes, numbers, WIDE - 90, height)
+    empty = [""] * len(rows)  # more points than the page has room for: the legend and the table say what they are
+    wide, narrow = (spec or _against(rows, budget_bytes, most_bytes, empty, WIDE, height) for spec in (wide, narrow))
+    assert wide is not None
+    assert narrow is not None
+    return Drawing(_svg(wide, WIDE, height + 52, names, False, 56), _svg(narrow, NARROW, height + 52, names, True, 40)), named
+
+
+def _against(
+    rows: Sequence[Compared], budget_bytes: int, most_bytes: float, texts: Sequence[str], width: int, height: int
+) -> dict[str, Any] | None:
+    """The specification; None where texts do not all find room. Args: width, height, about what the axes span, in pixels."""
+    right = 1.06 * max(budget_bytes, most_bytes, *(row.peak_bytes for row in rows))
+    top = 1.08 * max(row.rates[2] for row in rows)
+    scale, unit = (1 << 20, "MiB") if right < 10 << 30 else unit_of(right)
+    across, up = width / right, height / top
+    dots = [(row.peak_bytes * across, row.rates[1] * up) for row in rows]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
+    taken += [(x - 2, row.rates[0] * up, x + 2, row.rates[2] * up) for (x, _), row in zip(dots, rows, strict=True)]
+    taken.append((budget_bytes * across - 3, 0, budget_bytes * across + 3, height))
+    places = _places(dots, [CHARACTER * len(text) for text in texts], taken, width, height)
+    if places is None:
+        return None
+    x = {
+        "field": "size", "type": "quantitative", "title": f"peak resident memory ({unit})",
+        "scale": {"domain": [0, right / scale], "nice": False},
+    }  # fmt: skip
+    y = {"field": "rate", "type": "quantitative", "title": "tokens/s", "scale": {"domain": [0, top], "nice": False}}
+    colours = _kind_colours()
+    values = [
+        {"size": row.peak_bytes / scale, "kind": row.kind, "low": row.rates[0], "rate": row.rates[1], "high": row.rates[2]}
+        for row in rows
+    ]
+    labels = [
+        {"size": px / across / scale, "rate": py / up, "kind": row.kind, "text": text, "align": align}
+        for (px, py, align), row, text in zip(places, rows, texts, strict=True)
+    ]
+    kept = {
+        "data": {"values": [{"size": budget_bytes / scale, "most": most_bytes / scale}]},
+        "mark": {"type": "rect", "color": colour("planned"), "opacity": 0.22},
+        "encoding": {"x": x, "x2": {"field": "most"}},
+    }
+    budget = {
+        "data": {"values": [{"size": budget_bytes / scale}]},
+        "mark": {"type": "rule", "color": colour("ink"), "strokeWidth": 1.6, "strokeDash": [1, 3]},
+        "encoding": {"x": x},
+    }
+    bars = {
+        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+        "encoding": {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colours},
+    }
+    points = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {"x": x, "y": y, "color": colours}}
+    called = [
+        {
+            "data": {"values": [label for label in labels if label["align"] == align]},
+            "mark": {"type": "text", "fontSize": 12, "align": align, "baseline": "middle"},
+            "encoding": {"x": x, "y": y, "text": {"field": "text"}, "color": colours},
+        }
+        for align in ("left", "right", "center")
+    ]
+    return {"data": {"values": values}, "layer": [kept, budget, bars, points, *called]}
+
+
+_Box = tuple[float, float, float, float]  # left, low, right, high
+
+
+def _places(
+    dots: Sequence[tuple[float, float]], widths: Sequence[float], taken: Sequence[_Box], width: float, height: float
+) -> list[tuple[float, float, str]] | None:
+    """Where each label stands, and which end of it, so that none covers another or anything that is taken; None where that was
+    not found. Each takes the first place that is free, so the order matters: several are tried."""
+    numbers = range(len(dots))
+    orders = (
+        list(numbers), list(reversed(numbers)), sorted(numbers, key=lambda i: -widths[i]), sorted(numbers, key=lambda i: dots[i]),
+        sorted(numbers, key=lambda i: -dots[i][0]), sorted(numbers, key=lambda i: dots[i][1]),
+        sorted(numbers, key=lambda i: -dots[i][1]),
+    )  # fmt: skip
+    for order in orders:
+        found: dict[int, tuple[float, float, str]] = {}
+        boxes = list(taken)
+        for i in order:
+            place = _place(dots[i], widths[i], boxes, width, height)
+            if place is None:
+                break
+            found[i], box = place
+            boxes.append(box)
+        else:
+            return [found[i] for i in numbers]
+    return None
+
+
+def _place(
+    dot: tuple[float, float], wide: float, boxes: Sequence[_Box], width: float, height: float
+) -> tuple[tuple[float, float, str], _Box] | None:
+    """The first free place at a point, and what it covers: beside it, above, below, then a little higher or lower beside it."""
+    (x, y), half = dot, LINE / 2
+    beside = [(side, up) for up in (0.0, half, -half, LINE, -LINE, 1.5 * LINE, -1.5 * LINE) for side in ("left", "right")]
+    for align, up in [*beside[:2], ("center", AWAY + half), ("center", -AWAY - half), *beside[2:]]:
+        start = {"left": x + AWAY, "right": x - AWAY - wide, "center": x - wide / 2}[align]
+        box = (start, y + up - half, start + wide, y + up + half)
+        inside = box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height
+        if inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes):
+            return ({"left": x + AWAY, "right": x - AWAY, "center": x}[align], y + up, align), box
+    return None
+
+
+def _kind_colours() -> dict[str, Any]:
+    """Each row in the colour of its kind."""
+    return {
+        "field": "kind", "type": "nominal", "legend": None,
+        "scale": {"domain": list(KIND_COLOURS), "range": [colour(name) for name in KIND_COLOURS.values()]},
+    }  # fmt: skip
+
+
+def spread(rows: Sequence[Compared], names: str) -> Drawing:
+    """Seconds of a step, row by row from the top: every round, from quartile to quartile, and the median."""
+    longest = max(len(row.name) for row in rows)
+    return Drawing(
+        _spread(rows, [row.name for row in rows], WIDE, min(round(CHARACTER * longest) + 16, 320), names),
+        _spread(rows, ["\n".join(textwrap.wrap(row.name, 18)) for row in rows], NARROW, 132, names),
+    )
+
+
+def _spread(rows: Sequence[Compared], called: list[str], width: int, extent: int, names: str) -> str:
+    lines = max(name.count("\n") for name in called) + 1
+    x = {
+        "type": "quantitative", **_unit("s"),
+        "scale": {"domain": [0, 1.04 * max(max(row.seconds) for row in rows)], "nice": False},
+    }  # fmt: skip
+    axis = {
+        "domain": False, "grid": True, "labelLimit": extent, "labelOverlap": False, "labelExpr": "split(datum.label, '\\n')",
+        "labelOffset": {
+            "condition": [
+                {"test": f"length(split(datum.value, '\\n')) == {n}", "value": -7 * (n - 1)} for n in range(2, lines + 1)
+            ],
+            "value": 0,
+        },
+    }  # fmt: skip
+    y = {"field": "row", "type": "nominal", "sort": called, "title": None, "axis": axis}
+    colours = _kind_colours()
+    each = [
+        {"row": name, "kind": row.kind, "low": row.quartiles[0], "median": row.quartiles[1], "high": row.quartiles[2]}
+        for row, name in zip(rows, called, strict=True)
+    ]
+    rounds = [{"row": name, "kind": row.kind, "seconds": s} for row, name in zip(rows, called, strict=True) for s in row.seconds]
+    layers = [
+        {
+            "mark": {"type": "bar", "height": 14, "opacity": 0.35},
+            "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "color": colours},
+        },
+        {
+            "data": {"values": rounds},
+            "mark": {"type": "point", "filled": True, "size": 22, "opacity": 0.9},
+            "encoding": {"x": {**x, "field": "seconds"}, "y": y, "color": colours},
+        },
+        {
+            "mark": {"type": "tick", "thickness": 3, "size": 20, "opacity": 1},
+            "encoding": {"x": {**x, "field": "median"}, "y": y, "color": colours},
+        },
+    ]
+    spec = {"data": {"values": each}, "layer": layers}
+    return _svg(spec, width, len(rows) * max(26, 14 * lines + 12) + 40, names, width == NARROW, extent)
+
+
 # ---- drawing ----
 
 
@@ -271,7 +451,7 @@ def _config(narrow: bool, y_extent: int) -> dict[str, Any]:
         "background": None,
         "view": {"stroke": None},
         "axis": axis,
-        "axisX": {"grid": False, "tickCount": 5 if narrow else 10},
+        "axisX": {"grid": False, "tickCount": 5 if narrow else 10, "labelFlush": False, "labelSeparation": 8},
         "axisY": {"domain": False, "ticks": False, "tickCount": 5, "minExtent": y_extent},
     }
 

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that fetches nothing and runs nothing.
+"""The page of a training: its sections, of the pieces in report_pieces.py.
 
 Words, figures and tables are the page's; charts are SVG in it (report_charts.py). Every chart has its figures in a table below,
 so nothing is told by a picture or a colour alone. What was planned is always named so; everything else was measured.
@@ -10,20 +10,19 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
-from pathlib import Path
 
 from protrain.cli import report_charts as charts
 from protrain.cli.report import Page, Recorded, StepFigures
-from protrain.cli.words import duration_text, size_text
+from protrain.cli.report_pieces import chart, css, document, facts, header, key, legend, section, table, tiles
+from protrain.cli.words import count, duration_text, size_text
 
 MOST_ROWS = 200
 
 
 def html(page: Page) -> str:
     """The whole page."""
-    style = Path(__file__).with_name("report.css").read_text()
     several = len(page.recorded) > 1
-    body = [_header(page)]
+    body = [header(page.title, page.subtitle, page.notes)]
     body += _compared(page)
     for name, found in page.recorded.items():
         if several:
@@ -33,46 +32,25 @@ def html(page: Page) -> str:
         body += [_memory(found), _lanes(found), _plan(found)]
         if not several:
             body += [_prediction(found), _loss(found)]
-    body.append(_facts(page))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(page.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(body)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-# ---- head and facts ----
-
-
-def _header(page: Page) -> str:
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in page.notes)
-    return f"<header><h1>{escape(page.title)}</h1><p>{escape(page.subtitle)}</p>{notes}</header>"
+    body.append(facts(page.facts))
+    return document(page.title, body)
 
 
 def _key_figures(found: Recorded) -> str:
     steps, last = found.steps, found.steps[-1]
     highest = max(step.peak_bytes for step in steps)
-    tiles = [
-        ("Loss", f"{last.loss:.4f}", f"from {steps[0].loss:.4f}, {_count(len(steps), 'step')}"),
-        (
-            "Last step",
-            duration_text(last.seconds),
-            f"{duration_text(last.predicted_seconds)} planned" if last.predicted_seconds > 0 else "no time was planned",
-        ),
-        ("Highest memory", size_text(highest), f"of a budget of {size_text(found.budget_bytes)}"),
-        ("Waited", f"{100 * last.wait_seconds / last.seconds:.1f} %" if last.seconds > 0 else "0.0 %", "of the last step"),
-    ]
-    cells = "".join(f"<div><dt>{name}</dt><dd><b>{value}</b><span>{more}</span></dd></div>" for name, value, more in tiles)
-    return f'<dl class="tiles">{cells}</dl>'
-
-
-def _facts(page: Page) -> str:
-    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.facts)
-    return _section("facts", "Facts", "", f'<dl class="facts">{rows}</dl>')
+    return tiles(
+        [
+            ("Loss", f"{last.loss:.4f}", f"from {steps[0].loss:.4f}, {count(len(steps), 'step')}"),
+            (
+                "Last step",
+                duration_text(last.seconds),
+                f"{duration_text(last.predicted_seconds)} planned" if last.predicted_seconds > 0 else "no time was planned",
+            ),
+            ("Highest memory", size_text(highest), f"of a budget of {size_text(found.budget_bytes)}"),
+            ("Waited", f"{100 * last.wait_seconds / last.seconds:.1f} %" if last.seconds > 0 else "0.0 %", "of the last step"),
+        ]
+    )
 
 
 # ---- sections of one training ----
@@ -88,14 +66,14 @@ def _memory(found: Recorded) -> str:
         f"{size_text(budget)}. The table below has the figures."
     )
     entries = [
-        _key(f"area {_css(kind)}", letter, name, f"at most {size_text(max(sample[kind] for sample in samples))}")
+        key(f"area {css(kind)}", letter, name, f"at most {size_text(max(sample[kind] for sample in samples))}")
         for kind, letter, name in reversed(kinds)
     ]
     beyond = {size: "" if size <= 2 * top else ", beyond the scale" for size in (planned, budget)}
     entries += [
-        _key("rule solid", "", "highest between two measurements", size_text(top)),
-        _key("rule dashed", "", "peak as planned", size_text(planned) + beyond[planned]),
-        _key("rule dotted", "", "budget", size_text(budget) + beyond[budget]),
+        key("rule solid", "", "highest between two measurements", size_text(top)),
+        key("rule dashed", "", "peak as planned", size_text(planned) + beyond[planned]),
+        key("rule dotted", "", "budget", size_text(budget) + beyond[budget]),
     ]
     scale, unit = charts.unit_of(top)
     heads = ["Moment", "ms", "live", "highest", *(letter for _, letter, _ in kinds)]
@@ -104,20 +82,19 @@ def _memory(found: Recorded) -> str:
         + [f"{s[kind] / scale:,.1f}" for kind in ("live_bytes", "highest_bytes", *(kind for kind, _, _ in kinds))]
         for s in samples
     ]
-    legend = f'<ul class="legend">{"".join(entries)}</ul>'
     told = (
         f"Step {found.last_step}, measured at {len(samples)} moments, where blocks begin and end; the bands join them. "
         f"The line above is the most that was live since the moment before."
     )
-    return _section(
+    return section(
         "memory", "Memory over the step", told,
-        legend + _chart(charts.memory(found, names)) + _table(f"All {len(samples)} measurements, in {unit}", heads, rows),
+        legend(entries) + chart(charts.memory(found, names)) + table(f"All {len(samples)} measurements, in {unit}", heads, rows),
     )  # fmt: skip
 
 
 def _lanes(found: Recorded) -> str:
     if not found.rows:
-        return _section("lanes", "Lanes of the step", found.missing or "Nothing was recorded.", "")
+        return section("lanes", "Lanes of the step", found.missing or "Nothing was recorded.", "")
     named = ", ".join(f"{row.name} {100 * row.busy_seconds / found.step_seconds:.0f} %" for row in found.rows)
     names = f"What each lane did in step {found.last_step}, of {duration_text(found.step_seconds)}: {named}."
     rows = [
@@ -130,9 +107,9 @@ def _lanes(found: Recorded) -> str:
         for row in found.rows
     ]
     told = f"Step {found.last_step} took {duration_text(found.step_seconds)}. What lies under compute is hidden behind it."
-    return _section(
+    return section(
         "lanes", "Lanes of the step", told,
-        _chart(charts.lanes(found, names)) + _table("Busy times", ["Lane", "busy", "of the step", "moved"], rows, opened=True),
+        chart(charts.lanes(found, names)) + table("Busy times", ["Lane", "busy", "of the step", "moved"], rows, opened=True),
     )  # fmt: skip
 
 
@@ -144,17 +121,17 @@ def _plan(found: Recorded) -> str:
     parts = []
     if modes:
         parts.append(
-            _strip("blocks", f"{_count(len(modes), 'block')}, each in its mode", modes, lambda mode: LETTERS[mode])
+            _strip("blocks", f"{count(len(modes), 'block')}, each in its mode", modes, lambda mode: LETTERS[mode])
             + f"<p>{escape('; '.join(_ranges('block', modes)))}</p>"
         )
     homes = _homes(plan)
     parts.append(
-        _strip("chunks", f"{_count(len(homes), 'chunk')} of at most {size_text(plan['chunk_bytes'])}, by home", homes, str)
+        _strip("chunks", f"{count(len(homes), 'chunk')} of at most {size_text(plan['chunk_bytes'])}, by home", homes, str)
         + f"<p>{escape('; '.join(_ranges('chunk', homes)))}"
-        + (f"; {_count(plan['n_buffer'], 'slot')} take turns" if plan["n_buffer"] else "")
+        + (f"; {count(plan['n_buffer'], 'slot')} take turns" if plan["n_buffer"] else "")
         + "</p>"
     )
-    return _section("plan", "Plan", f"The plan in use in step {found.last_step}.", "".join(parts))
+    return section("plan", "Plan", f"The plan in use in step {found.last_step}.", "".join(parts))
 
 
 def _homes(plan: dict[str, int]) -> list[str]:
@@ -168,14 +145,14 @@ def _strip(kind: str, title: str, values: Sequence[str], letter: object) -> str:
     short = {"memory": "m", "host": "h", "disk": "d"}
     used = list(dict.fromkeys(values))
     cells = "".join(
-        f'<li class="{_css(value)}" title="{kind[:-1]} {i}: {value}">{short.get(value) or letter(value)}</li>'
+        f'<li class="{css(value)}" title="{kind[:-1]} {i}: {value}">{short.get(value) or letter(value)}</li>'
         for i, value in enumerate(values)
     )
-    keys = "".join(
-        _key(f"area {_css(value)}", short.get(value) or letter(value), value, _count(values.count(value), kind[:-1]))
+    keys = [
+        key(f"area {css(value)}", short.get(value) or letter(value), value, count(values.count(value), kind[:-1]))
         for value in used
-    )
-    return f'<h3>{escape(title)}</h3><ul class="legend">{keys}</ul><ol class="strip" start="0">{cells}</ol>'
+    ]
+    return f'<h3>{escape(title)}</h3>{legend(keys)}<ol class="strip" start="0">{cells}</ol>'
 
 
 def _ranges(word: str, values: Iterable[str]) -> list[str]:
@@ -198,27 +175,25 @@ def _prediction(found: Recorded) -> str:
     ]  # fmt: skip
     times = charts.course(
         found.steps, "seconds", "predicted_seconds", "s", 1.0,
-        f"Time of {_count(len(found.steps), 'step')}, planned and measured; the last took {duration_text(last.seconds)}.",
+        f"Time of {count(len(found.steps), 'step')}, planned and measured; the last took {duration_text(last.seconds)}.",
     )  # fmt: skip
     scale, unit = charts.unit_of(max(max(s.peak_bytes, s.predicted_peak_bytes) for s in found.steps))
     peaks = charts.course(
         found.steps, "peak_bytes", "predicted_peak_bytes", unit, scale,
-        f"Peak memory of {_count(len(found.steps), 'step')}, planned and measured; of the last {size_text(last.peak_bytes)}.",
+        f"Peak memory of {count(len(found.steps), 'step')}, planned and measured; of the last {size_text(last.peak_bytes)}.",
     )  # fmt: skip
-    legend = (
-        f'<ul class="legend">{_key("rule line-measured", "", "measured", "")}{_key("rule line-planned", "", "planned", "")}</ul>'
-    )
+    keys = [key("rule line-measured", "", "measured", ""), key("rule line-planned", "", "planned", "")]
     told = (
         "Each step beside the plan it was made under. A plan made from memory alone foretells no time; the first steps are "
         "timed, and planned by time from then on."
     )
     pair = (
-        f'<div class="pair"><div><h3>Step time</h3>{_chart(times)}</div>'
-        f"<div><h3>Peak memory of a step</h3>{_chart(peaks)}</div></div>"
+        f'<div class="pair"><div><h3>Step time</h3>{chart(times)}</div>'
+        f"<div><h3>Peak memory of a step</h3>{chart(peaks)}</div></div>"
     )
-    return _section(
+    return section(
         "prediction", "Planned and measured", told,
-        _table("The last step", ["", "planned", "measured", "difference"], rows, opened=True) + legend + pair
+        table("The last step", ["", "planned", "measured", "difference"], rows, opened=True) + legend(keys) + pair
         + _steps_table(found.steps),
     )  # fmt: skip
 
@@ -229,7 +204,7 @@ def _off(measured: float, planned: float) -> str:
 
 def _steps_table(steps: Sequence[StepFigures]) -> str:
     shown = charts.thinned(steps, MOST_ROWS)
-    title = f"All {_count(len(steps), 'step')}" if len(shown) == len(steps) else f"{len(shown)} of {len(steps):,} steps, evenly"
+    title = f"All {count(len(steps), 'step')}" if len(shown) == len(steps) else f"{len(shown)} of {len(steps):,} steps, evenly"
     rows = [
         [
             str(s.step), f"{s.loss:.4f}", duration_text(s.seconds),
@@ -238,17 +213,17 @@ def _steps_table(steps: Sequence[StepFigures]) -> str:
         ]
         for s in shown
     ]  # fmt: skip
-    return _table(title, ["Step", "loss", "took", "planned", "waited", "peak", "planned peak"], rows)
+    return table(title, ["Step", "loss", "took", "planned", "waited", "peak", "planned peak"], rows)
 
 
 def _loss(found: Recorded) -> str:
     steps = found.steps
     finite = all(math.isfinite(step.loss) for step in steps)
-    told = f"From {steps[0].loss:.4f} to {steps[-1].loss:.4f} in {_count(len(steps), 'step')}" + (
+    told = f"From {steps[0].loss:.4f} to {steps[-1].loss:.4f} in {count(len(steps), 'step')}" + (
         "." if finite else "; where the line has gaps the loss was no number."
     )
     drawing = charts.course(steps, "loss", None, "", 1.0, f"Loss over steps. {told}", charts.WIDE)
-    return _section("loss", "Loss", told, _chart(drawing))
+    return section("loss", "Loss", told, chart(drawing))
 
 
 # ---- comparisons ----
@@ -260,12 +235,11 @@ def _compared(page: Page) -> list[str]:
         heads = ["", *page.sides[0].figures]
         rows = [[side.name, *side.figures.values()] for side in page.sides]
         names = "Seconds of each round: " + "; ".join(f"{s.name} {', '.join(f'{v:.3f}' for v in s.seconds)}" for s in page.sides)
-        keys = _key("rule dotted-plain", "", page.sides[0].name, "") + _key("rule line-measured", "", page.sides[1].name, "")
-        table = _table("Median, fastest and slowest", heads, rows, opened=True)
-        legend = f'<ul class="legend">{keys}</ul>'
+        keys = [key("rule dotted-plain", "", page.sides[0].name, ""), key("rule line-measured", "", page.sides[1].name, "")]
+        figures = table("Median, fastest and slowest", heads, rows, opened=True)
         found.append(
-            _section("sides", "Beside plain PyTorch", "The two take turns, one step each.",
-                     table + legend + _chart(charts.rounds(page.sides, names)))
+            section("sides", "Beside plain PyTorch", "The two take turns, one step each.",
+                     figures + legend(keys) + chart(charts.rounds(page.sides, names)))
         )  # fmt: skip
     if page.points:
         names = "Throughput against activation peak: " + "; ".join(
@@ -273,49 +247,11 @@ def _compared(page: Page) -> list[str]:
         )
         modes = dict.fromkeys(p.mode for p in page.points)
         shapes = {"keep": "●", "swap": "■", "checkpoint": "▲", "checkpoint_swap": "◆"}
-        keys = "".join(f'<li><i class="shape {_css(mode)}-ink">{shapes[mode]}</i>{escape(mode)}</li>' for mode in modes)
+        keys = [f'<li><i class="shape {css(mode)}-ink">{shapes[mode]}</i>{escape(mode)}</li>' for mode in modes]
         rows = [[p.name, *p.figures.values()] for p in page.points]
         found.append(
-            _section("tradeoff", "Speed against activation memory", "Up is faster, left is smaller. Every state is in memory.",
-                     f'<ul class="legend">{keys}</ul>' + _chart(charts.tradeoff(page.points, names))
-                     + _table("All configurations", ["Modes of blocks", *page.points[0].figures], rows, opened=True))
+            section("tradeoff", "Speed against activation memory", "Up is faster, left is smaller. Every state is in memory.",
+                     legend(keys) + chart(charts.tradeoff(page.points, names))
+                     + table("All configurations", ["Modes of blocks", *page.points[0].figures], rows, opened=True))
         )  # fmt: skip
     return found
-
-
-# ---- pieces ----
-
-
-def _section(name: str, title: str, told: str, content: str) -> str:
-    said = f"<p>{escape(told)}</p>" if told else ""
-    return f'<section class="{name}"><h2>{escape(title)}</h2>{said}{content}</section>'
-
-
-def _chart(drawing: charts.Drawing) -> str:
-    return f'<div class="chart wide">{drawing.wide}</div><div class="chart narrow">{drawing.narrow}</div>'
-
-
-def _key(looks: str, letter: str, name: str, figure: str) -> str:
-    figures = f" <b>{escape(figure)}</b>" if figure else ""
-    return f'<li><i class="{looks}" aria-hidden="true">{letter}</i><span>{escape(name)}{figures}</span></li>'
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = False) -> str:
-    """Figures to the right of their names; one that is not opened waits for a click."""
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>' for row in rows
-    )
-    table = (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
-        f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-    return table if opened else f"<details><summary>{escape(title)}</summary>{table}</details>"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
-def _css(name: str) -> str:
-    return name.replace("_", "-")

@@ -108,17 +108,19 @@ def _check_disk(folder: str | None) -> None:
 
 def _check_device(words: Words) -> None:
     """Whether what is to train is there. Raises CommandError."""
-    if words.device == "cpu":
-        if words.host_memory is not None:
-            raise CommandError("--host-memory needs --device cuda: where the CPU trains, host and device are one")
-        return
+    if words.device != "cpu":
+        check_gpu(words)
+    elif words.host_memory is not None:
+        raise CommandError("--host-memory needs --device cuda: where the CPU trains, host and device are one")
+
+
+def check_gpu(words: Words) -> None:
+    """Whether the GPU of --device is there. Raises CommandError."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise CommandError(
-            f"--device {words.device}: torch {torch.__version__} finds no GPU here; leave it out to train on the CPU"
-        )
+        raise CommandError(f"--device {words.device}: torch {torch.__version__} finds no GPU here; leave it out for the CPU")
     if (torch.device(words.device).index or 0) >= count:
         raise CommandError(f"--device {words.device}: there is cuda:0" + (f" to cuda:{count - 1}" if count > 1 else " alone"))
 

@@ -128,7 +128,7 @@ def model_options(command: _Command) -> _Command:
             default="cpu",
             show_default=True,
             metavar="DEVICE",
-            help="What trains: cpu, cuda, or cuda:1 for one GPU of several. --memory then is the GPU's.",
+            help="What trains, or what plan measures: cpu, cuda, or cuda:1 for one GPU of several. --memory then is the GPU's.",
         ),
         click.option(
             "--host-memory",
@@ -210,14 +210,15 @@ def model_options(command: _Command) -> _Command:
     return command
 
 
-def report_option(what: str) -> Callable[[_Command], _Command]:
-    """--report of a command. Args: what, the report is about."""
+def report_option(
+    what: str, parts: str = "memory and lanes of a step, plan, predictions, loss"
+) -> Callable[[_Command], _Command]:
+    """--report of a command. Args: what, the report is about; parts, of its page."""
     return click.option(
         "--report",
         type=click.Path(),
         metavar="FILE.html",
-        help=f"Write a page about {what}: memory and lanes of a step, plan, predictions, loss. Needs the extra report. "
-        "Written after Ctrl-C too. [default: no report]",
+        help=f"Write a page about {what}: {parts}. Needs the extra report. Written after Ctrl-C too. [default: no report]",
     )
 
 
@@ -329,6 +330,11 @@ def size_text(size: float) -> str:
             value = size / scale
             return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def count(number: int, word: str) -> str:
+    """As "3 steps"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def duration_text(seconds: float) -> str:

@@ -296,6 +296,7 @@ class ProTrainMixin:
         if session is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
+        session.values.loads.check("saving")
         entries, value = session.layout.entries, session.values.get
         state = session.states.optimizer(
             lambda n, array: torchfiles.described(tuple(entries[n].shape), entries[n].strides, lambda: value(n, array))

@@ -35,7 +35,9 @@ def write_weights(session: Session, folder: Path) -> None:
 
     Raises:
         DiskError, OSError: the folder cannot be written.
+        StepError: the last load failed half-way.
     """
+    session.values.loads.check("saving")
     ignored = set(getattr(session.model, "_keys_to_ignore_on_save", None) or ())
     for old in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
         old.unlink()

@@ -2,6 +2,7 @@
 #ifndef PTN_TESTS_CHECK_H
 #define PTN_TESTS_CHECK_H
 
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -16,6 +17,10 @@
     }                                                                           \
   } while (0)
 #define CHECK_OK(call) CHECK((call) == PTN_OK)
+
+/* What takes this long hangs; a machine that is busy, or stopped for minutes, is no failure. */
+#define HUNG_SECONDS 600
+#define HUNG_NS (HUNG_SECONDS * INT64_C(1000000000))
 
 /* A small deterministic generator for random sequences. */
 static inline uint64_t check_random(uint64_t *state) {

@@ -157,8 +157,9 @@ static void update_kernel(void *argument, int part) {
   float *states[STATES];
   for (int s = 0; s < STATES; s++) states[s] = at(w, kernel->states[s]);
   ptn_span all = ptn_span_whole(kernel->counts[0]);
-  if (w->bf16) ptn_update_run_bf16(NULL, &kernel->update, at(w, kernel->values), at(w, kernel->master), states, kernel->sum, all);
-  else ptn_update_run(NULL, &kernel->update, at(w, kernel->values), states, kernel->sum, all);
+  if (w->bf16)
+    ptn_update_run_bf16(false, &kernel->update, at(w, kernel->values), at(w, kernel->master), states, kernel->sum, all);
+  else ptn_update_run(false, &kernel->update, at(w, kernel->values), states, kernel->sum, all);
 }
 
 static kernel *new_kernel(world *w, uint32_t chunk) {
@@ -495,8 +496,8 @@ static void update_twins(world *w, float scale) {
     if (!t->has_sum) continue;
     ptn_update update;
     CHECK_OK(ptn_update_prepare(&update, &w->hyper, ++t->steps, scale));
-    if (w->bf16) ptn_update_run_bf16(NULL, &update, t->values, t->master, t->states, t->sum, ptn_span_whole(t->count));
-    else ptn_update_run(NULL, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
+    if (w->bf16) ptn_update_run_bf16(false, &update, t->values, t->master, t->states, t->sum, ptn_span_whole(t->count));
+    else ptn_update_run(false, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
     t->has_sum = false;
   }
 }

@@ -1,7 +1,8 @@
 /* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
  *
- * Calls about the store's file (made with O_TMPFILE, or under the store's name) and, for write and fsync, about files that are being
- * written beside their target, are numbered by kind from the moment of disk_tell on. Those from first to last go wrong; all others
+ * Calls about the store's file (made with O_TMPFILE, or under the store's name) and, from write on, about what is being written
+ * beside its target (files, their folder, its making, its taking the target's name, the folder of both), are numbered by kind from
+ * the moment of disk_tell on. Those from first to last go wrong; all others
  * are the kernel's. The program asks by ctypes.
  */
 #define _GNU_SOURCE
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
@@ -21,7 +23,7 @@
 
 #define SHOWN __attribute__((visibility("default")))
 
-enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, KINDS };
+enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, RENAME, MKDIR, KINDS };
 enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST, MOST_FILES = 4096, PAGE_BYTES = 4096 };
 
 static struct {
@@ -34,6 +36,7 @@ SHOWN void disk_tell(int kind, int fault, int sys_errno, long first, long last);
 SHOWN long disk_count(int kind);
 SHOWN ssize_t write(int fd, const void *memory, size_t bytes);
 SHOWN int fsync(int fd);
+SHOWN int renameat2(int old_folder, const char *old, int new_folder, const char *new, unsigned flags);
 
 void disk_tell(int kind, int fault, int sys_errno, long first, long last) {
   atomic_store(&disk.kind, -1);
@@ -70,6 +73,11 @@ static bool is_partial(int fd) {
   if (length <= 0) return false;
   path[length] = 0;
   return strstr(path, ".partial") != NULL;
+}
+
+static bool is_folder(int fd) {
+  struct stat about;
+  return fstat(fd, &about) == 0 && S_ISDIR(about.st_mode);
 }
 
 static size_t half(size_t bytes) { return bytes > PAGE_BYTES ? bytes / 2 / PAGE_BYTES * PAGE_BYTES : 512; }
@@ -137,7 +145,25 @@ ssize_t write(int fd, const void *memory, size_t bytes) {
   return syscall(SYS_write, fd, memory, fault == SHORT ? (bytes + 1) / 2 : bytes);
 }
 
+/* Nothing but what takes a name syncs a folder: the one that it writes, then the one that holds the target. */
 int fsync(int fd) {
-  if (atomic_load(&disk.kind) == FSYNC && is_partial(fd) && fault_of(FSYNC) == FAIL) return failed();
+  if (atomic_load(&disk.kind) == FSYNC && (is_partial(fd) || is_folder(fd)) && fault_of(FSYNC) == FAIL) return failed();
   return (int)syscall(SYS_fsync, fd);
+}
+
+static bool fails_by_name(int kind, const char *one, const char *other) {
+  bool ours = atomic_load(&disk.kind) == kind && (strstr(one, ".partial") || strstr(other, ".partial"));
+  return ours && fault_of(kind) == FAIL;
+}
+
+int renameat2(int old_folder, const char *old, int new_folder, const char *new, unsigned flags) {
+  if (fails_by_name(RENAME, old, new)) return failed();
+  return (int)syscall(SYS_renameat2, old_folder, old, new_folder, new, flags);
+}
+
+SHOWN int rename(const char *old, const char *new) { return renameat2(AT_FDCWD, old, AT_FDCWD, new, 0); }
+
+SHOWN int mkdir(const char *path, mode_t mode) {
+  if (fails_by_name(MKDIR, path, "")) return failed();
+  return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
 }

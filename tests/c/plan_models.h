@@ -85,7 +85,8 @@ static inline void model_phases(model *out, uint64_t *random, bool alike) {
                               .keep_entry_bytes = kept,
                               .keep_peak_bytes = kept + keep[b] + work,
                               .checkpoint_entry_bytes = dropped,
-                              .checkpoint_peak_bytes = dropped + keep[b] + work};
+                              .checkpoint_peak_bytes = dropped + keep[b] + work,
+                              .small_bytes = keep[b] % 3 == 0 ? (keep[b] - drop[b]) / 64 : 0};
     kept += keep[b];
     dropped += drop[b];
   }
@@ -183,6 +184,7 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   model_lane(&profile->lanes[PTN_OFFLOAD], disk * model_between(random, 2, 20), 0, random);
   model_lane(&profile->lanes[PTN_GATHER], disk * model_between(random, 5, 50), 0.1, random);
   request->host_budget_bytes = model_upto(random, 3) == 0 ? 0 : (uint64_t)(bytes * model_between(random, 0.02, 2));
+  if (model_upto(random, 1) == 0) request->ring_host_bytes = request->host_budget_bytes;
   if (model_upto(random, 2) == 0) profile->lanes[PTN_DISK_READ] = profile->lanes[PTN_DISK_WRITE] = (ptn_lane_speed){0};
 }
 

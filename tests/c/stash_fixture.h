@@ -261,7 +261,7 @@ static inline void nothing_is_left(void) {
 
 /* What main returns. With an argument: only the case of that name. */
 static inline int run_cases(const test_case *cases, size_t n_cases, int count, char **words) {
-  alarm(110); /* a hang ends here */
+  alarm(HUNG_SECONDS); /* a hang ends here */
   for (size_t i = 0; i < n_cases; i++)
     if (count < 2 || strcmp(words[1], cases[i].name) == 0) cases[i].run();
   nothing_is_left();

@@ -1,14 +1,17 @@
 /* The checksum: the published CRC-32C, the same from every function, and what it promises of flipped bits. */
 #include <stdbool.h>
 #include <string.h>
+#include <sys/auxv.h>
 
+#include <sys/auxv.h>
 #include "base/bytes.h"
 #include "base/checksum.h"
+
 #include "check.h"
 
 #define PAGE ((size_t)PTN_PAGE_BYTES)
 static uint64_t seed = 3;
-static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "plain"};
+static const char *const names[] = {"vpclmulqdq-512", "vpclmulqdq-256", "pclmulqdq", "crc32c", "plain"};
 #define NAMES (sizeof names / sizeof *names)
 
 static void fill(unsigned char *memory, size_t bytes) {
@@ -116,6 +119,8 @@ static void the_instruction_is_used_where_it_is(void) {
   if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) best = "pclmulqdq";
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-256";
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) best = "vpclmulqdq-512";
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & 1ul << 7) best = "crc32c";
 #endif
   CHECK(strcmp(ptn_checksum_name(), best) == 0 && ptn_checksum_by(best) == ptn_checksum_best() && !ptn_checksum_by("crc32"));
 }

@@ -102,7 +102,7 @@ static void move_all(ptn_store *store, ptn_extent extent, unsigned char *memory,
     ptn_store_submit(store, &requests[i]);
   }
   ptn_lock(&mutex);
-  while (left_count > 0) CHECK(ptn_wait_ns(&condition, &mutex, 30000000000)); /* longer is a hang */
+  while (left_count > 0) CHECK(ptn_wait_ns(&condition, &mutex, HUNG_NS)); /* longer is a hang */
   ptn_unlock(&mutex);
 }
 

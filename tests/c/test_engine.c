@@ -121,8 +121,8 @@ static void update_twins(world *w, float scale) {
     if (!t->has_sum) continue;
     ptn_update update;
     CHECK_OK(ptn_update_prepare(&update, &w->hyper, ++t->steps, scale));
-    if (bf16) ptn_update_run_bf16(NULL, &update, t->values, t->master, t->states, t->sum, ptn_span_whole(t->count));
-    else ptn_update_run(NULL, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
+    if (bf16) ptn_update_run_bf16(false, &update, t->values, t->master, t->states, t->sum, ptn_span_whole(t->count));
+    else ptn_update_run(false, &update, t->values, t->states, t->sum, ptn_span_whole(t->count));
     t->has_sum = false;
   }
 }

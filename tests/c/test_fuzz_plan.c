@@ -53,7 +53,8 @@ static void make_phases(made *made, uint32_t n_blocks) {
                                   .keep_peak_bytes = number(keep),
                                   .checkpoint_entry_bytes = number(below(checkpoint + 1)),
                                   .checkpoint_peak_bytes = number(checkpoint),
-                                  .keep_working_bytes = number(below(keep + 1))};
+                                  .keep_working_bytes = number(below(keep + 1)),
+                                  .small_bytes = number(below(2) * below(keep + 1))};
     made->times[i] =
         (ptn_phase_times){.compute_ns = (int64_t)number(below(1 << 24)), .recompute_ns = (int64_t)number(below(1 << 23))};
   }
@@ -127,6 +128,7 @@ static void make_request(made *made) {
   request->n_passes = (uint32_t)number(below(4));
   request->host_budget_bytes = fuzz_one_in(&state, 3) ? number(below(256 * PTN_MIB)) : 0;
   request->n_ranks = fuzz_one_in(&state, 4) ? (uint32_t)number(below(8)) : 0;
+  request->ring_host_bytes = fuzz_one_in(&state, 3) ? number(request->host_budget_bytes + below(2)) : 0;
 }
 
 static ptn_status ask(const made *made, ptn_plan *plan) {
@@ -147,7 +149,8 @@ static void check_plan(const ptn_plan_request *request, const ptn_plan *plan) {
   CHECK(plan->peak_bytes <= request->budget_bytes && plan->static_bytes <= plan->peak_bytes);
   CHECK(plan->n_persist <= request->n_chunks && plan->n_buffer <= request->n_chunks);
   CHECK(plan->smallest_bytes <= request->budget_bytes || request->modes || request->n_persist >= 0);
-  CHECK(plan->host_bytes <= request->host_budget_bytes || request->host_budget_bytes == 0);
+  CHECK(plan->host_bytes <= ptn_max_u64(request->host_budget_bytes, request->ring_host_bytes > 0 ? plan->ring_bytes : 0) ||
+        request->host_budget_bytes == 0);
   for (uint32_t i = 0; i < request->n_chunks; i++) {
     int32_t slot = plan->slot_of_chunk[i];
     CHECK(slot >= -1 && slot < (int64_t)plan->n_buffer && (slot == -1) == (i < plan->n_persist));

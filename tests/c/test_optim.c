@@ -1,9 +1,10 @@
 /* The update kernels among themselves: every variant, every split and every number of threads gives the same bits, nothing
  * outside the arrays is touched, and no product is fused that the contract does not fuse. (Equality with torch itself is
  * tests/test_optim.py.) */
-/* sources: csrc/optim/prepare.c csrc/optim/plain.c csrc/optim/avx2.c csrc/optim/avx512.c csrc/optim/select.c csrc/optim/sum.c */
+/* sources: csrc/optim/prepare.c csrc/optim/plain.c csrc/optim/avx2.c csrc/optim/avx512.c csrc/optim/neon.c csrc/optim/select.c csrc/optim/sum.c csrc/base/openmp.c */
 /* threads */
 #include <math.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "check.h"
@@ -29,6 +30,8 @@ static arrays arrays_create(size_t count, size_t shift) {
 static void arrays_destroy(arrays *a) {
   for (int i = 0; i < ARRAYS; i++) free(a->memory[i]);
 }
+
+static bool runs(ptn_simd simd) { return ptn_update_kernel_for(PTN_SGD, simd) && ptn_bf16_kernel_for(PTN_SGD, simd); }
 
 static float random_float(uint64_t *seed) {
   int exponent = (int)(check_random(seed) % 24) - 16;
@@ -92,9 +95,9 @@ static void variants_and_splits_agree(void) {
     fill(&reference, (uint64_t)round);
     ptn_update_kernel_for(update.hyper.kind, PTN_SIMD_PLAIN)(&update, reference.param, reference.state, reference.grad,
                                                              ptn_span_whole(count));
-    for (int simd = PTN_SIMD_PLAIN; simd <= PTN_SIMD_AVX512; simd++) {
+    for (int simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++) {
       ptn_update_kernel kernel = ptn_update_kernel_for(update.hyper.kind, (ptn_simd)simd);
-      CHECK(kernel != NULL || simd > (int)ptn_simd_best());
+      CHECK(kernel != NULL || simd != (int)ptn_simd_best());
       if (!kernel) continue;
       for (int split = 0; split < 2; split++) {
         arrays a = arrays_create(count, shift);
@@ -141,7 +144,8 @@ static void only_the_named_products_are_fused(void) {
   const size_t count = 16 * 40 + 7;
   const float w1 = (float)(1 - hyper.beta1), w2 = (float)(1 - hyper.beta2), b2 = (float)hyper.beta2, eps = (float)hyper.eps;
   const float step_size = (float)(hyper.lr / (1 - pow(hyper.beta1, 3))), root = (float)sqrt(1 - pow(hyper.beta2, 3));
-  for (int simd = PTN_SIMD_PLAIN; simd <= (int)ptn_simd_best(); simd++) {
+  for (int simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++) {
+    if (!runs((ptn_simd)simd)) continue;
     arrays a = arrays_create(count, 0), before = arrays_create(count, 0);
     fill(&a, 9);
     fill(&before, 9);
@@ -168,34 +172,77 @@ static void sgd_by_hand(void) {
   const float grad[3] = {1, 2, 3};
   ptn_update update;
   CHECK_OK(ptn_update_prepare(&update, &hyper, 1, 2));
-  ptn_update_run(NULL, &update, param, state, grad, ptn_span_whole(3));
+  ptn_update_run(false, &update, param, state, grad, ptn_span_whole(3));
   CHECK(buffer[0] == 3 && buffer[1] == 6 && buffer[2] == 5); /* the first step ignores what the buffer held */
   CHECK(param[0] == 2.5f && param[1] == 5 && param[2] == -6.5f);
   hyper.maximize = true;
   CHECK_OK(ptn_update_prepare(&update, &hyper, 2, 1));
-  ptn_update_run(NULL, &update, param, state, grad, ptn_span_whole(3));
+  ptn_update_run(false, &update, param, state, grad, ptn_span_whole(3));
   CHECK(buffer[0] == 1.125f && buffer[1] == 2.25f && buffer[2] == -2.125f);
   CHECK(param[0] == 1.9375f && param[1] == 3.875f && param[2] == -5.4375f);
 }
 
+/* ---- a team, as an OpenMP runtime gives it ---- */
+
+enum { MOST_THREADS = 3 };
+static int threads_given = 1, regions_count;
+static _Thread_local int thread_number;
+static _Thread_local bool inside;
+
+typedef struct member {
+  void (*body)(void *);
+  void *context;
+  int number;
+} member;
+
+static void *be_member(void *argument) {
+  const member *self = argument;
+  thread_number = self->number;
+  inside = true;
+  self->body(self->context);
+  inside = false;
+  return NULL;
+}
+
+/* Found by the core with dlsym, as torch's are. */
+#define SEEN __attribute__((visibility("default")))
+SEEN int omp_get_thread_num(void);
+SEEN int omp_get_num_threads(void);
+SEEN int omp_get_max_threads(void);
+SEEN int omp_in_parallel(void);
+SEEN void GOMP_parallel(void (*body)(void *), void *context, unsigned threads, unsigned flags);
+int omp_get_thread_num(void) { return thread_number; }
+int omp_get_num_threads(void) { return threads_given; }
+int omp_get_max_threads(void) { return threads_given; }
+int omp_in_parallel(void) { return inside; }
+void GOMP_parallel(void (*body)(void *), void *context, unsigned threads, unsigned flags) {
+  CHECK(threads == (unsigned)threads_given && flags == 0);
+  regions_count++;
+  member members[MOST_THREADS];
+  pthread_t started[MOST_THREADS];
+  for (int i = 0; i < threads_given; i++) members[i] = (member){body, context, i};
+  for (int i = 1; i < threads_given; i++) CHECK(pthread_create(&started[i], NULL, be_member, &members[i]) == 0);
+  be_member(&members[0]);
+  for (int i = 1; i < threads_given; i++) CHECK(pthread_join(started[i], NULL) == 0);
+}
+
 static void a_team_gives_the_same_bits(void) {
   uint64_t seed = 3;
-  for (int threads = 1; threads <= 3; threads++) {
-    ptn_team *team;
-    CHECK_OK(ptn_team_create(&team, threads));
+  for (threads_given = 1; threads_given <= MOST_THREADS; threads_given++) {
+    regions_count = 0;
     for (int round = 0; round < 8; round++) {
       ptn_update update = random_update(&seed);
       size_t count = round == 0 ? 5 : 100000 + check_random(&seed) % 5000;
       arrays a = arrays_create(count, 1), b = arrays_create(count, 1);
       fill(&a, (uint64_t)round);
       fill(&b, (uint64_t)round);
-      ptn_update_run(team, &update, a.param, a.state, a.grad, ptn_span_whole(count));
-      ptn_update_run(NULL, &update, b.param, b.state, b.grad, ptn_span_whole(count));
+      ptn_update_run(true, &update, a.param, a.state, a.grad, ptn_span_whole(count));
+      ptn_update_run(false, &update, b.param, b.state, b.grad, ptn_span_whole(count));
       CHECK(same(&a, &b));
       arrays_destroy(&a);
       arrays_destroy(&b);
     }
-    ptn_team_destroy(team);
+    CHECK(regions_count == (threads_given > 1 ? 7 : 0)); /* the small one is not shared */
   }
 }
 
@@ -213,6 +260,12 @@ static void settings_are_checked(void) {
   CHECK_OK(ptn_update_prepare(&update, &hyper, ((uint64_t)1 << 24) + 5, 1));
   CHECK(update.step == 16777216.0);
   CHECK(strcmp(ptn_simd_name(PTN_SIMD_PLAIN), "plain") == 0 && strcmp(ptn_simd_name(PTN_SIMD_AVX512), "avx512") == 0);
+  CHECK(strcmp(ptn_simd_name(PTN_SIMD_NEON), "neon") == 0 && strcmp(ptn_simd_name(PTN_SIMD_COUNT), "unknown") == 0);
+#if defined(__aarch64__)
+  CHECK(ptn_simd_best() == PTN_SIMD_NEON);
+#else
+  CHECK(!runs(PTN_SIMD_NEON));
+#endif
 }
 
 static void accumulation_is_addition(void) {
@@ -283,7 +336,8 @@ static void bf16_is_fp32_between_widening_and_rounding(void) {
       if (ptn_bf16_round(plain.wide.param[i]) != plain.param[i]) plain.wide.param[i] = ptn_bf16_widen(plain.param[i]);
     ptn_update_kernel_for(update.hyper.kind, PTN_SIMD_PLAIN)(&update, plain.wide.param, plain.wide.state, plain.wide.grad,
                                                              ptn_span_whole(count));
-    for (int simd = PTN_SIMD_PLAIN; simd <= (int)ptn_simd_best(); simd++) {
+    for (int simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++) {
+      if (!runs((ptn_simd)simd)) continue;
       bf16_twin t = bf16_twin_create(count, check_random(&seed) % 16, (uint64_t)round);
       run_bf16_in_pieces(ptn_bf16_kernel_for(update.hyper.kind, (ptn_simd)simd), &update, &t, &seed);
       for (size_t i = 0; i < count; i++) {
@@ -309,8 +363,8 @@ static void every_rounding_is_right(void) {
   CHECK_OK(ptn_update_prepare(&update, &hyper, 1, 1));
   ptn_bf16 *param = malloc(COUNT * sizeof *param), *grad = calloc(COUNT, sizeof *grad);
   float *master = malloc(COUNT * sizeof *master);
-  for (int simd = PTN_SIMD_PLAIN; simd <= (int)ptn_simd_best(); simd++)
-    for (int k = 0; k < LOWER; k++) {
+  for (int simd = PTN_SIMD_PLAIN; simd < PTN_SIMD_COUNT; simd++)
+    for (int k = 0; k < LOWER && runs((ptn_simd)simd); k++) {
       for (uint32_t i = 0; i < COUNT; i++) {
         uint32_t bits = i << 16 | lower[k];
         memcpy(&master[i], &bits, sizeof bits);
@@ -332,7 +386,7 @@ static void every_rounding_is_right(void) {
 static void bf16_sums_are_rounded(void) {
   uint64_t seed = 6;
   for (size_t count = 0; count < 70; count++) {
-    ptn_bf16 sum[70], before[70], term[70];
+    ptn_bf16 sum[70], before[70], term[70] = {0};
     for (size_t i = 0; i < count; i++) {
       before[i] = sum[i] = random_bf16(&seed);
       term[i] = random_bf16(&seed);
@@ -344,20 +398,18 @@ static void bf16_sums_are_rounded(void) {
 
 static void a_team_gives_the_same_bf16(void) {
   uint64_t seed = 8;
-  ptn_team *team;
-  CHECK_OK(ptn_team_create(&team, 2));
+  threads_given = 2;
   for (int round = 0; round < 4; round++) {
     ptn_update update = random_update(&seed);
     size_t count = 100000 + check_random(&seed) % 5000;
     bf16_twin a = bf16_twin_create(count, 1, (uint64_t)round), b = bf16_twin_create(count, 1, (uint64_t)round);
-    ptn_update_run_bf16(team, &update, a.param, a.wide.param, a.wide.state, a.grad, ptn_span_whole(count));
-    ptn_update_run_bf16(NULL, &update, b.param, b.wide.param, b.wide.state, b.grad, ptn_span_whole(count));
+    ptn_update_run_bf16(true, &update, a.param, a.wide.param, a.wide.state, a.grad, ptn_span_whole(count));
+    ptn_update_run_bf16(false, &update, b.param, b.wide.param, b.wide.state, b.grad, ptn_span_whole(count));
     CHECK(memcmp(a.param, b.param, count * sizeof *a.param) == 0 && same(&a.wide, &b.wide));
-    ptn_update_run_bf16(NULL, &update, NULL, NULL, NULL, NULL, ptn_span_whole(0));
+    ptn_update_run_bf16(false, &update, NULL, NULL, NULL, NULL, ptn_span_whole(0));
     bf16_twin_destroy(&a);
     bf16_twin_destroy(&b);
   }
-  ptn_team_destroy(team);
 }
 
 int main(void) {

@@ -114,14 +114,17 @@ static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) 
   }
   bool away = phase->block < 0 ? !any_keep : modes[phase->block] != PTN_KEEP;
   int64_t now = (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+  if (phase->block >= 0 && !phase->backward && modes[phase->block] == PTN_SWAP) now += (int64_t)phase->small_bytes;
   int64_t other = any_away && any_keep && phase->block < 0 ? (int64_t)phase->checkpoint_peak_bytes : 0;
   for (uint32_t b = 0; b < n_blocks; b++) {
     uint32_t forward = 1 + b, backward = n_phases - 2 - b;
     if (forward >= at || backward <= at) continue;
     int64_t kept = (int64_t)(phases[forward + 1].keep_entry_bytes - phases[forward].keep_entry_bytes);
     int64_t dropped = (int64_t)(phases[forward + 1].checkpoint_entry_bytes - phases[forward].checkpoint_entry_bytes);
-    now += (modes[b] != PTN_KEEP ? dropped : kept) - (away ? dropped : kept);
-    other += (modes[b] != PTN_KEEP ? dropped : kept) - dropped;
+    int64_t held = modes[b] == PTN_KEEP ? kept : dropped;
+    if (modes[b] == PTN_SWAP) held += (int64_t)phases[forward].small_bytes;
+    now += held - (away ? dropped : kept);
+    other += held - dropped;
   }
   return now > other || !(any_away && any_keep && phase->block < 0) ? now : other;
 }
@@ -158,7 +161,7 @@ static void check_swap(const model *of, const answer *given) {
     bool again = given->modes[b] == PTN_CHECKPOINT || given->modes[b] == PTN_CHECKPOINT_SWAP;
     bool swaps = given->modes[b] == PTN_SWAP || given->modes[b] == PTN_CHECKPOINT_SWAP;
     uint64_t retained = again ? forward[1].checkpoint_entry_bytes - forward[0].checkpoint_entry_bytes
-                              : forward[1].keep_entry_bytes - forward[0].keep_entry_bytes;
+                              : forward[1].keep_entry_bytes - forward[0].keep_entry_bytes - forward[0].small_bytes;
     if (swaps) stash += (retained + 65535) / 65536 * 65536;
     any |= swaps;
     rise = ptn_max_u64(rise, again ? backward->checkpoint_peak_bytes - backward->checkpoint_entry_bytes
@@ -323,7 +326,7 @@ static void check_brute_force(const model *of) {
   }
 }
 
-/* With one mode for all the composition is the run itself. */
+/* With one mode for all the composition is the run itself, but for what swap leaves in memory. */
 static void check_uniform(const model *of) {
   uint32_t consumers[MOST_PHASES];
   int64_t phase_bytes[MOST_PHASES];
@@ -333,8 +336,13 @@ static void check_uniform(const model *of) {
     for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
     ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
     bool away = mode != PTN_KEEP && of->request.n_blocks > 0;
+    int64_t left = 0;
     for (uint32_t i = 0; i < of->request.n_phases; i++) {
-      CHECK(phase_bytes[i] == (int64_t)(away ? of->phases[i].checkpoint_peak_bytes : of->phases[i].keep_peak_bytes));
+      const ptn_phase *phase = &of->phases[i];
+      bool swaps = mode == PTN_SWAP && phase->block >= 0;
+      if (swaps && !phase->backward) left += (int64_t)phase->small_bytes;
+      if (swaps && phase->backward) left -= (int64_t)of->phases[1 + phase->block].small_bytes;
+      CHECK(phase_bytes[i] == left + (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes));
     }
   }
 }

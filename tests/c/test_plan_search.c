@@ -40,10 +40,12 @@ static void check_tiers(const model *of, const answer *given) {
   uint32_t end = given->plan.n_persist + given->plan.n_host;
   CHECK(end <= request->n_chunks && (disk || end == request->n_chunks) && (disk || given->plan.disk_bytes == 0));
   CHECK(given->plan.n_host == 0 || (link && request->host_budget_bytes > 0));
-  CHECK(given->plan.host_bytes <= request->host_budget_bytes);
+  uint64_t ring_bytes = request->ring_host_bytes > 0 && request->host_budget_bytes > 0 && link ? given->plan.ring_bytes : 0;
+  CHECK(given->plan.host_bytes <= ptn_max_u64(request->host_budget_bytes, ring_bytes));
   for (uint32_t c = given->plan.n_persist; c < end; c++) {
     host_bytes += (of->chunks[c].param_bytes + of->chunks[c].state_bytes + n_ranks - 1) / n_ranks;
   }
+  host_bytes += ring_bytes;
   CHECK(given->plan.host_bytes == host_bytes || given->plan.host_bytes == host_bytes + given->plan.stash_bytes);
 }
 

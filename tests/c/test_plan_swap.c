@@ -95,6 +95,7 @@ static void draw_step(uint64_t *random, int32_t *use_of_phase) {
     phases[i].keep_peak_bytes = phases[i].keep_entry_bytes + upto(random, 1 << 22);
     phases[i].checkpoint_entry_bytes = upto(random, 1 << 20);
     phases[i].checkpoint_peak_bytes = phases[i].checkpoint_entry_bytes + upto(random, 1 << 22);
+    phases[i].small_bytes = upto(random, 1) * upto(random, 1 << 20);
   }
   step.n_phases = n;
 }
@@ -105,7 +106,7 @@ static uint64_t plain_stash(const ptn_mode *modes, const int32_t *use_of_phase) 
     if (use_of_phase[i] < 0) continue;
     ptn_mode mode = modes[phases[i].block];
     uint64_t before = 0, after = 0;
-    if (mode == PTN_SWAP) before = phases[i].keep_entry_bytes, after = phases[i + 1].keep_entry_bytes;
+    if (mode == PTN_SWAP) before = phases[i].keep_entry_bytes + phases[i].small_bytes, after = phases[i + 1].keep_entry_bytes;
     if (mode == PTN_CHECKPOINT_SWAP) before = phases[i].checkpoint_entry_bytes, after = phases[i + 1].checkpoint_entry_bytes;
     while (before < after) before += 65536, total += 65536;
   }

@@ -66,10 +66,10 @@ static void all_is_written_first(void) {
 static void runs(bool reads, bool writes) {
   faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
   ptn_traffic_count before = look();
-  CHECK_OK(ptn_traffic_start(traffic, reads, writes));
+  CHECK_OK(ptn_traffic_start(traffic, reads, writes, REQUEST_BYTES));
   ptn_traffic_count begun = look();
   CHECK((begun.read_bytes > before.read_bytes) == reads && (begun.write_bytes > before.write_bytes) == writes);
-  CHECK(ptn_traffic_start(traffic, true, true) == PTN_STEP);
+  CHECK(ptn_traffic_start(traffic, true, true, REQUEST_BYTES) == PTN_STEP);
   if (reads) wait_for(FILE_BYTES, false);
   if (writes) wait_for(FILE_BYTES, true);
   CHECK_OK(ptn_traffic_stop(traffic));
@@ -97,7 +97,7 @@ static void runs(bool reads, bool writes) {
 
 /* The traffic fails by itself; look, stop and the next start tell it once, and then it goes on. */
 static void fails_while_it_runs(faulty_direction direction, int sys_errno) {
-  CHECK_OK(ptn_traffic_start(traffic, true, true));
+  CHECK_OK(ptn_traffic_start(traffic, true, true, REQUEST_BYTES));
   faulty_tell_of(&engine, direction, FAULT_ERRNO, sys_errno, 3, 3);
   ptn_traffic_count count;
   while (ptn_traffic_look(traffic, &count) == PTN_OK) nap();
@@ -114,14 +114,15 @@ static void fails_while_it_runs(faulty_direction direction, int sys_errno) {
 
 static void fails_at_its_start(faulty_direction direction, bool reads, bool writes) {
   faulty_tell_of(&engine, direction, FAULT_ERRNO, EIO, 1, UINT64_MAX);
-  for (int i = 0; i < 3; i++) CHECK(ptn_traffic_start(traffic, reads, writes) == PTN_DISK && ptn_last_error()->sys_errno == EIO);
+  for (int i = 0; i < 3; i++)
+    CHECK(ptn_traffic_start(traffic, reads, writes, REQUEST_BYTES) == PTN_DISK && ptn_last_error()->sys_errno == EIO);
   CHECK(faulty_look(&engine).in_flight == 0);
   runs(reads, writes);
 }
 
 static void destroyed_while_it_runs(void) {
   faulty_tell(&engine, FAULT_LATE, 0, 1, UINT64_MAX);
-  CHECK_OK(ptn_traffic_start(traffic, true, true));
+  CHECK_OK(ptn_traffic_start(traffic, true, true, REQUEST_BYTES));
   ptn_fail(PTN_INVALID, "the caller's own");
   ptn_traffic_destroy(traffic);
   CHECK(strcmp(ptn_last_error()->message, "the caller's own") == 0);
@@ -166,7 +167,10 @@ static void wrong_sizes(void) {
   for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
     CHECK(ptn_traffic_create(&traffic, store, sizes[i][0], memory, sizes[i][1], sizes[i][2]) == PTN_INVALID && !traffic);
   create();
-  CHECK(ptn_traffic_start(traffic, false, false) == PTN_INVALID);
+  CHECK(ptn_traffic_start(traffic, false, false, REQUEST_BYTES) == PTN_INVALID);
+  CHECK(ptn_traffic_start(traffic, true, true, 0) == PTN_INVALID);
+  CHECK(ptn_traffic_start(traffic, true, true, PTN_PAGE_BYTES / 2) == PTN_INVALID);
+  CHECK(ptn_traffic_start(traffic, true, true, REQUEST_BYTES + PTN_PAGE_BYTES) == PTN_INVALID);
   ptn_traffic_destroy(traffic);
   ptn_traffic_destroy(NULL);
 }

@@ -1,6 +1,7 @@
 /* Staged updates: whole or not made, what was not staged stays; extents of the caller's own; equal to the bit. Without a device, and
  * over the host as one, where the CPU reads a slot as it reads its memory. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
+/* threads */
 #include <stdlib.h>
 #include <string.h>
 

@@ -251,7 +251,7 @@ static void run(uint64_t seed, uint64_t limit_pages, uint32_t depth, uint64_t pi
 }
 
 int main(void) {
-  alarm(110); /* a hang ends here */
+  alarm(HUNG_SECONDS); /* a hang ends here */
   run(1, 200, 6, 0, 100000);
   run(2, 60, 2, 0, 100000);
   run(3, 120, 1, 0, 50000);

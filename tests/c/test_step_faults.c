@@ -1,6 +1,7 @@
 /* A training step over the engine and its stash in which one call to the disk goes wrong: each call of each kind, in every way. What
  * can be made good is, and what cannot is an error with errno, path and bytes, after which the step under way can be dropped, the
- * parameters are those of the last step, and the same step made again gives what it gives on a disk that is well. */
+ * parameters are those of the last step, and the same step made again gives what it gives on a disk that is well. What a disk loses
+ * without a word is told by whoever reads it. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* library: tests/c/fake_disk.c */
 /* threads */
@@ -17,7 +18,7 @@ enum { RECORD_BYTES = 16 * PTN_PAGE_BYTES };
 
 /* Of fake_disk.c. */
 enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE };
-enum { NONE, FAIL, SHORT, NOTHING, LATE };
+enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST };
 void disk_tell(int kind, int fault, int sys_errno, long first, long last);
 long disk_count(int kind);
 
@@ -135,7 +136,7 @@ static void update_twins(ptn_gradient_use use) {
     ptn_update update;
     fill(t->grad, t->count, 100 * step_number + i);
     CHECK_OK(ptn_update_prepare(&update, &hyper, ++t->steps, use == PTN_GRADIENT_UPDATE ? 1.0f : 0.5f));
-    ptn_update_run(NULL, &update, t->values, t->states, t->grad, ptn_span_whole(t->count));
+    ptn_update_run(false, &update, t->values, t->states, t->grad, ptn_span_whole(t->count));
   }
 }
 
@@ -196,6 +197,7 @@ static void open_world(void) {
     for (uint32_t i = c * PER_CHUNK; i < (c + 1) * PER_CHUNK; i++) {
       twin *t = &twins[i];
       t->count = 1 + check_random(&seed) % 2500;
+      t->steps = 0;
       t->values = malloc(t->count * sizeof(float));
       t->grad = malloc(t->count * sizeof(float));
       for (int s = 0; s < STATES; s++) t->states[s] = calloc(t->count, sizeof(float));
@@ -245,13 +247,80 @@ static void close_world(void) {
   }
 }
 
+/* ---- what a disk loses without a word ---- */
+
+static bool told(ptn_status status) {
+  if (status == PTN_OK) return false;
+  CHECK(status == PTN_DISK);
+  check_error(EBADMSG);
+  return true;
+}
+
+/* The bytes of each tensor are right, or it is told that they are not; returns how often it was. */
+static int check_what_can_be_read(void) {
+  int told_count = 0;
+  for (uint32_t i = 0; i < PARAMS; i++) {
+    const twin *t = &twins[i];
+    float *copy = malloc(t->count * sizeof(float));
+    for (uint32_t a = 0; a <= STATES; a++) {
+      bool lost = told(ptn_engine_transfer(engine, i, a, copy, false));
+      told_count += lost;
+      CHECK(lost || memcmp(copy, a == 0 ? t->values : t->states[a - 1], t->count * sizeof(float)) == 0);
+    }
+    free(copy);
+  }
+  return told_count;
+}
+
+/* One step with one write going wrong, in a world of its own; returns whether that was told. */
+static bool one_lie(int fault, long number, ptn_gradient_use use, bool *out_came) {
+  const way none = {PREAD, NONE, 0, true};
+  open_world();
+  one_step(&none, 0, 0, use);
+  step_number++;
+  disk_tell(PWRITE, fault, 0, number, number);
+  bool was_told = told(try_step(use));
+  *out_came = disk_count(PWRITE) >= number;
+  disk_tell(-1, NONE, 0, 0, 0);
+  if (was_told) {
+    forget_records();
+    if (ptn_engine_has_gradients(engine)) ptn_engine_drop(engine);
+  } else {
+    ptn_engine_commit(engine);
+    forget_records();
+    update_twins(use);
+  }
+  CHECK(owners_out == 0 && (*out_came || !was_told));
+  was_told |= check_what_can_be_read() > 0;
+  close_world();
+  return was_told;
+}
+
+static void each_write_is_lost(void) {
+  static const int faults[] = {WRONG, LOST};
+  for (int i = 0; i < 4; i++) {
+    ptn_gradient_use use = i % 2 ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL;
+    int told_count = 0;
+    long number = 1;
+    for (bool came = true;; number++) {
+      bool was_told = one_lie(faults[i / 2], number, use, &came);
+      if (!came) break;
+      told_count += was_told;
+    }
+    printf("engine faults: of %ld writes %s %d were told, the others not needed\n", number - 1, i / 2 ? "lost" : "made wrong",
+           told_count);
+    CHECK(number > 10 && told_count > number / 2);
+  }
+}
+
 /* ---- all of it ---- */
 
 int main(void) {
   static const way ways[] = {
-      {PREAD, FAIL, EIO, false},  {PREAD, NOTHING, 0, false},    {PREAD, FAIL, EINTR, true},  {PREAD, SHORT, 0, true},
-      {PWRITE, FAIL, EIO, false}, {PWRITE, FAIL, ENOSPC, false}, {PWRITE, NOTHING, 0, false}, {PWRITE, FAIL, EINTR, true},
-      {PWRITE, SHORT, 0, true},   {FTRUNCATE, FAIL, EIO, true},
+      {PREAD, FAIL, EIO, false},      {PREAD, NOTHING, 0, false},    {PREAD, FAIL, EINTR, true},  {PREAD, SHORT, 0, true},
+      {PWRITE, FAIL, EIO, false},     {PWRITE, FAIL, ENOSPC, false}, {PWRITE, NOTHING, 0, false}, {PWRITE, FAIL, EINTR, true},
+      {PWRITE, SHORT, 0, true},       {FTRUNCATE, FAIL, EIO, true},  {PREAD, LATE, 0, true},      {PWRITE, LATE, 0, true},
+      {PREAD, WRONG, EBADMSG, false},
   };
   static const ptn_gradient_use uses[] = {PTN_GRADIENT_UPDATE, PTN_GRADIENT_SPILL};
   const way none = {PREAD, NONE, 0, true};
@@ -273,6 +342,7 @@ int main(void) {
     one_step(&ways[4], 1, 1L << 40, uses[k]);
   }
   close_world();
+  each_write_is_lost();
   printf("engine faults: %d injected, %d raised, the others made good\n", injected_count, raised_count);
   CHECK(injected_count > 200 && raised_count > 50 && raised_count < injected_count);
   return 0;

@@ -26,7 +26,7 @@ static void done(ptn_io *io) {
 
 static void wait_until_left(int count) {
   ptn_lock(&mutex);
-  while (left_count > count) CHECK(ptn_wait_ns(&condition, &mutex, 30000000000)); /* longer is a hang */
+  while (left_count > count) CHECK(ptn_wait_ns(&condition, &mutex, HUNG_NS)); /* longer is a hang */
   ptn_unlock(&mutex);
 }
 

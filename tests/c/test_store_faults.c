@@ -58,7 +58,7 @@ static void submit_all(unsigned char salt) {
 
 static int wait_all(void) {
   ptn_lock(&mutex);
-  while (left_count > 0) CHECK(ptn_wait_ns(&condition, &mutex, 20000000000)); /* a request that never ends is a hang */
+  while (left_count > 0) CHECK(ptn_wait_ns(&condition, &mutex, HUNG_NS)); /* longer is a hang */
   ptn_unlock(&mutex);
   int failed_count = 0;
   for (int i = 0; i < REQUESTS; i++) {

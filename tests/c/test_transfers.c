@@ -22,7 +22,6 @@
 #define PARTS 3 /* of a kernel */
 #define TRANSFERS_MAX (8 * CHUNKS)
 #define CUDA_LAUNCH_FAILED 719
-#define EXPECTED_NS 60000000000 /* what takes longer hangs */
 
 typedef struct words {
   uint32_t at[WORDS];
@@ -270,7 +269,7 @@ static ptn_status step(loop *loop, bool frozen) {
   ptn_lock(&loop->mutex);
   note(loop, status, ptn_last_error());
   if (frozen) fake_thaw();
-  while (loop->outstanding_count > 0) CHECK(ptn_wait_ns(&loop->changed, &loop->mutex, EXPECTED_NS));
+  while (loop->outstanding_count > 0) CHECK(ptn_wait_ns(&loop->changed, &loop->mutex, HUNG_NS));
   ptn_unlock(&loop->mutex);
   return loop->status;
 }
@@ -487,7 +486,7 @@ static void count(ptn_transfer *transfer) {
 
 static void await(counter *counter, uint32_t number) {
   ptn_lock(counter->mutex);
-  while (*counter->next < number) CHECK(ptn_wait_ns(counter->changed, counter->mutex, EXPECTED_NS));
+  while (*counter->next < number) CHECK(ptn_wait_ns(counter->changed, counter->mutex, HUNG_NS));
   ptn_unlock(counter->mutex);
 }
 

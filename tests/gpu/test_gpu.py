@@ -165,6 +165,20 @@ def test_dropout_is_drawn_again() -> None:
     equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * 8, **HOMES["host"])
 
 
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
+def test_compiled_blocks(mode: str) -> None:
+    """By inductor: kernels of Triton, which both loops compile from the same code."""
+
+    def make() -> nn.Module:
+        model = Wide()
+        for block in model.blocks:
+            block.compile()
+        return model
+
+    torch._dynamo.reset()
+    equal(make, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
+
+
 # ---- streams ----
 
 

@@ -23,12 +23,18 @@ PAPER = (
 
 def measure(settings: Settings) -> dict[str, Any]:
     if settings.device == "cuda":
-        shape, memory, rounds = Shape("gpt2", 1600, 48, 4, 1024, 50257), 16 << 30, 5
+        shape, budgets, rounds = Shape("gpt2", 1600, 48, 4, 1024, 50257), (16 << 30, 12 << 30), 5
     else:
-        shape, memory, rounds = Shape("gpt2", 512, 8, 2, 512), 256 * MIB, 5
+        shape, budgets, rounds = Shape("gpt2", 512, 8, 2, 512), (256 * MIB, 160 * MIB), 5
     if settings.tiny:
-        shape, memory, rounds = Shape("gpt2", 128, 4, 1, 32), 12 * MIB, 1
+        shape, budgets, rounds = Shape("gpt2", 128, 4, 1, 32), (12 * MIB,), 1
     rounds = settings.rounds or rounds
+    cases = [measure_budget(shape, memory, rounds, settings) for memory in budgets]
+    return {"shape": asdict(shape), "rounds": rounds, "cases": cases}
+
+
+def measure_budget(shape: Shape, memory: int, rounds: int, settings: Settings) -> dict[str, Any]:
+    """protrain's own plan in so many bytes, and the same with each share of them for chunks that stay."""
     own = Way(memory, device=settings.device, disk=settings.disk)
     with Turns(train, shape, own) as process:
         answer = process.ask(WARM_STEPS)
@@ -38,13 +44,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         n_persist = min(int(share * memory / (STATE_ARRAYS * plan["chunk_bytes"])), plan["n_chunks"])
         static = plan | {"n_persist": n_persist, "n_host": min(plan["n_host"], plan["n_chunks"] - n_persist)}
         ways[f"{share:.0%} for chunks"] = replace(own, plan=json.dumps(static))
-    return {
-        "shape": asdict(shape),
-        "memory": memory,
-        "rounds": rounds,
-        "ways": take_turns(shape, ways, rounds),
-        "eviction": evictions(answer["accesses"], answer["slot_of_chunk"]),
-    }
+    eviction = evictions(answer["accesses"], answer["slot_of_chunk"])
+    return {"memory": memory, "ways": take_turns(shape, ways, rounds), "eviction": eviction}
 
 
 # ---- eviction ----
@@ -105,9 +106,22 @@ def least_recently_used(held: set[int], order: Sequence[int], now: int) -> int:
 
 
 def body(record: dict[str, Any]) -> str:
-    shape, eviction = record["shape"], record["eviction"]
+    shape = record["shape"]
+    about = (
+        f"GPT-2 {shape['hidden']}x{shape['layers']}, {shape['batch']} x {shape['seq']} tokens, fp32 and AdamW; "
+        f"{record['rounds']} rounds, a step each in turns, equal losses. Static: that share of the budget holds chunks that "
+        "stay, with parameters and state; modes and slots are those of protrain's plan. What is too small a share leaves memory "
+        "unused, what is too large does not fit beside the activations. Eviction: how many chunks a step brings by each "
+        "policy, counted by its recorded order, chunks as if of one size; a fixed slot is what lets a parameter be a permanent "
+        "view of it."
+    )
+    return "\n\n".join([about, PAPER, *(part for case in record["cases"] for part in budget_in_words(case))])
+
+
+def budget_in_words(case: dict[str, Any]) -> list[str]:
+    """A budget's table, what it shows, and its eviction."""
     rows, reasons = [], []
-    for name, found in record["ways"].items():
+    for name, found in case["ways"].items():
         if "reason" in found:
             rows.append([name, *["–"] * 6])
             reasons.append(f"- {name}: {found['reason']}")
@@ -119,29 +133,42 @@ def body(record: dict[str, Any]) -> str:
                 f"{found['ratio']:.2f} ({low:.2f}–{high:.2f})", mib(found["step_read_bytes"]), mib(plan["peak_bytes"]),
             ]
         )  # fmt: skip
-    about = (
-        f"GPT-2 {shape['hidden']}x{shape['layers']}, {shape['batch']} x {shape['seq']} tokens, fp32 and AdamW in "
-        f"{mib(record['memory'])} MiB; {record['rounds']} rounds, a step each in turns, equal losses. Static: that share of "
-        "the budget holds chunks that stay, with parameters and state; modes and slots are those of protrain's plan. What "
-        "is too small a share leaves memory unused, what is too large does not fit beside the activations."
-    )
-    loads = eviction["loads"]
+    eviction = case["eviction"]
     chosen = (
-        f"A step of that plan asks {eviction['accesses']} times for {eviction['chunks']} chunks, which share "
-        f"{eviction['slots']} slots. Counted by its recorded order, chunks as if of one size; a fixed slot is what lets a "
-        "parameter be a permanent view of it."
+        f"Eviction: a step of protrain's plan asks {eviction['accesses']} times for {eviction['chunks']} chunks, which share "
+        f"{eviction['slots']} slots."
     )
-    return "\n\n".join(
-        [
-            about,
-            PAPER,
-            table(["", "persistent", "slots", "step, s", "to protrain", "read, MiB a step", "planned peak, MiB"], rows),
-            *(["\n".join(reasons)] if reasons else []),
-            "## Eviction",
-            chosen,
-            table(["policy", "chunks brought in a step"], [[name, str(count)] for name, count in loads.items()]),
-        ]
-    )
+    loads = [[name, str(count)] for name, count in eviction["loads"].items()]
+    alike = ["With so many slots no policy brings fewer than another."] if len(set(eviction["loads"].values())) == 1 else []
+    return [
+        f"## In {mib(case['memory'])} MiB",
+        table(["", "persistent", "slots", "step, s", "to protrain", "read, MiB a step", "planned peak, MiB"], rows),
+        "\n".join([*reasons, *verdicts(case["ways"])]),
+        chosen,
+        table(["policy", "chunks brought in a step"], loads),
+        *alike,
+    ]
+
+
+def verdicts(ways: dict[str, Any]) -> list[str]:
+    """A line for the shares that do not fit, and one for each that is not slower than protrain's plan."""
+    refused = [name for name, found in ways.items() if "reason" in found]
+    lines = [f"- As in the paper, a share that is too large cannot train at all: {', '.join(refused)}."] if refused else []
+    for name, found in ways.items():
+        if name == "protrain" or "reason" in found:
+            continue
+        own = ways["protrain"]
+        more = found["step_read_bytes"] - own["step_read_bytes"]
+        if found["status"]["plan"]["n_persist"] == own["status"]["plan"]["n_persist"]:
+            lines.append(
+                f"- {name} is protrain's plan over again: {found['ratio']:.2f} is how far two runs of one plan lie apart."
+            )
+        elif found["quartiles"][0] <= 1:
+            lines.append(
+                f"- {name} is no slower than protrain's plan ({found['ratio']:.2f}), though it reads {mib(more)} MiB more a "
+                "step: at this batch what is read is hidden behind compute."
+            )
+    return lines
 
 
 EXPERIMENT = Experiment("patrickstar/static_partition", "PatrickStar: eviction against a static partition", measure, body)

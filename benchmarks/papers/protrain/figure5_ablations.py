@@ -19,6 +19,9 @@ PAPER = {
 }
 
 
+TELLS_APART = 0.02  # ratios nearer to one than this say nothing
+
+
 def measure(settings: Settings) -> dict[str, Any]:
     if settings.device == "cuda":
         shape, memory, batches, rounds = Shape("gpt2", 1600, 48, 1, 1024, 50257), 16 << 30, (2, 8), 5
@@ -67,7 +70,26 @@ def body(record: dict[str, Any]) -> str:
         "there, so that half of what it costs is their way."
     )
     head = ["", "batch", "ratio", "paper", "step, s", "read, MiB", "written, MiB", "waits, s", "persistent", "slots", "modes"]
-    return "\n\n".join([about, table(head, rows), *(["\n".join(refused)] if refused else [])])
+    verdicts = [line for case in record["cases"] for line in not_as_in_the_paper(case)]
+    return "\n\n".join([about, table(head, rows), *("\n".join(lines) for lines in (refused, verdicts) if lines)])
+
+
+def not_as_in_the_paper(case: dict[str, Any]) -> list[str]:
+    """A line for what is not slower without: nothing lost, or something gained."""
+    own, lines = case["ways"]["protrain"], []
+    for name, found in case["ways"].items():
+        if name == "protrain" or "reason" in found or found["quartiles"][0] > 1:
+            continue
+        low, high = found["quartiles"]
+        gained = high < 1 or found["ratio"] < 1 - TELLS_APART
+        what = "is faster than protrain's own plan" if gained else "differs from protrain's own plan by no more than noise"
+        waits = own["status"]["wait_seconds"], found["status"]["wait_seconds"]
+        moved = [mib(one["step_read_bytes"] + one["step_write_bytes"]) for one in (own, found)]
+        lines.append(
+            f"- Not as in the paper: {name}, batch {case['batch']}, {what} ({found['ratio']:.2f}, {low:.2f}–{high:.2f}). A step "
+            f"of protrain's plan moves {moved[0]} MiB and waits {waits[0]:.3f} s, this one {moved[1]} MiB and {waits[1]:.3f} s."
+        )
+    return lines
 
 
 def row(name: str, batch: int, found: dict[str, Any]) -> list[str]:

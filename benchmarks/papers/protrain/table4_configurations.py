@@ -102,8 +102,7 @@ def body(record: dict[str, Any]) -> str:
         "fit with the activations that row C keeps. It does not name the hidden size of GPT2-1B: 1536, of 32 blocks, is "
         "0.98 B parameters. A chunk here is a block where the budget allows it, so there are more and smaller ones in rows "
         "A to C. Rows A and C are the paper's. B is near it. In D nearly all chunks have a buffer in both; the paper makes "
-        "room for them by recomputing every block, the planner by swapping more than half of them. In E it recomputes three "
-        "blocks for nine more persistent chunks."
+        "room for them by recomputing every block, the planner by swapping more than half of them."
     )
     shape = record["shape"]
     here = [

@@ -25,9 +25,10 @@ SSDS = 4  # of each GPU: Samsung 980 PRO, 1 TB
 RATED_BYTES = 600e12  # of one, by its data sheet
 RETENTION = 86  # times as many cycles where data is to last for a day and not for three years
 ENDURANCE_BYTES = SSDS * RATED_BYTES * RETENTION
+PAPER_YEARS, PAPER_GB_S = 2, 12.1
 PAPER = (
-    "The paper finds at most 12.1 GB/s for each GPU and more than 2 years, for larger systems, with a write amplification "
-    "of 1 and four such SSDs for each GPU."
+    f"The paper finds at most {PAPER_GB_S} GB/s for each GPU and more than {PAPER_YEARS} years, for larger systems, with a write "
+    "amplification of 1 and four such SSDs for each GPU."
 )
 
 
@@ -123,6 +124,14 @@ def body(record: dict[str, Any]) -> str:
         table(["model, batch", "activations, MiB", "step, s", "write, GB/s", "lifespan, years"], rows),
         str(record.get("reason", "")),
     ]
+    years = [one["lifespan_years"] for one in record["planned"]]
+    fastest = max(one["write_bytes_per_second"] for one in record["planned"]) / 1e9
+    if min(years) < PAPER_YEARS:
+        parts.append(
+            f"So this is not the paper's finding: {min(years):.1f} to {max(years):.1f} years and up to {fastest:.1f} GB/s here, "
+            f"more than {PAPER_YEARS} years and at most {PAPER_GB_S} GB/s there. Steps of half of this share of the peak would "
+            "have half the bandwidth, and twice the years."
+        )
     if "measured" in record:
         one = record["measured"]
         parts.append(

@@ -54,7 +54,24 @@ def body(record: dict[str, Any]) -> str:
         f"rounds of a step each in turns, equal losses. 4/8: the first 4 of 8 blocks, the others keep. {PAPER}"
     )
     head = ["modes", "activation peak, MiB", "of keep's", "tokens/s", "step to keep's", "written, MiB a step"]
-    return "\n\n".join([about, table(head, rows)])
+    return "\n\n".join([about, table(head, rows), verdict({one["name"]: one for one in record["points"]})])
+
+
+def verdict(points: dict[str, Any]) -> str:
+    """Where the points of this machine lie to one another, beside where the paper's do."""
+    keep, swap, checkpoint = (points[name] for name in ("keep", "swap", "checkpoint"))
+    peak = swap["activation_peak_bytes"] / checkpoint["activation_peak_bytes"]
+    where = "left of" if peak < 0.99 else "at" if peak <= 1.01 else "right of"
+    why = (
+        ": blocks are recomputed one at a time here, and what a recomputed block holds is what a swapped one has in memory while "
+        "it is computed backward; beside that swap has what is on its way, and tensors too small to go"
+    )
+    times = f"{swap['ratio_to_keep']:.2f} of keep's step, recomputation {checkpoint['ratio_to_keep']:.2f}"
+    return (
+        f"Swap lies {where} full recomputation, at {peak:.2f} of its peak{why if peak >= 0.99 else ''}. It takes {times}. Keep's "
+        f"peak has room for {keep['activation_peak_bytes'] / swap['activation_peak_bytes']:.1f} of swap's; the larger batch that "
+        "fits so is not tried here."
+    )
 
 
 def draw(record: dict[str, Any]) -> bytes:

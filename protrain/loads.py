@@ -1,0 +1,45 @@
+"""Loads that did not end: values are put one by one, and a disk that fails between two leaves old ones beside new ones. Such a
+model is neither trained, nor run, nor saved, until a whole load has replaced what the other left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import DiskError, StepError
+
+PARAMETERS, STATE = "parameters", "optimizer state"
+
+
+class Loads:
+    """Of one session. disk_error: the last one of an operation on parameters that torch's load_state_dict may have swallowed."""
+
+    def __init__(self) -> None:
+        self._half: set[str] = set()
+        self.disk_error: DiskError | None = None
+
+    @contextmanager
+    def replacing(self, *parts: str) -> Iterator[bool]:
+        """Around a load of these parts, from before its first value; if it does not end, they are half loaded. Gives whether one
+        of them was: then there may be state of parameters whose count of steps is 0."""
+        half = not self._half.isdisjoint(parts)
+        self.begin(*parts)
+        yield half
+        self.end(*parts)
+
+    def begin(self, *parts: str) -> None:
+        self._half.update(parts)
+
+    def end(self, *parts: str) -> None:
+        self._half.difference_update(parts)
+
+    def check(self, what: str) -> None:
+        """Whether all values are of one load or step.
+
+        Raises:
+            StepError: a load did not end.
+        """
+        if self._half:
+            parts = " and ".join(part for part in (PARAMETERS, STATE) if part in self._half)
+            raise StepError(f"{what}: the last load failed half-way and left a mixture of {parts}: load a checkpoint again")

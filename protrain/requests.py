@@ -1,0 +1,62 @@
+"""What a model's requests to the disk cost compute: as a part of what its bytes cost.
+
+A request takes a disk thread's time beside that of its bytes: system calls, an interrupt, and the waking of threads that compute
+shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
+byte, given to it, has in it the drag of the requests that carry so many of this model's bytes: chunks as they are fetched,
+their state in pieces of the update lane's ring, activations a record each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .profiles import Machine, Speed
+from .sizes import KIB, MIB
+
+#: Of the store: a larger request is made as several.
+PIECE_BYTES = 4 * MIB
+#: Of the update lane's ring, as csrc/plan/fit.c has it: the largest piece that a budget of so many of it allows.
+LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
+
+
+def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:
+    """The machine with drags for a byte that have its requests in them.
+
+    Args:
+        chunk_bytes: parameters of each chunk.
+        n_states: arrays of state, each as large as the parameters.
+        record_bytes: the mean size of a record of activations; 0: there are none, or nothing is known of them.
+        budget_bytes: what the pieces of the ring follow.
+    """
+    request, total = machine.request_drag_seconds, sum(chunk_bytes)
+    if request == 0 or total == 0:
+        return machine
+    ring_piece = _ring_piece_bytes(budget_bytes)
+    fetches = sum(_requests(size, PIECE_BYTES) for size in chunk_bytes)
+    updates = sum(_requests(size, ring_piece) for size in chunk_bytes)
+    # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
+    read = request * (2 * fetches + n_states * updates) / ((2 + n_states) * total)
+    write = request * updates / total
+    disk_read, disk_write = _more(machine.disk_read, read), _more(machine.disk_write, write)
+    of_record = request / min(record_bytes, PIECE_BYTES) if record_bytes else (read + write) / 2
+    least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
+    stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + write) / 2, least)
+    return replace(
+        machine, disk_read=disk_read, disk_write=disk_write, stash_drag_seconds_per_byte=stash, request_drag_seconds=0.0
+    )
+
+
+def _requests(size: int, most: int) -> int:
+    return -(-size // most)
+
+
+def _ring_piece_bytes(budget_bytes: int) -> int:
+    piece = MOST_RING_PIECE_BYTES
+    while piece > LEAST_RING_PIECE_BYTES and piece * BUDGET_PER_RING_PIECE > budget_bytes:
+        piece //= 2
+    return piece
+
+
+def _more(speed: Speed, drag_seconds_per_byte: float) -> Speed:
+    return replace(speed, drag_seconds_per_byte=speed.drag_seconds_per_byte + drag_seconds_per_byte)

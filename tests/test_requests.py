@@ -1,0 +1,77 @@
+"""What requests cost, as a part of what bytes cost: of chunks, of their state, of activations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from conftest import LanguageModel, TokenBatches
+from twins import adamw, loss_of
+
+import protrain
+from protrain.profiles import Machine, Speed
+from protrain.requests import with_requests
+from protrain.sizes import KIB, MIB
+
+REQUEST = 50e-6
+LANE = Speed(1e9, 1e9, 1e-10)
+MACHINE = Machine(disk_read=LANE, disk_write=LANE, stash_drag_seconds_per_byte=-0.5e-10, request_drag_seconds=REQUEST)
+
+
+def drags(machine: Machine) -> tuple[float, float, float]:
+    return (
+        machine.disk_read.drag_seconds_per_byte,
+        machine.disk_write.drag_seconds_per_byte,
+        machine.stash_drag_seconds_per_byte,
+    )
+
+
+def test_no_cost_of_requests_changes_nothing() -> None:
+    free = Machine(disk_read=LANE, disk_write=LANE)
+    assert with_requests(free, [MIB], 2, MIB, 100 * MIB) is free
+    assert with_requests(MACHINE, [], 2, MIB, 100 * MIB) is MACHINE
+
+
+def test_each_byte_has_its_part_of_its_request() -> None:
+    # Two chunks of 6 MiB: a fetch is 2 requests, the state 2 arrays of 6 pieces each of 1 MiB, which 200 MiB allow.
+    read, write, stash = drags(with_requests(MACHINE, [6 * MIB] * 2, 2, 512 * KIB, 200 * MIB))
+    assert read == pytest.approx(1e-10 + REQUEST * (2 * 2 + 2 * 6) / (4 * 6 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST / MIB)
+    # What a byte of activations costs is that of a record's request, in place of a chunk's.
+    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / (512 * KIB))
+
+
+def test_more_memory_never_makes_requests_dearer() -> None:
+    budgets = [MIB << level for level in range(14)]
+    found = [drags(with_requests(MACHINE, [3 * MIB] * 4, 2, MIB, budget)) for budget in budgets]
+    for less, more in zip(found, found[1:], strict=False):
+        assert more[0] <= less[0]
+        assert more[1] <= less[1]
+    assert found[0][1] == pytest.approx(1e-10 + REQUEST / (64 * KIB))
+    assert found[-1][1] == pytest.approx(1e-10 + REQUEST * 2 / (3 * MIB))  # two pieces of at most 2 MiB
+
+
+def test_activations_never_cost_less_than_nothing() -> None:
+    found = with_requests(MACHINE, [64 * KIB], 2, 4 * MIB, MIB)  # small requests of chunks, large ones of activations
+    read, write, stash = drags(found)
+    assert stash >= -min(read, write)
+
+
+def test_the_dry_run_foresees_the_size_of_a_record(causal_lm: LanguageModel, token_batches: TokenBatches, disk: Any) -> None:
+    make = partial(causal_lm, "gpt2", hidden=128)
+    ids = token_batches(1, batch=4, length=128)[0]
+    found = protrain.api.profile(make(), {"input_ids": ids, "labels": ids}, memory="1GiB", disk=disk).run.record_bytes
+    model = make()
+    modes = ["swap"] * 4
+    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB", disk=disk, block_modes=modes)
+    for _ in range(2):
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    written = [
+        event.bytes for event in protrain.status(model).timeline().events if event.lane == "write" and "activations" in event.name
+    ]
+    protrain.unwrap(model)
+    assert written
+    assert found == pytest.approx(sum(written) / len(written), rel=0.3)
