@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from . import changes, compiled
-from .errors import DiskError
 from .loads import PARAMETERS
 from .parameters import DisableTorchFunction
 from .precision import before_load
@@ -182,15 +181,8 @@ def _load_state_dict(session: Session, module: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        loads.disk_error = None
-        try:
+        with loads.of_state_dict():
             found = load(*args, **kwargs)
-        except Exception as error:
-            failed = error if isinstance(error, DiskError) else loads.disk_error  # torch turns what copying raised into words
-            if failed is None:
-                raise
-            loads.begin(PARAMETERS)
-            raise failed from None
         if module is session.model and not getattr(found, "missing_keys", True):
             loads.end(PARAMETERS)
         return found

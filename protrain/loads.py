@@ -13,11 +13,11 @@ PARAMETERS, STATE = "parameters", "optimizer state"
 
 
 class Loads:
-    """Of one session. disk_error: the last one of an operation on parameters that torch's load_state_dict may have swallowed."""
+    """Of one session."""
 
     def __init__(self) -> None:
         self._half: set[str] = set()
-        self.disk_error: DiskError | None = None
+        self._found: list[DiskError] | None = None  # none: no load_state_dict is under way
 
     @contextmanager
     def replacing(self, *parts: str) -> Iterator[bool]:
@@ -33,6 +33,35 @@ class Loads:
 
     def end(self, *parts: str) -> None:
         self._half.difference_update(parts)
+
+    @contextmanager
+    def of_state_dict(self) -> Iterator[None]:
+        """Around torch's load_state_dict, which makes words of what copying raised.
+
+        Raises:
+            DiskError: the disk failed while parameters were put; they are half loaded.
+        """
+        found: list[DiskError] = []
+        self._found = found
+        try:
+            yield
+        except Exception as error:
+            failed = error if isinstance(error, DiskError) else found[-1] if found else None
+            if failed is None:
+                raise
+            self.begin(PARAMETERS)
+            try:
+                raise failed from None
+            finally:
+                del failed  # an error that its own traceback holds keeps what the forward under way has allocated
+        finally:
+            found.clear()
+            self._found = None
+
+    def note(self, error: DiskError) -> None:
+        """An operation on parameters failed; kept for the load_state_dict that may have made it, and for nobody else."""
+        if self._found is not None:
+            self._found.append(error)
 
     def check(self, what: str) -> None:
         """Whether all values are of one load or step.

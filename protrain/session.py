@@ -364,7 +364,7 @@ class Session:
         try:
             return self.runner.call(func, found, numbers, args, kwargs)
         except DiskError as error:
-            self.values.loads.disk_error = error
+            self.values.loads.note(error)
             raise
 
     def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import weakref
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -605,3 +606,22 @@ def test_a_read_that_fails_tells_errno_and_bytes(
     with pytest.raises(protrain.DiskError, match=words) as caught:
         found.get("exp_avg") if kind == "pt" else file.read("flat")
     told(caught.value, code, path.name, TENSORS["flat"].nbytes if kind == "safetensors" else 2_400_000)
+
+
+def test_an_error_that_is_over_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward had allocated when the disk failed, and a load_state_dict likewise, is given back with the error."""
+    model, optimizer = trained(TIGHT)
+    before = protrain.status(model).memory_bytes
+    saved = model.state_dict()
+    for work, name in ((lambda: model(inputs(1)[0]), "bring"), (lambda: model.load_state_dict(saved), "write_back")):
+        with monkeypatch.context() as patched:
+            Failing(patched, Residency, name, call=3)
+            with pytest.raises(protrain.DiskError, match="the disk failed") as caught:
+                work()
+        ended = weakref.ref(caught.value)
+        del caught
+        assert ended() is None
+    model.load_state_dict(saved)
+    assert protrain.status(model).memory_bytes <= before
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
