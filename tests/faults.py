@@ -35,7 +35,8 @@ from torch import nn
 
 MIB = 1 << 20
 MEMORY = 7 * MIB  # of 13 MiB of states
-KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync", "rename", "mkdir")
+KINDS = ("pread", "pwrite", "fallocate", "ftruncate", "openat", "write", "fsync", "rename", "mkdir", "open", "read")
+LOAD_KINDS = ("pwrite", "fallocate", "open", "read")  # the last two are of the checkpoint's files
 SAVE_KINDS = ("write", "fsync", "rename", "mkdir")  # of files that take their name when they are whole
 FAULTS = ("none", "fail", "short", "nothing", "late", "wrong", "lost")
 
@@ -81,6 +82,18 @@ SAVE_FAULTS = (
     Fault("rename", "fail", errno.EIO),
     Fault("rename", "fail", errno.EINVAL, harmless=True),  # a filesystem that cannot change two names at once
     Fault("mkdir", "fail", errno.ENOSPC),
+)
+LOAD_FAULTS = (
+    Fault("pwrite", "fail", errno.EIO),
+    Fault("fallocate", "fail", errno.ENOSPC),
+    Fault("open", "fail", errno.EIO),
+    Fault("open", "fail", errno.EMFILE),
+    Fault("open", "fail", errno.EINTR, harmless=True),
+    Fault("read", "fail", errno.EIO),
+    Fault("read", "fail", errno.EINTR, harmless=True),
+    Fault("read", "short", harmless=True),
+    Fault("read", "nothing", lie=True),
+    Fault("read", "wrong", lie=True),
 )
 WRAP_FAULTS = (
     Fault("openat", "fail", errno.EACCES),
@@ -187,13 +200,17 @@ class Pair:
         """It is a DiskError that says where, why and how much."""
         path = path or self.store
         assert not fault.harmless, f"{type(error).__name__}: {error}"
+        if fault.lie and fault.kind == "read" and isinstance(error, self.protrain.PlanError):
+            assert str(path) in str(error), f"names no path: {error}"
+            return  # what was read is no file of its format
         assert isinstance(error, self.protrain.DiskError), f"{type(error).__name__}: {error}"
-        wanted = {errno.EBADMSG} if fault.lie else {fault.number} if fault.number else {errno.ENODATA, errno.ENOSPC}
+        lies = {errno.EBADMSG, errno.ENODATA} if fault.fault == "nothing" else {errno.EBADMSG}
+        wanted = lies if fault.lie else {fault.number} if fault.number else {errno.ENODATA, errno.ENOSPC}
         assert error.errno in wanted, f"errno {error.errno}, not {wanted}: {error}"
         assert fault.lie or not fault.number or os.strerror(fault.number) in str(error), f"says no reason: {error}"
         assert str(path) in str(error), f"names no path: {error}"
         assert str(error.filename).startswith(str(path)), error.filename
-        assert fault.kind in ("openat", *SAVE_KINDS) or error.asked_bytes > 0, f"says no bytes: {error}"
+        assert fault.kind in ("openat", "open", *SAVE_KINDS) or error.asked_bytes > 0, f"says no bytes: {error}"
         assert "\n" not in str(error)
 
     def one_step(self, fault: Fault, first: int, last: int) -> bool:
@@ -419,19 +436,26 @@ class Run:
         assert {name: value.numpy().tobytes() for name, value in loaded.items()} == bits(pair.plain), "another model was saved"
 
     def loads(self, pair: Pair, target: Path) -> None:
-        """A load that fails can be made again."""
+        """A load that fails says which file it is about, and can be made again; one that does not has put what was saved."""
         protrain = pair.protrain
-        fault = Fault("pwrite", "fail", errno.EIO)
-        count = self.counted(("pwrite",), lambda: protrain.load(pair.model, pair.optimizer, target))["pwrite"]
-        for first in chosen(count, self.share, self.chance):
-            self.disk.tell(fault, first, first)
-            failed = pair.caught(fault, lambda: protrain.load(pair.model, pair.optimizer, target))
-            assert failed, f"call {first} of {count} failed in load, and nothing was raised"
-            self.found["raised"] += 1
-            self.note("load", fault, True)
-            protrain.load(pair.model, pair.optimizer, target)
-            pair.one_step(Fault("pread", "none"), 0, 0)
-            protrain.save(pair.model, pair.optimizer, target)
+        load = partial(protrain.load, pair.model, pair.optimizer, target)
+        counts = self.counted(LOAD_KINDS, load)
+        for fault in LOAD_FAULTS:
+            for first in chosen(counts[fault.kind], self.share, self.chance):
+                self.disk.tell(fault, first, first)
+                try:
+                    failed = pair.caught(fault, load, target if fault.kind in ("open", "read") else None)
+                    self.disk.calm()
+                    assert failed or fault.harmless or fault.lie, "nothing was raised"
+                    if failed:
+                        load()
+                    pair.one_step(Fault("pread", "none"), 0, 0)
+                except BaseException as error:
+                    error.add_note(f"load: call {first} of {counts[fault.kind]}, {fault}")
+                    raise
+                self.found["raised" if failed else "made good"] += 1
+                self.note("load", fault, True)
+                protrain.save(pair.model, pair.optimizer, target)
         pair.check_all()
         protrain.unwrap(pair.model)
         assert bits(pair.model) == bits(pair.plain)

@@ -1,9 +1,9 @@
 /* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
  *
- * Calls about the store's file (made with O_TMPFILE, or under the store's name) and, from write on, about what is being written
- * beside its target (files, their folder, its making, its taking the target's name, the folder of both), are numbered by kind from
- * the moment of disk_tell on. Those from first to last go wrong; all others
- * are the kernel's. The program asks by ctypes.
+ * Calls are numbered by kind from the moment of disk_tell on: those about the store's file (made with O_TMPFILE, or under the
+ * store's name); from write on, about what is being written beside its target (files, their folder, its making, its taking the
+ * target's name, the folder of both); open and read, about the files of a checkpoint. Those from first to last go wrong; all
+ * others are the kernel's. The program asks by ctypes.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -23,7 +23,7 @@
 
 #define SHOWN __attribute__((visibility("default")))
 
-enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, RENAME, MKDIR, KINDS };
+enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, RENAME, MKDIR, OPEN, READ, KINDS };
 enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST, MOST_FILES = 4096, PAGE_BYTES = 4096 };
 
 static struct {
@@ -35,6 +35,8 @@ static struct {
 SHOWN void disk_tell(int kind, int fault, int sys_errno, long first, long last);
 SHOWN long disk_count(int kind);
 SHOWN ssize_t write(int fd, const void *memory, size_t bytes);
+SHOWN ssize_t read(int fd, void *memory, size_t bytes);
+SHOWN int open64(const char *path, int flags, ...);
 SHOWN int fsync(int fd);
 SHOWN int renameat2(int old_folder, const char *old, int new_folder, const char *new, unsigned flags);
 
@@ -65,14 +67,21 @@ static int failed(void) {
 
 static bool is_ours(int fd) { return fd >= 0 && fd < MOST_FILES && atomic_load(&disk.ours[fd]); }
 
-/* A file that will take its target's name when it is whole. */
-static bool is_partial(int fd) {
-  char link[64], path[4096];
+static const char *path_of(int fd, char path[4096]) {
+  char link[64];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  ssize_t length = readlink(link, path, sizeof path - 1);
-  if (length <= 0) return false;
-  path[length] = 0;
-  return strstr(path, ".partial") != NULL;
+  ssize_t length = readlink(link, path, 4095);
+  path[length > 0 ? length : 0] = 0;
+  return path;
+}
+
+/* A file that will take its target's name when it is whole. */
+static bool is_partial(int fd) { return strstr(path_of(fd, (char[4096]){0}), ".partial") != NULL; }
+
+/* A file of a checkpoint that has its name. */
+static bool is_saved(const char *path) {
+  return !strstr(path, ".partial") &&
+         (strstr(path, "/protrain.json") || strstr(path, ".safetensors") || strstr(path, "/optimizer.pt"));
 }
 
 static bool is_folder(int fd) {
@@ -96,6 +105,15 @@ SHOWN int openat(int folder, const char *path, int flags, ...) {
   return fd;
 }
 
+int open64(const char *path, int flags, ...) {
+  va_list arguments;
+  va_start(arguments, flags);
+  mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  if (atomic_load(&disk.kind) == OPEN && is_saved(path) && fault_of(OPEN) == FAIL) return failed();
+  return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
 SHOWN int close(int fd) {
   if (fd >= 0 && fd < MOST_FILES) atomic_store(&disk.ours[fd], false);
   return (int)syscall(SYS_close, fd);
@@ -108,6 +126,16 @@ SHOWN ssize_t pread(int fd, void *memory, size_t bytes, off_t offset) {
   ssize_t moved = syscall(SYS_pread64, fd, memory, bytes, offset);
   if (fault == WRONG && moved > 0) ((unsigned char *)memory)[moved / 3] ^= 4;
   return fault == SHORT && moved > 0 ? (ssize_t)half(bytes) : moved;
+}
+
+ssize_t read(int fd, void *memory, size_t bytes) {
+  bool asked = atomic_load(&disk.kind) == READ && bytes && is_saved(path_of(fd, (char[4096]){0}));
+  int fault = asked ? fault_of(READ) : NONE;
+  if (fault == FAIL) return failed();
+  if (fault == NOTHING) return 0;
+  ssize_t moved = syscall(SYS_read, fd, memory, fault == SHORT ? (bytes + 1) / 2 : bytes);
+  if (fault == WRONG && moved > 0) ((unsigned char *)memory)[moved / 3] ^= 4;
+  return moved;
 }
 
 static ssize_t write_wrong(int fd, const void *memory, size_t bytes, off_t offset) {
