@@ -170,7 +170,7 @@ def test_a_limit_of_address_space_in_wrap(fresh_disk: Path) -> None:
     steps(inputs(1))(first, optimizer, False)
     model: Any = Chain()
     before, threads = state_of(model), len(os.listdir("/proc/self/task"))
-    words = "cannot start the thread ptn-.*Resource temporarily unavailable"
+    words = "cannot start the thread ptn-.*Resource temporarily unavailable; raise the limit .*ulimit -u"
     with pytest.raises(protrain.OutOfMemoryError, match=words) as caught, limited(resource.RLIMIT_AS, address_bytes() + 4 * MIB):
         protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
     assert "\n" not in str(caught.value)

@@ -52,7 +52,10 @@ ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(v
   int result = pthread_create(thread, NULL, body, argument);
   must(pthread_sigmask(SIG_SETMASK, &before, NULL));
   if (result != 0) {
-    ptn_fail(PTN_MEMORY, "cannot start the thread %s: %s", name, strerror(result));
+    ptn_fail(PTN_MEMORY,
+             "cannot start the thread %s: %s; raise the limit that stands in the way (ulimit -u, ulimit -v, pids.max of the "
+             "control group), or end other programs",
+             name, strerror(result));
     ptn_last_error()->sys_errno = result;
     return PTN_MEMORY;
   }

@@ -6,6 +6,8 @@ import os
 import resource
 from pathlib import Path
 
+from protrain import sizes
+
 
 def memory() -> tuple[int, int]:
     """Total and available memory in bytes."""
@@ -17,27 +19,9 @@ def memory() -> tuple[int, int]:
 
 
 def cgroup_limit() -> int | None:
-    """The smallest memory limit of the process's control groups, version 1 or 2, in bytes; None without a limit."""
-    limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for above in (folder, *folder.parents):  # a limit above binds as well
-            if above != root and root not in above.parents:
-                break
-            try:
-                text = (above / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdigit() and int(text) < 1 << 60:
-                limits.append(int(text))
-    return min(limits, default=None)
+    """The lowest memory limit of the process's control groups, version 1 or 2, in bytes; None without a limit."""
+    found = sizes.cgroup_limit()
+    return found[0] if found else None
 
 
 def locked_limit() -> int | None:
