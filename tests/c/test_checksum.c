@@ -3,7 +3,6 @@
 #include <string.h>
 #include <sys/auxv.h>
 
-#include <sys/auxv.h>
 #include "base/bytes.h"
 #include "base/checksum.h"
 
@@ -69,6 +68,30 @@ static void all_are_equal(void) {
   free(memory);
 }
 
+/* Of pieces, also empty ones, and of so many zeros that no memory holds them: those in two ways. */
+static void sums_join(void) {
+  enum { MOST = 1 << 14 };
+  unsigned char *memory = malloc(MOST);
+  CHECK(memory);
+  fill(memory, MOST);
+  for (int i = 0; i < 400; i++) {
+    size_t bytes = check_random(&seed) % MOST, first = i % 8 ? check_random(&seed) % (bytes + 1) : i % 16 ? bytes : 0;
+    uint32_t joined =
+        ptn_checksum_joined(ptn_checksum_plain(memory, first), ptn_checksum_plain(memory + first, bytes - first), bytes - first);
+    CHECK(joined == by_definition(memory, bytes));
+  }
+  CHECK(ptn_checksum_joined(0, ptn_checksum_plain(memory, 9), 9) == ptn_checksum_plain(memory, 9));
+  memset(memory, 0, PAGE);
+  uint32_t doubled = ptn_checksum_plain(memory, PAGE), added = 0, twelfth = 0;
+  for (int doublings = 0; doublings < 31; doublings++) {
+    if (doublings == 12) twelfth = doubled;
+    doubled = ptn_checksum_joined(doubled, doubled, PAGE << doublings);
+  }
+  for (int i = 0; i < 1 << 19; i++) added = ptn_checksum_joined(added, twelfth, PAGE << 12);
+  CHECK(added == doubled); /* 8 TiB */
+  free(memory);
+}
+
 static void flip(unsigned char *memory, size_t bit) { memory[bit / 8] ^= (unsigned char)(1u << bit % 8); }
 
 /* One bit: each. Two and three: at random. Bursts of up to 32 bits: everywhere. */
@@ -128,6 +151,7 @@ static void the_instruction_is_used_where_it_is(void) {
 int main(void) {
   published_values();
   all_are_equal();
+  sums_join();
   flipped_bits_show();
   swapped_parts_show();
   the_instruction_is_used_where_it_is();
