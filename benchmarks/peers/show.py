@@ -204,11 +204,6 @@ def print_table(found: dict[str, Any]) -> None:
         print(took(found))
 
 
-def _full(found: dict[str, Any]) -> bool:
-    """Whether the largest model was asked for."""
-    return any(row["largest_layers"] is not None for row in found["rows"])
-
-
 def grown(found: dict[str, Any]) -> bool:
     """Whether the largest model was asked for."""
     return any(row["largest_layers"] is not None for row in found["rows"])
