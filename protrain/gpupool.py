@@ -6,13 +6,15 @@ that it cuts tensors from are asked of `ptn_cuda_malloc` (csrc/torch/cuda_alloca
 known of torch 2.11 to 2.13, from its sources:
 
 - A pool is used by the allocations that a filter lets through. torch.cuda.use_mem_pool filters by thread, and backward has a
-thread of
-  its own; so here every thread's allocations on the GPU go to the pool, as those of the CPU go to the arena.
+  thread of its own; so here every thread's allocations on the GPU go to the pool, as those of the CPU go to the arena.
 - While a filter is set torch gives no cached segment back: an operation that the budget refuses ends in torch.OutOfMemoryError
-even
-  though segments may lie free that are too short. Plans leave room for that (compute.py).
+  even though segments may lie free that are too short. Plans leave room for that (compute.py).
+- While a filter is set, a block that is freed with streams recorded on it (`Tensor.record_stream`) waits; the first allocation
+  after it takes such blocks for those of a CUDA graph, and forgets those streams: what they still read could be given to others.
+  So `end` waits for the GPU where blocks wait, which is where somebody recorded another stream than the tensor's own.
 - Cached segments of a pool are given back when the pool is gone. So homes move with a fresh pool; tensors that are still there
   keep their own segments, counted, until they go. Their allocator must outlive them: there is one for the process.
+- Outside of steps an allocation that finds no memory takes free blocks of pools made with use_on_oom. They stay counted here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class GpuPool:
             before.end()
         if self._pool is None:
             with torch.cuda.device(self.number):
-                self._pool = torch.cuda.MemPool(_allocator().allocator())
+                self._pool = torch.cuda.MemPool(_allocator().allocator(), use_on_oom=True)
         _C._cuda_beginAllocateToPool(self.number, self._pool.id)
         _current[self.number] = self
 
@@ -63,6 +65,9 @@ class GpuPool:
         if not self.running:
             return
         del _current[self.number]
+        stats = _C._cuda_memoryStats(self.number)
+        if stats["active_bytes"]["all"]["current"] != stats["allocated_bytes"]["all"]["current"]:
+            torch.cuda.synchronize(self.number)  # blocks wait that other streams may read
         _C._cuda_endAllocateToPool(self.number, self._pool.id)
         _C._cuda_releasePool(self.number, self._pool.id)
 

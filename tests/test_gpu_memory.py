@@ -172,7 +172,8 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter(range(10))
 
     class Pool:
-        def __init__(self, _allocator: Any) -> None:
+        def __init__(self, _allocator: Any, use_on_oom: bool) -> None:
+            assert use_on_oom  # allocations outside of steps that find no memory may have what is free
             self.id = (0, next(made))
 
         def __del__(self) -> None:
@@ -182,7 +183,10 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda number, pool: calls.append((name, number, pool[1]))
 
     names = {"begin": "_cuda_beginAllocateToPool", "end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}
-    monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**{name: told(word) for word, name in names.items()}))
+    bytes_of = {"allocated_bytes": {"all": {"current": 512}}, "active_bytes": {"all": {"current": 512}}}
+    entries: dict[str, Any] = {name: told(word) for word, name in names.items()}
+    monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**entries, _cuda_memoryStats=lambda _: bytes_of))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda number: calls.append(("wait", number)))
     monkeypatch.setattr(gpupool, "_allocator", lambda: SimpleNamespace(allocator=lambda: None))
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -201,3 +205,8 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = [("end", 3, 0), ("release", 3, 0), ("begin", 3, 1), ("end", 3, 1), ("release", 3, 1), ("gone", 1), ("empty",)]
     again = [("begin", 3, 2), ("end", 3, 2), ("release", 3, 2), ("gone", 2), ("empty",)]
     assert calls == [("begin", 3, 0), *ended, *again]
+    calls.clear()
+    second.begin()
+    bytes_of["active_bytes"]["all"]["current"] = 1024  # freed, and another stream was recorded on it
+    second.end()
+    assert calls == [("begin", 3, 3), ("wait", 3), ("end", 3, 3), ("release", 3, 3)]

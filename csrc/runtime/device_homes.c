@@ -252,7 +252,7 @@ ptn_status ptn_over_transfer(ptn_engine *engine, chunk *chunk, uint32_t array, u
 
 ptn_status ptn_over_begin_fill(ptn_engine *engine, slot *slot, uint64_t bytes) {
   ptn_over_finish(engine); /* an upload to the slot may be under way */
-  slot->device.followed = UINT32_MAX;
+  slot->device.followed = UINT64_MAX;
   ptn_status status = ptn_over_zero(engine, slot->region->memory, bytes);
   if (status == PTN_OK) return PTN_OK;
   ptn_lock(&engine->mutex);

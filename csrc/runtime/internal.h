@@ -8,7 +8,7 @@
 #include "runtime/engine.h"
 
 #define NO_CHUNK UINT32_MAX
-#define MAX_STREAMS 32 /* compute streams that one engine knows; bits of a mask */
+#define MAX_STREAMS 64 /* compute streams that one engine knows, bits of a mask; torch gives out 32 of each priority in turn */
 
 /* MEMORY is where it is computed: RAM under the account, or the device's memory. HOST: pinned, beside a device. */
 typedef enum home_kind { HOME_NOWHERE, HOME_MEMORY, HOME_HOST, HOME_DISK } home_kind;
@@ -73,8 +73,8 @@ typedef struct slot_device {
   ptn_event *loaded; /* behind the last transfer of the newest load */
   bool used;         /* free was recorded */
   bool unmarked;     /* recording it failed: nothing is loaded before that was made good */
-  uint32_t streams;  /* compute streams that use what is there, since free was recorded */
-  uint32_t followed; /* compute streams that are ordered behind loaded */
+  uint64_t streams;  /* compute streams that use what is there, since free was recorded */
+  uint64_t followed; /* compute streams that are ordered behind loaded */
   uint64_t load;     /* number of the newest load */
   bool ended;        /* its last transfer ended before it was known to be ordered */
   /* of a load from the host */

@@ -78,7 +78,7 @@ ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot) {
 
 ptn_status ptn_upload_follow(ptn_engine *engine, slot *slot) {
   engine_device *over = &engine->over;
-  uint32_t bit = 1u << over->stream;
+  uint64_t bit = (uint64_t)1 << over->stream;
   slot->device.streams |= bit;
   if (slot->device.followed & bit) return PTN_OK;
   ptn_unlock(&engine->mutex);
