@@ -11,10 +11,10 @@ torch's functions on tensors that are there already; preparing may end anywhere 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunction, TensorBase
+from torch._C import DisableTorchFunction
 
 from . import _core
 from .device_clock import DeviceClock
@@ -45,17 +45,23 @@ class DeviceUpdates:
                 self._engine.make_step(counted + [(number, 0) for number, _ in in_memory], scale, calls)
 
     def _prepare(self, in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float) -> list[Call]:
-        entries, compute = self._wrapped.layout.entries, self._wrapped.compute
+        """Parameters with the same hyperparameters and count of steps are updated together, as `fused=True` updates a group's."""
+        entries, device = self._wrapped.layout.entries, self._wrapped.compute.device
         largest = max((entries[number].count for number, _ in in_memory), default=0) if self._wrapped.master_array else 0
-        wide = torch.empty(min(largest, SLICE_COUNT), dtype=torch.float32, device=compute.device)
-        counts: dict[int, torch.Tensor] = {}  # steps, as the kernels take them
-        calls: list[Call] = []
+        wide = torch.empty(min(largest, SLICE_COUNT), dtype=torch.float32, device=device)
+        alike: dict[tuple[Hyper, int], list[tuple[int, torch.Tensor]]] = {}
         for number, grad in in_memory:
             self._engine.to_memory(entries[number].chunk, True)  # its state is there from here on
-            step = self._engine.steps(number) + 1
-            if step not in counts:
-                counts[step] = torch.full((), float(step), dtype=torch.float32, device=compute.device)
-            calls += self._update(number, _row(grad), hypers[entries[number].group], scale, step, counts[step], wide)
+            key = hypers[entries[number].group], self._engine.steps(number) + 1
+            alike.setdefault(key, []).append((number, _row(grad)))
+        calls: list[Call] = []
+        for (hyper, step), gradients in alike.items():
+            count = torch.full((), float(step), dtype=torch.float32, device=device)  # as the kernels take it
+            parts = [part for number, grad in gradients for part in self._parts(number, grad, hyper)]
+            if self._wrapped.master_array:
+                calls += _wide_updates(parts, wide, hyper, scale, step, count)
+            else:
+                calls += [*_scaled([part.grad for part in parts], scale), _kernel(hyper, parts, step, count)]
         return calls
 
     def _array(self, number: int, array: int) -> torch.Tensor:
@@ -66,27 +72,50 @@ class DeviceUpdates:
         first = entry.offset_bytes // self._wrapped.element_bytes
         return found[first : first + entry.count]
 
-    def _update(
-        self, number: int, grad: torch.Tensor, hyper: Hyper, scale: float, step: int, count: torch.Tensor, wide: torch.Tensor
-    ) -> list[Call]:
-        """The calls that make one parameter's update; wide: where gradients are fp32."""
+    def _parts(self, number: int, grad: torch.Tensor, hyper: Hyper) -> list[Part]:
+        """What one parameter's update reads and writes; of bf16 in slices."""
         values = _row(self._residency.place(number))
         states = [self._array(number, 1 + i) for i in range(n_states_of(hyper))]
         if not self._wrapped.master_array:
-            return [*_scaled(grad, scale), _kernel(hyper, values, grad, states, step, count)]
+            return [Part(values, values, grad, states)]
         master = self._array(number, self._wrapped.master_array)
-        calls: list[Call] = []
+        parts = []
         for first in range(0, values.numel(), SLICE_COUNT):
-            part = slice(first, first + SLICE_COUNT)
-            _take_written(values[part], master[part])
-            widened = wide[: values[part].numel()]
-            calls += [
-                (TensorBase.copy_, (widened, grad[part]), {}),
-                *_scaled(widened, scale),
-                _kernel(hyper, master[part], widened, [state[part] for state in states], step, count),
-                (TensorBase.copy_, (values[part], master[part]), {}),
-            ]
-        return calls
+            inside = slice(first, first + SLICE_COUNT)
+            _take_written(values[inside], master[inside])
+            parts.append(Part(values[inside], master[inside], grad[inside], [state[inside] for state in states]))
+        return parts
+
+
+class Part(NamedTuple):
+    """A parameter, or a slice of one, for an update; all flat. target: what is updated in fp32: the values, or their master."""
+
+    values: torch.Tensor
+    target: torch.Tensor
+    grad: torch.Tensor
+    states: list[torch.Tensor]
+
+
+def _wide_updates(
+    parts: list[Part], wide: torch.Tensor, hyper: Hyper, scale: float, step: int, count: torch.Tensor
+) -> list[Call]:
+    """Updates of masters by gradients of bf16, as many at once as find room in `wide`, where gradients are fp32."""
+    calls: list[Call] = []
+    at = 0
+    while at < len(parts):
+        batch: list[Part] = []
+        used = 0
+        while at < len(parts) and used + parts[at].grad.numel() <= wide.numel():
+            part, used, at = parts[at], used + parts[at].grad.numel(), at + 1
+            batch.append(part._replace(grad=wide[used - part.grad.numel() : used]))
+        grads = [part.grad for part in parts[at - len(batch) : at]]
+        calls += [
+            (torch._foreach_copy_, ([part.grad for part in batch], grads), {}),
+            *_scaled([wide[:used]], scale),
+            _kernel(hyper, batch, step, count),
+            (torch._foreach_copy_, ([part.values for part in batch], [part.target for part in batch]), {}),
+        ]
+    return calls
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,21 +130,22 @@ def _take_written(values: torch.Tensor, master: torch.Tensor) -> None:
     master.copy_(torch.where(written, values.float(), master))
 
 
-def _scaled(grad: torch.Tensor, scale: float) -> list[Call]:
-    return [(TensorBase.mul_, (grad, scale), {})] if scale != 1.0 else []
+def _scaled(grads: list[torch.Tensor], scale: float) -> list[Call]:
+    return [(torch._foreach_mul_, (grads, scale), {})] if scale != 1.0 else []
 
 
-def _kernel(
-    hyper: Hyper, values: torch.Tensor, grad: torch.Tensor, states: list[torch.Tensor], step: int, count: torch.Tensor
-) -> Call:
+def _kernel(hyper: Hyper, parts: list[Part], step: int, count: torch.Tensor) -> Call:
     """One update in fp32, by the kernel that `fused=True` runs. step, count: of this step, as a number and as a tensor."""
     code, lr, decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov = hyper
+    targets, grads = [part.target for part in parts], [part.grad for part in parts]
+    states = [[part.states[i] for part in parts] for i in range(n_states_of(hyper))]
     if code == SGD:
-        return torch._fused_sgd_, ([values], [grad], [states[0]] if states else []), {
+        return torch._fused_sgd_, (targets, grads, states[0] if states else []), {
             "weight_decay": decay, "momentum": momentum, "lr": lr, "dampening": dampening, "nesterov": nesterov,
             "maximize": maximize, "is_first_step": step == 1,
         }  # fmt: skip
     run = torch._fused_adamw_ if code == ADAMW else torch._fused_adam_
-    return run, ([values], [grad], [states[0]], [states[1]], [states[2]] if amsgrad else [], [count]), {
+    counts = [count] * len(parts)
+    return run, (targets, grads, states[0], states[1], states[2] if amsgrad else [], counts), {
         "lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps, "amsgrad": amsgrad, "maximize": maximize,
     }  # fmt: skip

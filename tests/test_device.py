@@ -24,7 +24,7 @@ from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, fit, run
 
 import protrain
-from protrain import _core, compute, fitting, modulestate, pacing
+from protrain import _core, compute, device_updates, fitting, modulestate, pacing
 from protrain.tiers import place_away
 
 
@@ -109,7 +109,13 @@ def test_optimizers(optimizer: Any, device: StandIn) -> None:
     assert 0 < status.plan.n_persist < status.plan.n_chunks
 
 
-def test_bf16_masters_on_the_device(device: StandIn, gpt2: Any, token_batches: Any) -> None:
+@pytest.mark.parametrize("slice_count", [None, 5000])
+def test_bf16_masters_on_the_device(
+    slice_count: int | None, device: StandIn, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widened many parameters at once, and large ones in several slices."""
+    if slice_count is not None:
+        monkeypatch.setattr(device_updates, "SLICE_COUNT", slice_count)
     loop = test_bf16.fit(token_batches(3, length=32), clip=0.5)
     status = test_bf16.assert_equal(gpt2, loop, memory=26 * MIB, host_memory=1 << 30, max_grad_norm=0.5)
     assert 0 < status.plan.n_persist < status.plan.n_chunks
