@@ -494,6 +494,19 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         environments.environment(tmp_path / "peer", tmp_path / "build")
 
 
+def test_locks_of_the_dead_go(tmp_path: Path) -> None:
+    """Of two that compile one was killed; the other one has its lock open, as torch's FileBaton has."""
+    dead, living = tmp_path / "one" / "lock", tmp_path / "other" / "lock"
+    for lock in (dead, living):
+        lock.parent.mkdir()
+        lock.touch()
+    with open(living):
+        environments.drop_dead_locks(tmp_path)
+        assert (dead.exists(), living.exists()) == (False, True)
+    environments.drop_dead_locks(tmp_path)
+    assert not living.exists()
+
+
 def test_a_machine_without_swap_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nSwapTotal:  4 kB\n")
     assert swap.swap_total(tmp_path / "meminfo") == 4096

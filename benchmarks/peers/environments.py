@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,23 @@ class Environment:
     install_seconds: float
 
 
+def drop_dead_locks(extensions: Path) -> None:
+    """Remove the locks of those that were killed while they compiled, for which torch would wait for ever. Who compiles now, in
+    another bench or a test, has its lock open."""
+    for lock in extensions.glob("*/lock"):
+        if not _is_open(lock):
+            lock.unlink(missing_ok=True)
+
+
+def _is_open(path: Path) -> bool:
+    """By a process that this one may look at."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(link) == str(path.resolve()):
+                return True
+    return False
+
+
 def environment(peer: Path, build: Path) -> Environment:
     """Args: peer, its folder; build, where environments are kept. Raises InstallError."""
     requirements = peer / "requirements.txt"
@@ -39,8 +58,7 @@ def environment(peer: Path, build: Path) -> Environment:
     folder = build / peer.name
     stamp, key = folder / "made.json", _key(requirements)
     if stamp.is_file() and (made := json.loads(stamp.read_text()))["key"] == key:
-        for lock in folder.glob("extensions/*/lock"):  # of a bench that was killed while it compiled: torch would wait for ever
-            lock.unlink()
+        drop_dead_locks(folder / "extensions")
         return Environment(folder / "bin" / "python", made["seconds"])
     shutil.rmtree(folder, ignore_errors=True)
     begin = time.monotonic()

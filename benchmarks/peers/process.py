@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from peers.environments import drop_dead_locks
+
 ANSWER_SECONDS = 600.0  # for one answer: what hangs for longer is taken for hanging
 BENCHMARKS = Path(__file__).resolve().parent.parent
 
@@ -98,8 +100,8 @@ class PeerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for lock in self._extensions.glob("*/lock") if self._extensions else ():  # it was ended while it compiled: the next one
-            lock.unlink()  # would wait for ever
+        if self._extensions is not None:
+            drop_dead_locks(self._extensions)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
