@@ -494,17 +494,22 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         environments.environment(tmp_path / "peer", tmp_path / "build")
 
 
-def test_locks_of_the_dead_go(tmp_path: Path) -> None:
+def test_what_the_dead_were_compiling_goes(tmp_path: Path) -> None:
     """Of two that compile one was killed; the other one has its lock open, as torch's FileBaton has."""
     dead, living = tmp_path / "one" / "lock", tmp_path / "other" / "lock"
     for lock in (dead, living):
         lock.parent.mkdir()
         lock.touch()
     with open(living):
-        environments.drop_dead_locks(tmp_path)
-        assert (dead.exists(), living.exists()) == (False, True)
-    environments.drop_dead_locks(tmp_path)
-    assert not living.exists()
+        environments.drop_dead_extensions(tmp_path)
+        assert (dead.parent.exists(), living.exists()) == (False, True)
+    environments.drop_dead_extensions(tmp_path)
+    assert not living.parent.exists()
+
+
+def test_one_comparison_at_a_time(tiny: str, disk: Path, tmp_path: Path) -> None:
+    with environments.alone(tmp_path), pytest.raises(process.PeerError, match=f"another comparison uses {tmp_path}: wait for"):
+        runner.compare(words(tiny, disk, tmp_path), lambda _: None)
 
 
 def test_a_machine_without_swap_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

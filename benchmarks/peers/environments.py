@@ -6,6 +6,7 @@ torch and transformers are thus the same files for everybody, and only what requ
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +35,25 @@ class Environment:
     install_seconds: float
 
 
-def drop_dead_locks(extensions: Path) -> None:
-    """Remove the locks of those that were killed while they compiled, for which torch would wait for ever. Who compiles now, in
-    another bench or a test, has its lock open."""
+@contextmanager
+def alone(build: Path) -> Iterator[None]:
+    """Who is in here is the only one that makes environments in `build` and compiles in them: extensions that two compile at once
+    are compiled again whenever they are loaded. Raises InstallError where another one is."""
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / "in-use", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InstallError(f"another comparison uses {build}: wait for its end, or end it") from None
+        yield
+
+
+def drop_dead_extensions(extensions: Path) -> None:
+    """Remove what was being compiled when who compiled it was killed: torch would wait for its lock for ever, and what is half
+    made may be compiled again whenever it is loaded. Who compiles now has the lock open."""
     for lock in extensions.glob("*/lock"):
         if not _is_open(lock):
-            lock.unlink(missing_ok=True)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _is_open(path: Path) -> bool:
@@ -58,7 +73,7 @@ def environment(peer: Path, build: Path) -> Environment:
     folder = build / peer.name
     stamp, key = folder / "made.json", _key(requirements)
     if stamp.is_file() and (made := json.loads(stamp.read_text()))["key"] == key:
-        drop_dead_locks(folder / "extensions")
+        drop_dead_extensions(folder / "extensions")
         return Environment(folder / "bin" / "python", made["seconds"])
     shutil.rmtree(folder, ignore_errors=True)
     begin = time.monotonic()

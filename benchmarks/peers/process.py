@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from peers.environments import drop_dead_locks
+from peers.environments import drop_dead_extensions
 
 ANSWER_SECONDS = 600.0  # for one answer: what hangs for longer is taken for hanging
 BENCHMARKS = Path(__file__).resolve().parent.parent
@@ -101,7 +101,7 @@ class PeerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._extensions is not None:
-            drop_dead_locks(self._extensions)
+            drop_dead_extensions(self._extensions)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):

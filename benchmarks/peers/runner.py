@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import listing, swap
-from peers.environments import InstallError, environment
+from peers.environments import InstallError, alone, environment
 from peers.listing import Row
 from peers.process import ANSWER_SECONDS, BENCHMARKS, PeerError, PeerProcess
 
@@ -137,12 +137,12 @@ def compare(words: Words, say: Say, folder: Path = listing.FOLDER) -> dict[str, 
 
     Raises:
         ValueError: a name that no peer has.
-        PeerError: the reference fails.
+        PeerError: the reference fails, or another comparison is under way.
         KeyboardInterrupt: Ctrl-C came before anything was measured; after that, what was measured is returned, and "interrupted"
             is true.
     """
     rows = [_settings(row, words) for row in _chosen(listing.read_rows(folder), words)]
-    with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
+    with _scratch(words) as scratch:
         bench = _Bench(words, say, Path(scratch))
         bench.write_model("model", 0)
         results = bench.run(rows)
@@ -163,10 +163,11 @@ def grow(words: Words, say: Say, layers_most: int = LAYERS_MOST, folder: Path = 
 
     Raises:
         ValueError: a name that no peer has.
+        PeerError: another comparison is under way.
     """
     rows = [row for row in _chosen(listing.read_rows(folder), words) if {row.name, row.peer} & set(words.peers)]
     results = []
-    with tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as scratch:
+    with _scratch(words) as scratch:
         bench = _Bench(words, say, Path(scratch))
         for row in rows:
             result = _result(row, "not compared")
@@ -175,6 +176,16 @@ def grow(words: Words, say: Say, layers_most: int = LAYERS_MOST, folder: Path = 
                 bench.grow(row, row.settings[0], result, layers_most)
             results.append(result)
     return results
+
+
+@contextmanager
+def _scratch(words: Words) -> Iterator[str]:
+    """A folder on the disk, and the environments to itself. Raises PeerError."""
+    try:
+        with alone(Path(words.build)), tempfile.TemporaryDirectory(prefix="protrain-bench-", dir=words.disk) as folder:
+            yield folder
+    except InstallError as error:
+        raise PeerError(str(error)) from None
 
 
 def _chosen(rows: list[Row], words: Words) -> list[Row]:
