@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MIB = 1 << 20
 MEMORY = 192 * MIB  # of which 36 are left for libraries, and for what is cut badly
 STATES = 8  # of a Wide, in chunks' worth: enough that a part does not persist
+BLOCKS = 8 + 2 * STATES  # of a Wide, as protrain finds them
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +98,16 @@ def equal(
     make: Callable[[], nn.Module], batches: list[torch.Tensor], stream: torch.cuda.Stream | None = None, **options: Any
 ) -> protrain.Status:
     """Trained wrapped and plainly: the same losses and parameters."""
+    bf16 = options.get("precision") == "bf16"
+    if bf16:
+        batches = [x.bfloat16() for x in batches]
     model, optimizer = wrap(make(), on="cpu", **options)
     try:
         losses = train(model, optimizer, batches, stream)
         persistent, found, status = on_gpu(model), values(model), protrain.status(model)
     finally:
         protrain.unwrap(model)
-    plain = Plain(make(), adamw, persistent, options.get("precision") == "bf16")
+    plain = Plain(make(), adamw, persistent, bf16)
     assert losses == train(plain.model, plain, batches, stream)
     want = values(plain.model)
     assert [name for name in want if found[name] != want[name]] == []
@@ -123,14 +127,14 @@ def test_homes(homes: str, precision: str) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
 def test_modes(mode: str) -> None:
-    status = equal(Wide, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
+    status = equal(Wide, inputs(4, rows=256), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
     assert set(status.plan.block_modes) == {mode}
 
 
 def test_activations_leave_and_come_back() -> None:
     """All that swapping blocks save, through the host and, where that is short, through the disk."""
     for host_memory in (4 << 30, 160 * MIB):
-        model, optimizer = wrap(Wide(), on="cpu", memory=512 * MIB, host_memory=host_memory, block_modes=["swap"] * 8)
+        model, optimizer = wrap(Chain(), on="cpu", memory=512 * MIB, host_memory=host_memory, block_modes=["swap"] * 8)
         try:
             train(model, optimizer, inputs(4, rows=4096))
             stats = protrain.session_of(model).engine.stats()
@@ -171,7 +175,7 @@ def test_dropout_is_drawn_again() -> None:
         torch.manual_seed(5)
         return model
 
-    equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * 8, **HOMES["host"])
+    equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * BLOCKS, **HOMES["host"])
 
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
@@ -185,7 +189,7 @@ def test_compiled_blocks(mode: str) -> None:
         return model
 
     torch._dynamo.reset()
-    equal(make, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
+    equal(make, inputs(4, rows=256), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
 
 
 # ---- streams ----
@@ -193,13 +197,13 @@ def test_compiled_blocks(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint_swap"])
 def test_a_stream_that_is_not_the_default(mode: str) -> None:
-    equal(Wide, inputs(5, rows=256), torch.cuda.Stream(), block_modes=[mode] * 8, **HOMES["mixed"])
+    equal(Wide, inputs(5, rows=256), torch.cuda.Stream(), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
 
 
 def test_streams_that_change() -> None:
     """Each step on another one, ordered by the caller as torch asks for. torch keeps for each stream what it had there, so the
     budget has room for as many steps; the plan is that of one."""
-    batches, modes = inputs(6, rows=64), ["swap", "keep", "checkpoint", "checkpoint_swap"] * 2
+    batches, modes = inputs(6, rows=64), ["swap", "keep", "checkpoint", "checkpoint_swap"] * (BLOCKS // 4)
 
     def run(model: Any, trainer: Any) -> list[float]:
         losses, before = [], torch.cuda.current_stream()
