@@ -8,7 +8,9 @@ core cannot tell whose an address is: one of the wrong memory would end the proc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from . import _core
 from .errors import PlanError
 from .gpupool import GpuPool
 from .profiles import Overhead
-from .sizes import MIB, default_memory_bytes
+from .sizes import KIB, MIB, default_memory_bytes
 
 
 class Compute:
@@ -146,17 +148,54 @@ class Accelerator(Compute):
         return found
 
 
-class Cuda(Accelerator):
-    """A GPU, in the context and on the streams that torch uses there. cuBLAS works in up to 32 MiB; the caching allocator takes
-    segments of 2 MiB and more, and leaves parts of them."""
+#: What the caching allocator may leave unused at the ends of its last segments: it takes 20 MiB for tensors below 10 MiB, 2 MiB
+#: for those below one, and for larger ones what they need in steps of 2 MiB.
+SEGMENT_ENDS_BYTES = 24 * MIB
+#: A step's products run on two threads, that of forward and that of backward, each with a handle of cuBLAS of its own.
+BLAS_THREADS = 2
 
-    overhead = Overhead(40 * MIB, 16)
+
+def workspace_bytes(environment: Mapping[str, str], capability: tuple[int, int], told_bytes: int | None = None) -> int:
+    """What torch takes of its caching allocator, and so of the budget, for each pair of a handle of cuBLAS and a stream: it is
+    taken with the first product and never given back.
+
+    Args:
+        capability: of the GPU, which says how much it is where the environment does not.
+        told_bytes: what torch says itself; None where it is too old for that.
+    """
+    size = told_bytes
+    if size is None:
+        parts = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        default = 32 * MIB if capability[0] >= 9 else 8 * MIB + 128 * KIB
+        size = sum(int(each) * int(count) * KIB for each, count in parts) if parts else default
+    shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    if shared == "1" or (shared != "0" and told_bytes is not None):
+        return size
+    given = environment.get("CUBLASLT_WORKSPACE_SIZE", "")  # of cuBLASLt, beside the other
+    return size + (int(given) if given.isdecimal() else 1024) * KIB
+
+
+def _cuda_overhead(number: int) -> Overhead:
+    with torch.cuda.device(number):
+        ask: Callable[[], int] | None = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
+        told_bytes = None if ask is None else int(ask())
+    workspace = workspace_bytes(os.environ, torch.cuda.get_device_capability(number), told_bytes)
+    return Overhead(SEGMENT_ENDS_BYTES + BLAS_THREADS * workspace, 16)
+
+
+class Cuda(Accelerator):
+    """A GPU, in the context and on the streams that torch uses there.
+
+    overhead: two workspaces of cuBLAS, on one stream; each further stream that a step runs on takes as many again, which the
+    plan does not know. Beside them the ends of segments, and a sixteenth for what is cut badly.
+    """
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
         number = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(torch.device("cuda", number), _core.Device(number))
         self.number = number
+        self.overhead = _cuda_overhead(number)
         self.pool = GpuPool(number)
 
     def default_memory_bytes(self) -> int:

@@ -3,9 +3,13 @@
     python benchmarks/gpu/run.py --memory 16GiB --out benchmarks/results/gpu.json
 
 Each system runs in a process of its own, which torch keeps to the budget (torch.cuda.set_per_process_memory_fraction); protrain
-keeps itself to it. A system that needs more is told as such, one that is not installed too. Where there is no GPU nothing is
-measured, which one line says. `--device cpu --layers 2 --hidden 64` tries the program itself without one; such figures mean
-nothing.
+keeps itself to it. Of each are measured: a step and its memory; for protrain what its plan had said of both, what the lanes to
+and from the GPU carried beside what calibration measured of them, and the CPU's updates. Then it looks for the largest model that
+it trains, with this width and batch, for its share of the time: a model of which two steps fit. A system that needs more memory
+is told as such, one that is not installed too, and one whose time was over before it was measured.
+
+Where there is no GPU nothing is measured, which one line says. `--device cpu --layers 2 --hidden 64` tries the program itself
+without one; such figures mean nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,118 +24,143 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from systems import SYSTEMS, MissingError, Settings
+from gpu import apart, figures, measure
+from gpu.systems import SYSTEMS
 
 from protrain.sizes import GIB, format_bytes, parse_bytes
 
-WARMUP = 4  # protrain plans before the first step and by the times of the first two, in which it finds out about the loop too
-
-
-def make_model(words: argparse.Namespace) -> Any:
-    """A GPT-2 of these sizes; its parameters in ordinary memory."""
-    import transformers
-
-    config = transformers.GPT2Config(
-        n_embd=words.hidden, n_layer=words.layers, n_head=max(words.hidden // 64, 1), vocab_size=words.vocabulary,
-        n_positions=max(words.seq, 64), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    from protrain import BudgetError
-
-    return isinstance(error, torch.OutOfMemoryError | BudgetError)
-
-
-def peak_bytes(words: argparse.Namespace, model: Any) -> int:
-    """The most that was in use of the GPU's budget."""
-    from protrain.api import find_session
-
-    session = find_session(model)
-    if session is not None:
-        return int(session.engine.stats()["peak_bytes"])
-    return torch.cuda.max_memory_reserved() if words.device == "cuda" else 0
-
-
-def work(words: argparse.Namespace) -> dict[str, Any]:
-    """Measure one system, in this process."""
-    budget = parse_bytes(words.memory)
-    if words.device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
-        total = torch.cuda.get_device_properties(0).total_memory
-        if not words.system.startswith("protrain"):
-            torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0))
-    model = make_model(words)
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        torch.randint(words.vocabulary, (words.batch, words.seq), generator=generator) for _ in range(WARMUP + words.steps)
-    ]
-    try:
-        step = SYSTEMS[words.system](model, Settings(budget, words.device, words.disk, words.host_memory))
-        losses = [step(ids.to(words.device)).item() for ids in batches[:WARMUP]]
-        begin = time.perf_counter()
-        losses += [step(ids.to(words.device)).item() for ids in batches[WARMUP:]]
-        seconds = (time.perf_counter() - begin) / words.steps
-    except MissingError as error:
-        return {"skipped": str(error)}
-    except Exception as error:
-        if out_of_memory(error):
-            return {"does_not_fit": str(error).splitlines()[0]}
-        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-    return {
-        "step_seconds": seconds,
-        "tokens_per_second": words.batch * words.seq / seconds,
-        "planned_seconds": planned_seconds(model),
-        "peak_bytes": peak_bytes(words, model),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-    }
-
-
-def planned_seconds(model: Any) -> float:
-    """What protrain's plan says of a step; 0.0 where it is not protrain's, or was planned by memory alone."""
-    from protrain.api import find_session
-
-    session = find_session(model)
-    return session.homes.arrangement.plan.step_seconds if session is not None else 0.0
+WORDS = ("memory", "device", "disk", "host_memory", "layers", "hidden", "vocabulary", "batch", "seq", "steps", "most_layers")
+#: Of the time that is left for a system: more than its share is lent to one that is slow to measure, and to no search.
+LENT = 1.5
+UPDATE_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}  # a GiB of parameter, gradient and moments: in no cache
 
 
 def run_apart(words: argparse.Namespace, system: str, seconds: float) -> dict[str, Any]:
-    """Measure one system in a process of its own."""
-    command = [sys.executable, __file__, "--system", system]
-    for name in ("memory", "device", "disk", "host_memory", "layers", "hidden", "vocabulary", "batch", "seq", "steps"):
+    """One system in a process of its own, whose search is over after so long, and all of it not much later."""
+    command = [sys.executable, __file__, "--system", system, "--until", str(time.monotonic() + seconds)]
+    for name in WORDS:
         value = getattr(words, name)
         if value is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(seconds, 1.0))
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {seconds:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"failed": (done.stderr.strip().splitlines() or ["no answer"])[-1][:300]}
-    found: dict[str, Any] = json.loads(lines[-1])
+    most = min(LENT * seconds, max(words.end - time.monotonic(), 1.0))
+    ended = apart.run(command, most)
+    found: dict[str, Any] = {}
+    for line in ended.out.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    if found.keys() - {"largest"}:
+        if ended.code not in (0, None):
+            found["ended"] = ended.reason()
+        return found
+    return {"not_measured": f"not done in the {most:.0f} s left for it"} if ended.code is None else {"failed": ended.reason()}
+
+
+def run_all(words: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each system for its share of the time."""
+    chosen = [name for name in SYSTEMS if words.only is None or name in words.only]
+    missing = {name: SYSTEMS[name].missing() for name in chosen}
+    waiting = sum(not why for why in missing.values())
+    results: dict[str, dict[str, Any]] = {}
+    for name in chosen:
+        if missing[name]:
+            results[name] = {"skipped": missing[name]}
+        elif words.end <= time.monotonic():
+            results[name] = {"not_measured": "no time was left for it"}
+        else:
+            results[name] = run_apart(words, name, (words.end - time.monotonic()) / waiting)
+            waiting -= 1
+        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
+    return results
+
+
+# ---- as people read it ----
+
+
+def size(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.1f} GB/s"
+
+
+def rows(head: list[str], lines: list[list[str]]) -> list[str]:
+    """Columns: the first to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
+    found = []
+    for first, *others in [head, *lines]:
+        right = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        found.append("  ".join([first.ljust(widths[0]), *right]))
     return found
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The figures as people read them."""
-    lines = [f"{'system':28} {'s/step':>8} {'planned':>8} {'tokens/s':>10} {'peak':>10}  last loss"]
+def step_cells(found: dict[str, Any]) -> dict[str, str]:
+    """By the heads of their columns."""
+    return {
+        "s/step": number(found["step_seconds"], ".3f"),
+        "planned": number(found["planned_seconds"], ".3f"),
+        "planned/measured": number(found["planned_over_measured_seconds"], ".3f"),
+        "tokens/s": number(found["tokens_per_second"], ".0f"),
+        "peak": size(found["peak_bytes"]),
+        "planned/measured peak": number(found["planned_over_measured_peak"], ".3f"),
+        "reserved/live": number(found["reserved_over_live"], ".3f"),
+        "NVML": size(found["nvml_bytes"]),
+        "last loss": number(found["last_loss"], ".6f"),
+    }
+
+
+def steps_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    cells = {name: step_cells(found) for name, found in results.items() if "step_seconds" in found}
+    lines = rows(["system", *next(iter(cells.values()))], [[name, *one.values()] for name, one in cells.items()]) if cells else []
     for name, found in results.items():
-        if "step_seconds" in found:
-            planned = f"{found['planned_seconds']:8.3f}" if found["planned_seconds"] else f"{'-':>8}"
-            lines.append(
-                f"{name:28} {found['step_seconds']:8.3f} {planned} {found['tokens_per_second']:10.0f} "
-                f"{format_bytes(found['peak_bytes']):>10}  {found['last_loss']:.6f}"
-            )
-        else:
-            reason, words = next(iter(found.items()))
-            lines.append(f"{name:28} {reason.replace('_', ' ')}: {words}"[:160])
-    return "\n".join(lines)
+        lines += [
+            f"{name}: {word.replace('_', ' ')}: {found[word]}"[:160]
+            for word in ("skipped", "does_not_fit", "not_measured", "failed")
+            if word in found
+        ]
+    return lines
+
+
+def lanes_table(results: dict[str, dict[str, Any]], host: dict[str, Any]) -> list[str]:
+    """Of protrain: the link, and Adam on the CPU."""
+    head = ["lanes", "up", "of calibration", "down", "of calibration", "CPU Adam in steps", "of it alone"]
+    lines = []
+    for name, found in results.items():
+        if "step_seconds" not in found or not SYSTEMS[name].keeps_budget:
+            continue
+        link, adam = found["link"] or {}, found["adam_bytes_per_second"]
+        line = [name]
+        for lane in ("upload", "offload"):
+            one = link.get(lane, {})
+            line += [rate(one.get("bytes_per_second")), number(one.get("share"), ".0%")]
+        lines.append([*line, rate(adam), number(adam and adam / host["adam_bytes_per_second"], ".0%")])
+    adam, copy = rate(host["adam_bytes_per_second"]), rate(host["copy_bytes_per_second"])
+    return (rows(head, lines) if lines else []) + [f"CPU Adam alone, {host['threads']} threads: {adam}; a copy: {copy}"]
+
+
+def largest_table(results: dict[str, dict[str, Any]], memory: str) -> list[str]:
+    head = [f"largest model in {memory}", "layers", "parameters", "too many", "search"]
+    lines = []
+    for name, found in results.items():
+        one = found.get("largest", {})
+        if "layers" in one:
+            failed = one["fails_at_layers"]
+            lines.append([name, str(one["layers"]), f"{one['parameters'] / 1e6:,.1f} M", str(failed or "-"), one["ended"][:80]])
+        elif one:
+            lines.append([name, "-", "-", "-", one["not_measured"]])
+    return rows(head, lines) if lines else []
+
+
+def table(results: dict[str, dict[str, Any]], host: dict[str, Any], memory: str) -> str:
+    """The figures as people read them."""
+    parts = [steps_table(results), lanes_table(results, host), largest_table(results, memory)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def machine() -> dict[str, Any]:
@@ -140,6 +168,9 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
     return found
+
+
+# ---- the command ----
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,10 +184,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, default=4)
     found.add_argument("--seq", type=int, default=1024)
     found.add_argument("--steps", type=int, default=5)
+    found.add_argument("--most-layers", type=int, default=4096, help="where the search for the largest model ends; 0: no search")
     found.add_argument("--minutes", type=float, default=9.5, help="all systems together")
     found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    found.add_argument("--out", default=None, help="a file for the figures, as JSON")
+    found.add_argument("--only", nargs="+", default=None, choices=tuple(SYSTEMS), metavar="SYSTEM", help="these systems alone")
+    found.add_argument("--out", default=None, help="a file for the figures, as JSON; the table goes beside it, as .txt")
     found.add_argument("--system", default=None, choices=tuple(SYSTEMS), help=argparse.SUPPRESS)
+    found.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     return found
 
 
@@ -166,23 +200,24 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: no GPU")
         return 0
     if words.system:
-        print(json.dumps(work(words)))
+        measure.work(words)
         return 0
-    end = time.monotonic() + 60 * words.minutes
-    results: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(SYSTEMS):
-        left = end - time.monotonic()
-        results[name] = run_apart(words, name, left / (len(SYSTEMS) - number) * 2 if number + 1 < len(SYSTEMS) else left)
-        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    print(table(results))
+    words.end = time.monotonic() + 60 * words.minutes
+    host = figures.host_rates(UPDATE_ELEMENTS[words.device])
+    results = run_all(words)
+    text = table(results, host, words.memory)
+    print(text)
     if words.out:
-        figures = {
+        settings = {name: value for name, value in vars(words).items() if name not in ("out", "system", "until", "end")}
+        found = {
             "machine": machine(),
-            "settings": vars(words),
+            "settings": settings,
             "memory_gib": parse_bytes(words.memory) / GIB,
+            "host": host,
             "systems": results,
         }
-        Path(words.out).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(words.out).write_text(json.dumps(found, indent=2) + "\n")
+        Path(words.out).with_suffix(".txt").write_text(text + "\n")
     return 0
 
 

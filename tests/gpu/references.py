@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+GPU = "cuda"  # tests of these tests have none
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -22,11 +23,11 @@ class Plain:
         self.model = model.cuda()
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, p in self.model.named_parameters():
-            master = nn.Parameter(p.detach().to(device="cuda" if name in on_gpu else "cpu", dtype=torch.float32, copy=True))
+            master = nn.Parameter(p.detach().to(device=GPU if name in on_gpu else "cpu", dtype=torch.float32, copy=True))
             if bf16:
                 p.data = p.data.bfloat16()
             self.pairs.append((p, master))
-        places = [[m for _, m in self.pairs if m.device.type == kind] for kind in ("cuda", "cpu")]
+        places = [[m for _, m in self.pairs if m.device.type == kind] for kind in dict.fromkeys((GPU, "cpu"))]
         self.inner = [make(masters) for masters in places if masters]
 
     def step(self) -> None:

@@ -8,8 +8,12 @@ Nothing here ran when it was written: see docs/decisions/0013-cuda-from-python.m
 from __future__ import annotations
 
 import os
-import subprocess
+import statistics
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +25,18 @@ from torch import nn
 import protrain
 from protrain import calibration, pacing
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS begins: results then do not depend on streams
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+from gpu import driver
+
+# Before cuBLAS begins: results then do not depend on streams. Of the two settings that torch takes for deterministic this one has
+# workspaces of 128 KiB; those of the other are 32 MiB, for each thread and each stream, out of budgets that are small here.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 MIB = 1 << 20
-MEMORY = 192 * MIB  # of which libraries may take 40
+MEMORY = 192 * MIB  # of which 36 are left for libraries, and for what is cut badly
 STATES = 8  # of a Wide, in chunks' worth: enough that a part does not persist
+BLOCKS = 8 + 2 * STATES  # of a Wide, as protrain finds them
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +98,16 @@ def equal(
     make: Callable[[], nn.Module], batches: list[torch.Tensor], stream: torch.cuda.Stream | None = None, **options: Any
 ) -> protrain.Status:
     """Trained wrapped and plainly: the same losses and parameters."""
+    bf16 = options.get("precision") == "bf16"
+    if bf16:
+        batches = [x.bfloat16() for x in batches]
     model, optimizer = wrap(make(), on="cpu", **options)
     try:
         losses = train(model, optimizer, batches, stream)
         persistent, found, status = on_gpu(model), values(model), protrain.status(model)
     finally:
         protrain.unwrap(model)
-    plain = Plain(make(), adamw, persistent, options.get("precision") == "bf16")
+    plain = Plain(make(), adamw, persistent, bf16)
     assert losses == train(plain.model, plain, batches, stream)
     want = values(plain.model)
     assert [name for name in want if found[name] != want[name]] == []
@@ -114,14 +127,14 @@ def test_homes(homes: str, precision: str) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
 def test_modes(mode: str) -> None:
-    status = equal(Wide, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
+    status = equal(Wide, inputs(4, rows=256), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
     assert set(status.plan.block_modes) == {mode}
 
 
 def test_activations_leave_and_come_back() -> None:
     """All that swapping blocks save, through the host and, where that is short, through the disk."""
     for host_memory in (4 << 30, 160 * MIB):
-        model, optimizer = wrap(Wide(), on="cpu", memory=512 * MIB, host_memory=host_memory, block_modes=["swap"] * 8)
+        model, optimizer = wrap(Chain(), on="cpu", memory=512 * MIB, host_memory=host_memory, block_modes=["swap"] * 8)
         try:
             train(model, optimizer, inputs(4, rows=4096))
             stats = protrain.session_of(model).engine.stats()
@@ -162,7 +175,7 @@ def test_dropout_is_drawn_again() -> None:
         torch.manual_seed(5)
         return model
 
-    equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * 8, **HOMES["host"])
+    equal(make, inputs(4, rows=64), block_modes=["checkpoint"] * BLOCKS, **HOMES["host"])
 
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
@@ -176,7 +189,7 @@ def test_compiled_blocks(mode: str) -> None:
         return model
 
     torch._dynamo.reset()
-    equal(make, inputs(4, rows=256), block_modes=[mode] * 8, **HOMES["mixed"])
+    equal(make, inputs(4, rows=256), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
 
 
 # ---- streams ----
@@ -184,12 +197,13 @@ def test_compiled_blocks(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint_swap"])
 def test_a_stream_that_is_not_the_default(mode: str) -> None:
-    equal(Wide, inputs(5, rows=256), torch.cuda.Stream(), block_modes=[mode] * 8, **HOMES["mixed"])
+    equal(Wide, inputs(5, rows=256), torch.cuda.Stream(), block_modes=[mode] * BLOCKS, **HOMES["mixed"])
 
 
 def test_streams_that_change() -> None:
-    """Each step on another one, ordered by the caller as torch asks for."""
-    batches, modes = inputs(6, rows=256), ["swap", "keep", "checkpoint", "checkpoint_swap"] * 2
+    """Each step on another one, ordered by the caller as torch asks for. torch keeps for each stream what it had there, so the
+    budget has room for as many steps; the plan is that of one."""
+    batches, modes = inputs(6, rows=64), ["swap", "keep", "checkpoint", "checkpoint_swap"] * (BLOCKS // 4)
 
     def run(model: Any, trainer: Any) -> list[float]:
         losses, before = [], torch.cuda.current_stream()
@@ -203,7 +217,16 @@ def test_streams_that_change() -> None:
 
     model, optimizer = wrap(Wide(), on="cpu", block_modes=modes, **HOMES["mixed"])
     try:
+        train(model, optimizer, batches[:1])
+        plan = protrain.status(model).plan
+    finally:
+        protrain.unwrap(model)
+    assert plan.n_persist < plan.n_chunks
+    room = (1 + len(batches)) * MEMORY
+    model, optimizer = wrap(Wide(), on="cpu", **{**HOMES["mixed"], "memory": room, "plan": plan})
+    try:
         losses, persistent = run(model, optimizer), on_gpu(model)
+        assert protrain.status(model).plan.n_persist == plan.n_persist
     finally:
         protrain.unwrap(model)
     plain = Plain(Wide(), adamw, persistent)
@@ -213,23 +236,29 @@ def test_streams_that_change() -> None:
 # ---- memory ----
 
 
-def used_by_process() -> int:
-    """What the driver says that this process has on GPU 0; 0 where it does not say (containers)."""
-    words = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits", "--id=0"]
-    import os
+def used_by_process() -> int | None:
+    """What the driver says that this process has; None, with a warning, where it does not say, as in many containers."""
+    try:
+        return driver.process_bytes(torch.cuda.current_device())
+    except driver.NotTold as error:
+        warnings.warn(f"not checked by NVML: {error}", stacklevel=2)
+        return None
 
-    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    return sum(int(line.split(",")[1]) * MIB for line in lines if line.split(",")[0].strip() == str(os.getpid()))
+
+def warm_up() -> None:
+    """Both threads, forward's and backward's, have what libraries keep for as long as the process lives: workspaces of cuBLAS."""
+    model = Chain().cuda()
+    model(inputs(1, rows=64)[0].cuda()).backward()
+    del model
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("homes", ["host", "disk"])
 def test_the_budget_holds(homes: str) -> None:
     """By torch's own count of tensors and the engine's of its memory, and by what the whole GPU has less free."""
-    torch.cuda.synchronize()
-    torch.zeros(1, device="cuda")
-    torch.mm(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda"))
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    warm_up()
+    before = torch.cuda.memory_allocated()
     free_before, process_before = torch.cuda.mem_get_info()[0], used_by_process()
     model, optimizer = wrap(Wide(), on="cpu", **HOMES[homes])
     torch.cuda.reset_peak_memory_stats()
@@ -239,19 +268,22 @@ def test_the_budget_holds(homes: str) -> None:
             train(model, optimizer, [x])
             least_free = min(least_free, torch.cuda.mem_get_info()[0])
         stats = protrain.session_of(model).engine.stats()
-        assert torch.cuda.max_memory_allocated() + stats["device_bytes"] <= MEMORY
-        assert stats["peak_bytes"] <= MEMORY
+        live = torch.cuda.max_memory_allocated() - before + stats["device_bytes"]
+        batch = 2 * 512 * 256 * 4  # and its loss: they are the caller's
+        assert live <= MEMORY + batch
+        assert stats["peak_bytes"] >= live - batch  # what was there was counted
         slack = 64 * MIB  # kernels that the driver loads meanwhile
-        assert free_before - least_free <= MEMORY + slack
-        if process_before:
-            assert used_by_process() - process_before <= MEMORY + slack
+        assert stats["device_bytes"] <= free_before - least_free <= MEMORY + slack
+        process_after = used_by_process() if process_before is not None else None
+        if process_before is not None and process_after is not None:
+            assert stats["device_bytes"] <= process_after - process_before <= MEMORY + slack
     finally:
         protrain.unwrap(model)
 
 
 def test_torch_counts_what_it_always_counts() -> None:
     """memory_stats tells of tensors in the pool too, and the pool's segments are gone after unwrap."""
-    torch.cuda.empty_cache()
+    warm_up()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     model, optimizer = wrap(Wide(), on="cpu", **HOMES["host"])
     loss = model(inputs(1, rows=64)[0].cuda())
@@ -322,8 +354,11 @@ def test_a_thousand_steps() -> None:
         assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
 
 
-def test_plans_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two steps are timed on the GPU; the plan foretells later ones, and they are held to the budget."""
+def test_plans_by_time(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> None:
+    """The first two steps are timed on the GPU; the plan foretells later ones, and they are held to the budget.
+
+    How well it does is reported, by `python -m pytest -rP`; a test is no place to judge it, benchmarks/gpu is.
+    """
     monkeypatch.setattr(pacing, "PROFILED_STEPS", 2)
     model, optimizer = wrap(Wide(), **HOMES["mixed"])
     train(model, optimizer, inputs(6, rows=256))
@@ -336,7 +371,17 @@ def test_plans_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not session.clock.device.running
     assert status.plan.forecast is not None
     assert status.plan.step_seconds > times.compute_seconds
-    assert status.peak_memory_bytes <= MEMORY
+    seconds = []
+    for x in inputs(4, rows=256, seed=2):
+        begin = time.perf_counter()
+        train(model, optimizer, [x])  # it ends with a loss that is read
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    assert protrain.status(model).peak_memory_bytes <= MEMORY
+    ratio = status.plan.step_seconds / statistics.median(seconds)
+    record_property("planned_over_measured_seconds", ratio)
+    print(f"planned {status.plan.step_seconds:.4f} s, measured {statistics.median(seconds):.4f} s, {ratio:.3f} of it")
+    assert 0.05 < ratio < 20  # of another order it would be a mistake in units, whatever else the machine does
     protrain.unwrap(model)
 
 

@@ -1,0 +1,1 @@
+"""Training on one GPU inside a budget: protrain beside others."""
