@@ -81,7 +81,8 @@ def numbered(text: str) -> str:
 def test_the_page_has_every_row_with_its_figures_or_its_reason(record: dict[str, Any]) -> None:
     shown = Tags(page.html(record))
     parts = [part for part in sections(shown) if part != "standing"]
-    assert parts == ["compared", "against", "steps", "settings", "missing", "facts"]
+    largest = ["largest"] if show.grown(record) else []
+    assert parts == ["compared", "against", "steps", *largest, "settings", "missing", "facts"]
     for row in record["rows"]:
         assert row["name"] in shown.text
         if row["seconds"] is None:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +51,22 @@ class Job:
 
     def model(self) -> Any:
         """With its weights, which are read one tensor at a time."""
+        model = self.empty_model()
+        with torch.no_grad():
+            for parameter, value in self.weights(model):
+                parameter.copy_(value)
+        return model
+
+    def weights(self, model: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Each parameter of a model and its value, which is read when it is asked for."""
         from safetensors import safe_open
 
-        model = self.empty_model()
-        with safe_open(Path(self.model_folder) / "model.safetensors", "pt") as file, torch.no_grad():
+        with safe_open(Path(self.model_folder) / "model.safetensors", "pt") as file:
             names = set(file.keys())
             for name, parameter in model.named_parameters():
                 if name not in names:
                     raise CannotRunError(f"the weights have no {name}")
-                parameter.copy_(file.get_tensor(name))
-        return model
+                yield parameter, file.get_tensor(name)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The one that everybody's is compared with."""

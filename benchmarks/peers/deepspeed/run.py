@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO on its CPU accelerator, in a world of one process, with its own Adam; knobs are keys of its configuration.
 
 Dotted knobs lie deeper, as "offload_param.device"; "largest parameter" becomes the elements of the model's largest one, which the
-buffers that read parameters must hold; `checkpoint` is transformers' switch, not DeepSpeed's.
+buffers that read parameters must hold; `checkpoint` is transformers' switch, not DeepSpeed's. Models whose parameters go to disk
+are made inside of zero.Init, as its documentation has it for models that fit no memory.
 """
 
 import json
@@ -40,15 +41,33 @@ def configuration(job: Job, largest: int) -> dict[str, Any]:
     return found
 
 
+def largest_parameter(job: Job) -> int:
+    """Its elements."""
+    with torch.device("meta"):
+        return max(p.numel() for p in job.empty_model().parameters())
+
+
+def model_in_parts(job: Job, settings: dict[str, Any]) -> Any:
+    """Each parameter is whole while it gets its value. Where a whole model is handed over instead, DeepSpeed 0.19 makes fp32
+    parameters bf16 on a CPU without fp16, and its forward fails."""
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = job.empty_model()
+    for parameter, value in job.weights(model):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.copy_(value)
+    return model
+
+
 def make(job: Job) -> Step:
     one_process()
     deepspeed.init_distributed(dist_backend="gloo")
-    model = job.model()
+    settings = configuration(job, largest_parameter(job))
+    print(json.dumps(settings))
+    in_parts = job.knobs.get("offload_param.device") == "nvme"
+    model = model_in_parts(job, settings) if in_parts else job.model()
     if job.knobs.get("checkpoint"):
         how = {"use_reentrant": job.knobs["checkpoint"] == "reentrant"}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-    settings = configuration(job, max(p.numel() for p in model.parameters()))
-    print(json.dumps(settings))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
