@@ -65,11 +65,13 @@ class GpuPool:
         if not self.running:
             return
         del _current[self.number]
-        stats = _C._cuda_memoryStats(self.number)
-        if stats["active_bytes"]["all"]["current"] != stats["allocated_bytes"]["all"]["current"]:
-            torch.cuda.synchronize(self.number)  # blocks wait that other streams may read
-        _C._cuda_endAllocateToPool(self.number, self._pool.id)
-        _C._cuda_releasePool(self.number, self._pool.id)
+        try:
+            stats = _C._cuda_memoryStats(self.number)
+            if stats["active_bytes"]["all"]["current"] != stats["allocated_bytes"]["all"]["current"]:
+                torch.cuda.synchronize(self.number)  # blocks wait that other streams may read
+        finally:
+            _C._cuda_endAllocateToPool(self.number, self._pool.id)
+            _C._cuda_releasePool(self.number, self._pool.id)
 
     def renew(self) -> None:
         """Segments that no tensor is in go back; called between steps."""

@@ -42,7 +42,7 @@ class Loads:
             DiskError: the disk failed while parameters were put; they are half loaded.
         """
         found: list[DiskError] = []
-        self._found = found
+        before, self._found = self._found, found  # a module's own load_state_dict may call that of another one
         try:
             yield
         except Exception as error:
@@ -56,7 +56,7 @@ class Loads:
                 del failed  # an error that its own traceback holds keeps what the forward under way has allocated
         finally:
             found.clear()
-            self._found = None
+            self._found = before
 
     def note(self, error: DiskError) -> None:
         """An operation on parameters failed; kept for the load_state_dict that may have made it, and for nobody else."""

@@ -31,8 +31,9 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 # The files that take longest, the longest first: where several processes share the files, these are begun first.
 LONGEST = (
-    "test_reliability", "test_bf16", "test_c", "test_trainer", "test_plan_cli", "test_cli", "test_exact", "test_semantics_calls",
-    "test_semantics", "test_examples", "test_report", "test_optimizers", "test_rehearsal", "test_stash", "test_build",
+    "test_reliability", "test_bf16", "test_gpu_benchmark", "test_c", "test_trainer", "test_plan_cli", "test_cli", "test_exact",
+    "test_semantics_calls", "test_semantics", "test_examples", "test_report", "test_optimizers", "test_rehearsal", "test_stash",
+    "test_build",
 )  # fmt: skip
 
 LanguageModel = Callable[..., Any]

@@ -21,6 +21,7 @@ from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
 from protrain import _core, checkpoint, materialise, tensorfiles, torchfiles
+from protrain.loads import Loads
 from protrain.replacing import replaced
 from protrain.residency import Residency
 from protrain.tensorfiles import Entry, TensorFile, write_tensors
@@ -606,6 +607,23 @@ def test_a_read_that_fails_tells_errno_and_bytes(
     with pytest.raises(protrain.DiskError, match=words) as caught:
         found.get("exp_avg") if kind == "pt" else file.read("flat")
     told(caught.value, code, path.name, TENSORS["flat"].nbytes if kind == "safetensors" else 2_400_000)
+
+
+def test_loads_inside_of_a_load() -> None:
+    """What fails behind one that a module's own load_state_dict made is still the outer one's."""
+    loads, error = Loads(), protrain.DiskError("the disk failed", errno=errno.EIO, filename="store", asked_bytes=4096)
+
+    def load() -> None:
+        with loads.of_state_dict():
+            with loads.of_state_dict():
+                pass
+            loads.note(error)
+            raise RuntimeError("torch's words about it")
+
+    with pytest.raises(protrain.DiskError, match="the disk failed"):
+        load()
+    with pytest.raises(protrain.StepError, match="half-way"):
+        loads.check("forward")
 
 
 def test_an_error_that_is_over_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,3 +210,13 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_of["active_bytes"]["all"]["current"] = 1024  # freed, and another stream was recorded on it
     second.end()
     assert calls == [("begin", 3, 3), ("wait", 3), ("end", 3, 3), ("release", 3, 3)]
+    calls.clear()
+
+    def fail(_number: int) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    second.begin()
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        second.end()
+    assert calls == [("begin", 3, 3), ("end", 3, 3), ("release", 3, 3)]

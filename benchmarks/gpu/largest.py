@@ -38,7 +38,7 @@ def search(
             return {**found, "ended": FOUND}
         if trained >= most:
             return {**found, "ended": NO_MORE}
-        layers = min(max(2 * trained, 1), most) if failed is None else (trained + failed) // 2
+        layers = min(max(2 * trained, 1) if failed is None else (trained + failed) // 2, most)
         begin = time.monotonic()
         if begin + seconds_per_layer * layers * EXPECTED >= until:
             return found

@@ -17,7 +17,7 @@ import torch
 from gpu import driver, figures, largest
 from gpu.systems import SYSTEMS, Settings, System, fill
 
-from protrain import BudgetError, DiskError, calibration
+from protrain import BudgetError, DeviceError, DiskError, calibration
 from protrain.api import find_session
 from protrain.compute import Accelerator
 from protrain.materialise import parameters_on_meta
@@ -119,8 +119,9 @@ def measure(words: argparse.Namespace, system: System, settings: Settings) -> di
 
 
 def memory_figures(words: argparse.Namespace, session: Any) -> dict[str, Any]:
-    """peak_bytes: of the budget; reserved_over_live: what was taken from the driver beside what tensors and the engine had, both
-    at their highest of the measured steps; nvml_bytes: of the whole process, by the driver. None: not told."""
+    """peak_bytes: of the budget, protrain's since it was wrapped; reserved_over_live: what was taken from the driver beside what
+    tensors and the engine had, both at their highest of the measured steps; nvml_bytes: of the whole process, by the driver.
+    None: not told."""
     stats = session.engine.stats() if session is not None else None
     found: dict[str, Any] = {"peak_bytes": stats["peak_bytes"] if stats else None}
     if words.device != "cuda":
@@ -155,7 +156,7 @@ def session_figures(session: Any, updates: figures.Updates, found: dict[str, Any
     try:
         timeline = session.clock.step.timeline()
         machine = calibration.measure_device(compute, session.wrapped.settings.disk)
-    except (StepError, DiskError, BudgetError, MemoryError) as error:
+    except (StepError, DiskError, DeviceError, BudgetError, MemoryError) as error:
         return told | {"link_not_told": one_line(error)}
     return told | {"link": figures.link_shares(timeline, machine)}
 

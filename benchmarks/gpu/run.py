@@ -121,7 +121,7 @@ def steps_table(results: dict[str, dict[str, Any]]) -> list[str]:
     for name, found in results.items():
         lines += [
             f"{name}: {word.replace('_', ' ')}: {found[word]}"[:160]
-            for word in ("skipped", "does_not_fit", "not_measured", "failed")
+            for word in ("skipped", "does_not_fit", "not_measured", "failed", "ended")
             if word in found
         ]
     return lines
@@ -153,7 +153,7 @@ def largest_table(results: dict[str, dict[str, Any]], memory: str) -> list[str]:
             failed = one["fails_at_layers"]
             lines.append([name, str(one["layers"]), f"{one['parameters'] / 1e6:,.1f} M", str(failed or "-"), one["ended"][:80]])
         elif one:
-            lines.append([name, "-", "-", "-", one["not_measured"]])
+            lines.append([name, "-", "-", "-", one.get("not_measured") or one.get("ended", "-")[:80]])
     return rows(head, lines) if lines else []
 
 
@@ -188,7 +188,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--minutes", type=float, default=9.5, help="all systems together")
     found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     found.add_argument("--only", nargs="+", default=None, choices=tuple(SYSTEMS), metavar="SYSTEM", help="these systems alone")
-    found.add_argument("--out", default=None, help="a file for the figures, as JSON; the table goes beside it, as .txt")
+    found.add_argument("--out", default=None, help="a file for the figures, as JSON; the table goes beside it, in FILE.txt")
     found.add_argument("--system", default=None, choices=tuple(SYSTEMS), help=argparse.SUPPRESS)
     found.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     return found
@@ -205,8 +205,6 @@ def main(arguments: list[str] | None = None) -> int:
     words.end = time.monotonic() + 60 * words.minutes
     host = figures.host_rates(UPDATE_ELEMENTS[words.device])
     results = run_all(words)
-    text = table(results, host, words.memory)
-    print(text)
     if words.out:
         settings = {name: value for name, value in vars(words).items() if name not in ("out", "system", "until", "end")}
         found = {
@@ -217,7 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
             "systems": results,
         }
         Path(words.out).write_text(json.dumps(found, indent=2) + "\n")
-        Path(words.out).with_suffix(".txt").write_text(text + "\n")
+    text = table(results, host, words.memory)
+    print(text)
+    if words.out:
+        Path(f"{words.out}.txt").write_text(text + "\n")
     return 0
 
 

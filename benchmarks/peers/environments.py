@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 
 INSTALL_SECONDS = 1500
@@ -43,7 +44,7 @@ def alone(build: Path) -> Iterator[None]:
     with open(build / "in-use", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InstallError(f"another comparison uses {build}: wait for its end, or end it") from None
         yield
 
@@ -58,7 +59,7 @@ def drop_dead_extensions(extensions: Path) -> None:
 
 def _is_open(path: Path) -> bool:
     """By a process that this one may look at."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in iglob("/proc/[0-9]*/fd/*"):  # which overlooks processes that end meanwhile
         with suppress(OSError):
             if os.readlink(link) == str(path.resolve()):
                 return True
