@@ -144,12 +144,15 @@ def title(found: dict[str, Any]) -> str:
 
 
 def took(found: dict[str, Any]) -> str:
-    """How long the whole command took, in a sentence; empty where the record does not say."""
+    """How long the whole command took, and what was installed before it or in it; empty where the record does not say."""
     if "took_seconds" not in found:
         return ""
     kept = found.get("kept_searches", 0)
     earlier = f", with {kept} of the searches kept from earlier runs" if kept else ", its searches included"
-    return f"The whole command took {duration_text(found['took_seconds'])}{earlier}."
+    installed = {row["peer"]: row["install_seconds"] for row in found.get("rows", []) if row["install_seconds"]}
+    once = ", ".join(f"{peer} in {duration_text(seconds)}" for peer, seconds in installed.items())
+    once = f" Installed at its first use, once: {once}; what it compiles then comes on top." if once else ""
+    return f"The whole command took {duration_text(found['took_seconds'])}{earlier}.{once}"
 
 
 def legend(found: dict[str, Any]) -> str:
