@@ -41,13 +41,14 @@ def compared_row(label: str, name: str, rows: list[dict[str, Any]]) -> str:
     """A row of the README's comparison, as the record has it."""
     of_it = [row for row in rows if row["name"] in (name, f"{name}, fastest", f"{name}, leanest") and row["median_seconds"]]
     if not of_it:
-        return f"| {label} | – | – | – | – |"
+        return f"| {label} | – | – | – | – | – |"
     kinds = ", ".join(row["setting"] for row in of_it if row["setting"])
     tokens = ", ".join(f"{row['tokens_per_second']:,.0f}" for row in of_it)
     peaks = ", ".join(f"{row['peak_bytes'] / MIB:,.0f}" for row in of_it)
     ratios = ", ".join(f"{row['ratio']:.2f}" for row in of_it)
     knobs = ", ".join(str(show.n_knobs(row)) for row in of_it)
-    return f"| {label}{': ' if kinds else ''}{kinds} | {tokens} | {peaks} MiB | {ratios} | {knobs} |"
+    largest = next(show.largest(row) for row in reversed(of_it))
+    return f"| {label}{': ' if kinds else ''}{kinds} | {tokens} | {peaks} MiB | {ratios} | {knobs} | {largest} |"
 
 
 @pytest.mark.parametrize("label", COMPARED)
