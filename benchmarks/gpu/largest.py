@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-FINEST = 16  # what is between is a sixteenth of what trains, or one layer: good enough
+from layers import next_layers, settled
+
 EXPECTED = 1.3  # more than in proportion to its layers a larger model may take
 
 FOUND, NO_TIME, NO_MORE = "found", "time was over", "no more was asked for"
@@ -34,11 +35,9 @@ def search(
     while True:
         found = {"layers": trained, "fails_at_layers": failed, "ended": NO_TIME}
         note(found)
-        if failed is not None and failed - trained <= max(trained // FINEST, 1):
-            return {**found, "ended": FOUND}
-        if trained >= most:
-            return {**found, "ended": NO_MORE}
-        layers = min(max(2 * trained, 1) if failed is None else (trained + failed) // 2, most)
+        layers = next_layers(trained, failed, most)
+        if layers is None:
+            return {**found, "ended": FOUND if settled(trained, failed) else NO_MORE}
         begin = time.monotonic()
         if begin + seconds_per_layer * layers * EXPECTED >= until:
             return found

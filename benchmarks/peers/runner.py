@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from layers import next_layers
 from peers import listing, swap
 from peers.environments import InstallError, alone, environment
 from peers.listing import Row
@@ -549,13 +550,6 @@ class _Runner:
         result.within_budget = result.peak_bytes <= OVER * words.memory
         beyond = sum(self._warm_seconds) - len(self._warm_seconds) * result.median_seconds
         result.setup_seconds = self._make_seconds + max(beyond, 0.0)
-
-
-def next_layers(fits: int, fails: int | None, most: int) -> int | None:
-    """Which size is tried next: doubled up to `most` until one fails, then by bisection to a 16th; None where all is known."""
-    if fails is None:
-        return min(2 * fits or 1, most) if fits < most else None
-    return (fits + fails) // 2 if fails - fits > max(1, fits // 16) else None
 
 
 def judge(losses: list[float], reference: list[float]) -> tuple[str, str, float]:
