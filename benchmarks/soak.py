@@ -2,8 +2,9 @@
 
     python benchmarks/soak.py --steps 300 --out benchmarks/results/soak.json
 
-A GPT-2 of four blocks, one of each mode. After the lengths have all been seen once, resident memory and the store's file should
-stay where they are: the record has both as their lowest and highest in the first and in the last third of the steps.
+A GPT-2 of four blocks, one of each mode. After the lengths have all been seen once, resident memory and the store's file stay
+where they are: the record has both as their lowest and highest in the first and in the last third of the steps. Ends with status
+1 where the last third's highest lies above the first third's: at all in the file, by more than SLACK_BYTES in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import protrain
 MIB = 1 << 20
 MODES = ["swap", "checkpoint_swap", "checkpoint", "keep"]
 LENGTHS = [512, 128, 384, 256, 512, 64, 448, 320]
+SLACK_BYTES = 4 * MIB  # pages of Python's and torch's own that come and go
 
 
 def resident_bytes() -> int:
@@ -47,11 +49,23 @@ def spread(values: list[int]) -> dict[str, float]:
     return {"lowest_mib": round(min(values) / MIB, 1), "highest_mib": round(max(values) / MIB, 1)}
 
 
+def grown(resident: list[int], disk: list[int], third: int) -> list[str]:
+    """What is higher in the last third of the steps than it ever was in the first, in words. In bytes, one of each step."""
+    found = []
+    for what, values, slack_bytes in (("resident memory", resident, SLACK_BYTES), ("the store's file", disk, 0)):
+        first, last = max(values[len(LENGTHS) : third]), max(values[-third:])
+        if last > first + slack_bytes:
+            found.append(f"{what} grew from {first / MIB:.1f} to {last / MIB:.1f} MiB")
+    return found
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--steps", type=int, default=300)
     words.add_argument("--out", help="also write the record there")
     given = words.parse_args()
+    if given.steps < 6 * len(LENGTHS):
+        words.error(f"--steps {given.steps} is too few to compare thirds; give {6 * len(LENGTHS)} or more")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=256, n_layer=len(MODES), n_head=4)
     model = transformers.GPT2LMHeadModel(config)
@@ -85,6 +99,8 @@ def main() -> None:
     if given.out:
         with open(given.out, "w") as file:
             file.write(text + "\n")
+    if growth := grown(resident, disk, third):
+        raise SystemExit("; ".join(growth))
 
 
 if __name__ == "__main__":

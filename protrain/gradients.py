@@ -220,9 +220,14 @@ class Gradients:
         self._used = {number for number, _ in in_memory}
 
     def end_step(self) -> None:
-        """The step was made; the next backward pass is the first of another."""
+        """The step was made; the next backward pass is the first of another. A graph from before it has lost what it saved of
+        parameters, as after torch's optimizers, whose fused kernels alone leave versions as they were."""
         self.passes = 0
-        self._left |= self.taken | self._used
+        updated = self.taken | self._used
+        groups = self._wrapped.groups
+        seen = [self._params[n] for n in updated if not groups[self._layout.entries[n].group].get("fused")]
+        torch.autograd.graph.increment_version(seen)
+        self._left |= updated
         self._used = set()
         self.taken.clear()
         self._norms.clear()

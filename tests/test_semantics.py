@@ -635,3 +635,40 @@ def test_training_in_eval_mode() -> None:
         return steps(inputs(5))(model, optimizer, False)
 
     both(DroppingChain, loop)
+
+
+# ---- a step between a forward and its backward ----
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap", None])
+def test_a_step_between_a_forward_and_its_backward_is_noticed(mode: str | None) -> None:
+    """What the graph saved of parameters is gone, and autograd says so by their versions. With torch's fused kernels, which leave
+    versions alone, plain torch goes on with the new values, and so does a wrapped model but for blocks that would be recomputed
+    with them."""
+
+    def late_backward(fused: bool | None, wrap: bool) -> list[Any]:
+        model = Chain()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        if wrap:
+            options: dict[str, Any] = {"memory": TIGHT} if mode is None else {"memory": 256 * MIB, "block_modes": [mode] * 8}
+            model, optimizer = protrain.wrap(model, optimizer, **options)
+        figures = []
+        for x in inputs(3):
+            early, late = model(x), model(x + 1)
+            early.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            late.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures += [early.item(), late.item()]
+        return figures
+
+    for wrap in (False, True):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version \d+; expected version"):
+            late_backward(None, wrap)
+    if mode is not None and mode.startswith("checkpoint"):
+        with pytest.raises(RuntimeError, match=r"block blocks\.7 is recomputed, and optimizer\.step\(\) changed its parameters"):
+            late_backward(True, True)
+    else:
+        assert late_backward(True, True) == late_backward(True, False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import soak
@@ -73,3 +76,23 @@ def test_each_night_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     assert third == {"7"}
     assert [words[-2:] for words, _ in given[2 * count :] if words[0].endswith(soak.SEEDED)] == [["--seed", "7"]] * 3
     assert "--seed 7" in capsys.readouterr().out
+
+
+def test_growth_with_changing_lengths_is_an_error() -> None:
+    """300 steps of the record, 48 here; what is higher in the last third than in the first ends the program with a word."""
+    program = Path(__file__).parent.parent / "benchmarks/soak.py"
+    ended = subprocess.run([sys.executable, program, "--steps", "48"], check=False, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(ended.stdout)
+    assert record["disk_write_mib_per_step"] > 1
+    spec = importlib.util.spec_from_file_location("soak_of_lengths", program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    flat, mib = [600 << 20] * 48, 1 << 20
+    assert module.grown(flat, flat, 16) == []
+    assert module.grown([600 * mib + step * mib // 4 for step in range(48)], flat, 16) == [
+        "resident memory grew from 603.8 to 611.8 MiB"
+    ]
+    assert module.grown(flat, [128 * mib] * 40 + [129 * mib] * 8, 16) == ["the store's file grew from 128.0 to 129.0 MiB"]
