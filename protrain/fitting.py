@@ -8,6 +8,7 @@ little room blocks are recomputed, or the batch is refused. Plans by time come l
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,11 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
     if len(known) != len(shapes):
         return False
     return all(len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True))
+
+
+def elements(shapes: Shapes) -> int:
+    """Of all tensors of a batch."""
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def first_arrangement(wrapped: Wrapped) -> Arrangement:

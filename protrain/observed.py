@@ -129,6 +129,12 @@ def without_drag(times: Times, lost_seconds: float, n_passes: int) -> Times:
     return Times(tuple((compute * scale, again * scale) for compute, again in times.phases))
 
 
+def of_whole(times: Times, share: float) -> Times:
+    """The times of a whole batch by those of a share of its elements. Attention to all of a sequence takes more than that, what
+    an operation costs beside its elements less."""
+    return Times(tuple((compute / share, again / share) for compute, again in times.phases))
+
+
 def least(first: Times, second: Times) -> Times:
     """Phase by phase the shorter: the first step of a process touches memory and starts threads, and noise only adds."""
     return Times(tuple((min(a, c), min(b, d)) for (a, b), (c, d) in zip(first.phases, second.phases, strict=True)))

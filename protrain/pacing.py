@@ -3,7 +3,9 @@
 A dry run says before the first step what fits memory, and a fixed rule makes the first plan from that alone. The first two
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
 searches with times, and where its plan is better than the one in use the session changes over, between two steps. A longer batch
-starts this anew: its memory is foreseen first, and it is profiled as it runs.
+starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter batches, as padding to the longest
+sequence makes them, are a profile too: what they computed is taken for so many more elements. They depart where they take longer
+than the whole step that was planned, or less than their share of it.
 
 Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
 profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +24,17 @@ from .compute import Accelerator
 from .device_clock import DeviceClock
 from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
-from .fitting import Fitter, Shapes
+from .fitting import Fitter, Shapes, covers, elements
 from .homes import Homes
-from .observed import drag_seconds, least, observe, without_drag
+from .observed import drag_seconds, least, observe, of_whole, without_drag
 from .profiles import Machine, Times
 from .timeline import BlockClock
 from .wrapped import Wrapped
 
 #: In the first of them memory is touched for the first time and threads start; of each phase the shorter time counts.
 PROFILED_STEPS = 2
+#: A step of a smaller share of the planned batch's elements is no profile, unless so many steps brought none that is.
+LEAST_SHARE, MOST_PASSED_OVER = 0.5, 8
 #: Another plan must be so much better than the one in use: homes that move cost time, and predictions err.
 LEAST_GAIN = 0.02
 #: Steps that depart by more than this share, so many in a row, are profiled and planned for again.
@@ -49,32 +54,38 @@ class Pacer:
         self._times: Times | None = None
         self._rest_seconds = 0.0
         self._profiled = 0  # steps
+        self._passed_over = 0  # steps in a row that were too short to be a profile
         self._departed = 0  # steps in a row
         self._patience = DEPARTED_STEPS
         self._told = False
-        self._ordered: deque[tuple[float, tuple[Any, Any]]] = deque()  # steps of a device: planned seconds, begin and end
+        #: Steps of a device: planned seconds, share of the planned batch, begin and end.
+        self._ordered: deque[tuple[float, float, tuple[Any, Any]]] = deque()
         self._departure: tuple[float, float] | None = None  # planned and taken, where the next step is profiled for it
 
     def begin(self, run: DryRun | None, shapes: Shapes) -> None:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
         self._times, self._profiled, self._departed, self._departure = None, 0, 0, None
+        self._passed_over = 0
         self._ordered.clear()
         if self._clock.device is not None:
             self._clock.device.running = True
 
-    def after_step(self, shapes: Shapes | None, step_seconds: float, update_seconds: float, update_bytes: int) -> None:
-        """A step is complete. shapes: of its batches; () where they differ, None where it had none. update_*: of what step()
-        updated in memory."""
+    def after_step(self, batches: Sequence[Shapes], step_seconds: float, update_seconds: float, update_bytes: int) -> None:
+        """A step is complete. batches: the shapes of each pass that it had. update_*: of what step() updated in memory."""
         device = self._clock.device
         if device is not None and (self._run is None or self._wrapped.settings.plan is not None):
             device.running = False
-        if self._run is None or shapes != self._shapes or self._wrapped.settings.plan is not None:
+        share = self._share(batches)
+        if self._run is None or share is None or self._wrapped.settings.plan is not None:
             return
         if self._profiled < PROFILED_STEPS:
+            if share < LEAST_SHARE and self._passed_over < MOST_PASSED_OVER:
+                self._passed_over += 1
+                return
             update_seconds = device.update_seconds() if device is not None else update_seconds
-            if self._observe(self._run, update_seconds):
-                self._profiled += 1
+            if self._observe(self._run, update_seconds, share):
+                self._profiled, self._passed_over = self._profiled + 1, 0
                 if self._profiled == PROFILED_STEPS:
                     self._plan(self._run, update_seconds, update_bytes)
                 if device is not None:
@@ -85,31 +96,40 @@ class Pacer:
             return
         planned = self._homes.arrangement.plan.step_seconds
         if device is not None:
-            self._watch(device, planned)
-        elif planned > 0 and self._departs(planned, step_seconds) and self._observe(self._run, update_seconds):
+            self._watch(device, planned, share)
+        elif planned > 0 and self._departs(planned, step_seconds, share) and self._observe(self._run, update_seconds, share):
             self._plan(self._run, update_seconds, update_bytes)
             self._tell(planned, step_seconds)
 
-    def _departs(self, planned: float, taken: float) -> bool:
-        """Whether this step is one too many that departs from its plan."""
-        departs = not 1 / (1 + DEPARTURE) <= taken / planned <= 1 + DEPARTURE
+    def _share(self, batches: Sequence[Shapes]) -> float | None:
+        """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have
+        its shapes; None where there was none, or one that it does not cover."""
+        if self._shapes is None or not batches or not all(covers(self._shapes, shapes) for shapes in batches):
+            return None
+        planned = elements(self._shapes)
+        return sum(elements(shapes) for shapes in batches) / (planned * len(batches)) if planned else None
+
+    def _departs(self, planned: float, taken: float, share: float) -> bool:
+        """Whether this step is one too many that departs from its plan. Of a step with less to compute it is known only that it
+        takes no more, and no less than its share: what moves is as much as ever."""
+        departs = not share / (1 + DEPARTURE) <= taken / planned <= 1 + DEPARTURE
         self._departed = self._departed + 1 if departs else 0
         if self._departed < self._patience:
             return False
         self._departed, self._patience, self._times = 0, 2 * self._patience, None
         return True
 
-    def _watch(self, device: DeviceClock, planned: float) -> None:
+    def _watch(self, device: DeviceClock, planned: float, share: float) -> None:
         """The same over a device: of steps whose ends it has come to. The next one is profiled where they depart."""
-        while self._ordered and (taken := device.seconds(self._ordered[0][1])) is not None:
-            expected, _ = self._ordered.popleft()
-            if self._departs(expected, taken):
+        while self._ordered and (taken := device.seconds(self._ordered[0][2])) is not None:
+            expected, part, _ = self._ordered.popleft()
+            if self._departs(expected, taken, part):
                 self._ordered.clear()
                 self._departure, self._profiled, device.running = (expected, taken), PROFILED_STEPS - 1, True
                 return
         step = device.take_step()
         if planned > 0 and step is not None:
-            self._ordered.append((planned, step))
+            self._ordered.append((planned, share, step))
 
     def _tell(self, planned: float, taken: float) -> None:
         """Once in a session."""
@@ -121,7 +141,7 @@ class Pacer:
                 stacklevel=8,
             )
 
-    def _observe(self, run: DryRun, update_seconds: float) -> bool:
+    def _observe(self, run: DryRun, update_seconds: float, share: float) -> bool:
         step, device = self._clock.step, self._clock.device
         events = step.raw() if step is not None else []
         if step is None or not events:
@@ -138,7 +158,7 @@ class Pacer:
             return False
         rest = max(found.rest_seconds - update_seconds, 0.0)
         lost = drag_seconds(events, step.passes, machine)
-        times = without_drag(found.times, lost, len(step.passes))
+        times = of_whole(without_drag(found.times, lost, len(step.passes)), share)
         self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
         self._times = times if self._times is None else least(self._times, times)
         return True

@@ -81,7 +81,7 @@ class Session:
         # the step under way
         self._began: float | None = None
         self._wait_ns = 0
-        self._shapes: Shapes | None = None  # of its batches; (): they differ
+        self._batches: list[Shapes] = []  # of the step under way
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._noted_commits = 0  # steps that the engine has made and `_note_commit` has heard of
         self._steps_before = 0
@@ -168,7 +168,7 @@ class Session:
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
-            self._shapes = None
+            self._batches = []
             self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
@@ -182,7 +182,7 @@ class Session:
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or is recomputed in all blocks where that must do."""
         shapes, under_way = shapes_of(args, kwargs), self.gradients.passes > 0
-        self._shapes = shapes if self._shapes in (None, shapes) else ()
+        self._batches.append(shapes)
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
@@ -278,7 +278,7 @@ class Session:
         try:
             self.fitter.replan_measured()
             if timed:
-                self.pacer.after_step(self._shapes, self.step_seconds, self.updates.seconds, self.updates.bytes)
+                self.pacer.after_step(self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes)
         except (DiskError, BudgetError) as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
         self.engine.seek(0)

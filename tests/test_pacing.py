@@ -224,3 +224,69 @@ def test_what_a_user_makes_between_steps_is_in_no_budget(gpt2: Any, token_batche
         step(model, optimizer, ids)
     assert logits.shape[0] == ids.shape[0]
     protrain.unwrap(model)
+
+
+LENGTHS = (16, 15, 13, 16, 12, 14, 11, 15)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_of_many_lengths_are_a_profile_too(
+    accumulate: int, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch is padded to its own longest sequence: the shape that was planned for may never come again."""
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET, accumulate=accumulate)
+    seen = []
+    for ids in token_batches(2 * accumulate, batch=4, length=max(LENGTHS)):
+        length = LENGTHS[len(seen)]
+        loss_of(model, ids[:, :length]).backward()
+        seen.append(length)
+        if len(seen) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert protrain.status(model).plan.step_seconds > 0
+    protrain.unwrap(model)
+
+
+def test_what_a_shorter_step_computed_is_taken_for_the_whole(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gpt2(layers=2, hidden=64)
+    clock = Clock(monkeypatch)
+    clock.slow(model.transformer.h[1])
+    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
+    (ids,) = token_batches(1, length=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length, seconds in ((32, 0.1), (8, 1.0), (24, 0.06)):  # one of a quarter of the elements is no profile
+            clock.block_seconds = seconds
+            step(model, optimizer, ids[:, :length])
+        assert protrain.status(model).plan.step_seconds == pytest.approx(0.08, rel=0.01)
+        for length, seconds in [(8, 0.025), (16, 0.08), (8, 0.09), (32, 0.07)] * pacing.DEPARTED_STEPS:
+            clock.block_seconds = seconds  # between its share and the whole: no departure
+            step(model, optimizer, ids[:, :length])
+    clock.block_seconds = 0.16
+    for _ in range(pacing.DEPARTED_STEPS - 1):
+        step(model, optimizer, ids[:, :16])
+    with pytest.warns(UserWarning, match="they were measured and planned again"):
+        step(model, optimizer, ids[:, :16])
+    assert protrain.status(model).plan.step_seconds == pytest.approx(0.32, rel=0.01)
+    protrain.unwrap(model)
+
+
+def test_only_short_steps_are_a_profile_in_the_end(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt2(layers=2, hidden=64)
+    clock = Clock(monkeypatch)
+    clock.slow(model.transformer.h[1])
+    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
+    (ids,) = token_batches(1, length=32)
+    clock.block_seconds = 0.1
+    step(model, optimizer, ids)
+    clock.block_seconds = 0.02
+    for _ in range(pacing.MOST_PASSED_OVER):
+        step(model, optimizer, ids[:, :8])
+        assert protrain.status(model).plan.step_seconds == 0
+    step(model, optimizer, ids[:, :8])
+    assert protrain.status(model).plan.step_seconds == pytest.approx(0.08, rel=0.01)
+    protrain.unwrap(model)
