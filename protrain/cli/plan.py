@@ -85,8 +85,7 @@ def _plan(words: Words, own: PlanWords, source: Source) -> None:
         profile = source.profile_for(budget)
         _save(own, profile)
         plan = source.plan(profile, budget)
-        larger = budget + more_bytes(budget)
-        more = source.plan(profile, larger) if source.ceiling_bytes is None or larger <= source.ceiling_bytes else None
+        more = source.plan(profile, budget + more_bytes(budget))  # also past what the machine has: it says what to buy
     if words.as_json:
         from protrain.cli.train import fields_of
 
@@ -260,6 +259,12 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
     """Counts the model's operations. A device with memory of its own trains in mixed precision unless the words say otherwise."""
     from protrain.offline import plan_for, profile_offline
 
+    def planned(profile: Profile, budget: int) -> Plan:
+        """Also for a device with more memory than there is: what would be bought."""
+        missing = max(budget - hardware.device_bytes, 0)
+        device = replace(hardware.device, memory_bytes=hardware.device.memory_bytes + missing)
+        return plan_for(profile, replace(hardware, device=device), memory=budget, host_memory=words.host_memory)
+
     for option, given, there in (
         ("--memory", words.memory, hardware.device_bytes),
         ("--host-memory", words.host_memory, hardware.host_bytes),
@@ -273,7 +278,7 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
         lambda budget: profile_offline(
             copy.deepcopy(setup.config), hardware, memory=budget, batch=words.batch, seq=setup.seq, precision=precision
         ),
-        lambda profile, budget: plan_for(profile, hardware, memory=budget, host_memory=words.host_memory),
+        planned,
         hardware.device_bytes if words.memory is None else words.memory,
         hardware.device_bytes,
     )
