@@ -140,7 +140,16 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def body(record: dict[str, Any]) -> str:
-    cases = record["cases"]
+    about = (
+        f"Three budgets for each model: {', '.join(map(str, SHARES))} of what training in memory takes, or the smallest that "
+        f"works. Ratios: planned to measured; of the step the median of {record['rounds']} rounds, in brackets from quartile "
+        "to quartile."
+    )
+    return page_of(record["cases"], about)
+
+
+def page_of(cases: list[dict[str, Any]], about: str) -> str:
+    """How many are within what is asked for, what the paper says, what the columns are, and the table."""
     timed = [case for case in cases if case["step_ratio"] is not None]
     peaks = sum(abs(case["peak_ratio"] - 1) <= PEAK_WITHIN for case in cases)
     summary = f"Of {len(cases)} plans the peak is within {PEAK_WITHIN:.0%} for {peaks}"
@@ -148,11 +157,6 @@ def body(record: dict[str, Any]) -> str:
         steps = sum(abs(case["step_ratio"] - 1) <= STEP_WITHIN for case in timed)
         middle = statistics.median(abs(case["step_ratio"] - 1) for case in timed)
         summary += f", the step within {STEP_WITHIN:.0%} for {steps}; the median error of the step is {middle:.1%}"
-    about = (
-        f"Three budgets for each model: {', '.join(map(str, SHARES))} of what training in memory takes, or the smallest that "
-        f"works. Ratios: planned to measured; of the step the median of {record['rounds']} rounds, in brackets from quartile "
-        "to quartile."
-    )
     head = ["model, batch", "budget, MiB", "step, s", "ratio", "peak, MiB", "ratio", "in memory", "modes"]
     return "\n\n".join([f"{summary}. {PAPER}", about, table(head, [row(case) for case in cases])])
 

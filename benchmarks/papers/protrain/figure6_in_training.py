@@ -1,0 +1,117 @@
+"""Figures 6 and 8 of ProTrain for a training itself: the step and the peak that it foretells from its first two steps.
+
+    python -m benchmarks.papers.protrain.figure6_in_training --out benchmarks/results
+
+Nobody plans beforehand: a model is wrapped with a budget, its first steps are the profile, and what `status` then foretells is
+compared with the steps after them, in the same process. So there is no rehearsal between, and no other moment of the machine
+(figure6_prediction_error.py has both). Twelve models and batches, three budgets each. The peak is that of all steps, and what was
+foretold the highest of the plans that they ran by.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+
+from benchmarks.papers.protrain import figure6_prediction_error as planned
+from benchmarks.papers.records import Experiment, Settings, say
+from benchmarks.papers.training import Shape, Way, train
+from benchmarks.papers.turns import Turns, quartiles
+
+WHOLE_BYTES = 16 << 30  # a budget in which all stays in memory
+PROFILED_STEPS, WARM_STEPS, MEASURED_STEPS = 3, 4, 15
+MOST_REFUSALS = 4  # each names the smallest budget that is known to work by then
+
+
+def trainings(shape: Shape, disk: str | None, device: str) -> Generator[Any, Any, None]:
+    """Asked with a budget in bytes, trains; answers with the budget, or the smallest that works where it is more, and with the
+    plan and the seconds of each step."""
+    import protrain
+
+    answer = None
+    while True:
+        budget_bytes = yield answer
+        for _ in range(MOST_REFUSALS):
+            try:
+                answer = {"budget_bytes": budget_bytes} | training(shape, Way(budget_bytes, disk=disk, device=device))
+                break
+            except protrain.BudgetError as error:
+                budget_bytes = error.smallest_bytes
+        else:
+            raise RuntimeError(f"{shape.name}: no budget was found that works")
+
+
+def training(shape: Shape, way: Way) -> dict[str, Any]:
+    """One, from its first step on."""
+    with closing(train(shape, way)) as steps:
+        next(steps)
+        answers = [steps.send(1) for _ in range(PROFILED_STEPS + WARM_STEPS + MEASURED_STEPS)]
+    return {
+        "plans": [answer["status"]["plan"] for answer in answers],
+        "step_seconds": [answer["step_seconds"][0] for answer in answers],
+        "peak_bytes": answers[-1]["status"]["peak_memory_bytes"],
+    }
+
+
+def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
+    """Steps by the plan in use at the end, the first few of them left out: memory is touched and put on huge pages."""
+    plan = found["plans"][-1]
+    first = next(n for n, other in enumerate(found["plans"]) if other == plan) + 1
+    seconds = found["step_seconds"][min(first + WARM_STEPS, len(found["step_seconds"]) - 1) :]
+    ratios = [plan["step_seconds"] / taken for taken in seconds]
+    planned_bytes = max(other["peak_bytes"] for other in found["plans"])
+    return {
+        "case": shape.name,
+        "plan": plan | {"budget_bytes": found["budget_bytes"]},
+        "planned_seconds": plan["step_seconds"],
+        "step_seconds": statistics.median(seconds),
+        "step_ratio": statistics.median(ratios),
+        "quartiles": quartiles(ratios),
+        "planned_bytes": planned_bytes,
+        "peak_bytes": found["peak_bytes"],
+        "peak_ratio": planned_bytes / found["peak_bytes"],
+    }
+
+
+def compared(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
+    """A process for each training: one that has measured models before is another machine."""
+    found: list[dict[str, Any]] = []
+    for share in (None, *planned.SHARES):
+        budget_bytes = WHOLE_BYTES if share is None else int(share * found[0]["peak_bytes"])
+        with Turns(trainings, shape, settings.disk, settings.device) as process:
+            found.append(process.ask(budget_bytes))
+    return [case_of(shape, one) for one in found[1:]]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    if settings.device == "cuda":
+        shapes = planned.GPU_SHAPES
+    else:
+        shapes = (Shape("gpt2", 64, 2, 1, 32),) if settings.tiny else planned.ALL_SHAPES
+    cases = []
+    for shape in shapes:
+        cases += compared(shape, settings)
+        ratios = [f"{case['step_ratio']:.3f}" for case in cases[-len(planned.SHARES) :]]
+        say(f"{shape.name}: foretold to taken {', '.join(ratios)}")
+    return {"steps": MEASURED_STEPS, "cases": cases}
+
+
+def body(record: dict[str, Any]) -> str:
+    about = (
+        f"Three budgets for each model: {', '.join(map(str, planned.SHARES))} of what training in memory takes, or the smallest "
+        f"that works. Ratios: foretold by `status` after the first two steps, to the median of {record['steps']} steps, in "
+        "brackets from quartile to quartile; and foretold to counted peak of all steps."
+    )
+    return planned.page_of(record["cases"], about)
+
+
+EXPERIMENT = Experiment(
+    "protrain/figure6_in_training", "ProTrain, figures 6 and 8: prediction error in a training", measure, body
+)
+
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())
