@@ -1,11 +1,13 @@
-"""What backward may do with the tensors that it gets from the stash."""
+"""What backward may do with the tensors that it gets from the stash, and what becomes of them when the disk fails it."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +195,71 @@ def test_threads_unpack_one_record(hooks: Any) -> None:
     assert all(torch.equal(got, want) and got._version == version for got in found)
     found[0].zero_()
     assert all(got._version == version + 1 for got in found)
+
+
+# ---- a disk that fails ----
+
+
+class Damage:
+    """What lies in the store's file is not what was written, until the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: list[str] = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith(str(folder)):
+                    self.files.append(f"/proc/self/fd/{name}")
+            except OSError:  # that of the listing itself
+                continue
+        assert self.files
+        self.before: list[bytes] = []
+
+    def __enter__(self) -> None:
+        for name in self.files:
+            with open(name, "r+b", buffering=0) as file:
+                self.before.append(file.read())
+                file.seek(0)
+                file.write(bytes(len(self.before[-1])))
+
+    def __exit__(self, *_: object) -> None:
+        for name, data in zip(self.files, self.before, strict=True):
+            with open(name, "r+b", buffering=0) as file:
+                file.write(data)
+
+
+def test_a_use_whose_read_failed_still_waits(hooks: Any, disk: Path) -> None:
+    stash, engine = hooks
+    want = torch.randn(LARGE)
+    tensor = want.clone()
+    saved, other = stash.pack(tensor), stash.pack(tensor)
+    del tensor
+    until_written(engine)
+    with Damage(disk), pytest.raises(protrain.DiskError):
+        stash.unpack(saved)
+    got = stash.unpack(saved)
+    assert torch.equal(got, want)
+    assert engine.stats()["stash_memory_bytes"] == want.nbytes  # the other waits
+    del got
+    assert torch.equal(stash.unpack(other), want)
+    assert engine.stats()["stash_memory_bytes"] == 0  # nobody waits: what comes from the disk is handed over
+
+
+def test_backward_after_one_whose_read_failed(model: Any, disk: Path) -> None:
+    plain, x = make(), data().requires_grad_()
+    (want,) = torch.autograd.grad(plain(x).sum(), x)
+    engine = session_of(model).engine
+    loss = model(x).sum()
+    until_written(engine)
+    with Damage(disk), pytest.raises(protrain.DiskError):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    for _ in range(N_BLOCKS * 4):  # others were read ahead while it failed
+        try:
+            (got,) = torch.autograd.grad(loss, x, retain_graph=True)
+        except protrain.DiskError:
+            continue
+        break
+    assert torch.equal(got, want)
+    assert engine.stats()["stash_memory_bytes"] == 0  # nobody waits
+    del loss
+    gc.collect()
+    assert engine.stats()["stash_memory_bytes"] == engine.stats()["stash_disk_bytes"] == 0

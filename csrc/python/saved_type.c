@@ -263,7 +263,10 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
   void *memory = NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_stash_get(saved->record, first, &memory));
-  if (status != PTN_OK) return ptn_python_raise();
+  if (status != PTN_OK) {
+    if (first) saved->asked = false; /* it waits still */
+    return ptn_python_raise();
+  }
   PyObject *data = ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
   PyObject *inference = data ? PyObject_CallFunctionObjArgs(self->is_inference, NULL) : NULL;
   if (inference == Py_True) {
