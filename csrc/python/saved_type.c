@@ -15,7 +15,8 @@
  * of the tensor that shares its version counter but lies over no memory. The last use of the record gives it up.
  *
  * A tensor comes back with the type, sizes, strides and place in its block that it had, over memory that it gives back to the
- * arena itself, whenever and on whatever thread it dies.
+ * arena itself, whenever and on whatever thread it dies. It shares the owner's version counter: whoever changes it in place, in a
+ * backward of their own, changes what other uses of the record get, and those raise.
  *
  * Invariants: a Saved is kept (alias set, record NULL) or stashed (record set, alias NULL). All Python objects are touched with
  * the GIL; it is released where the stash may wait. In a forked process the stash's threads are gone: records are left alone.
@@ -36,6 +37,7 @@ typedef struct saved_tensors_object {
   PyObject *stash_tensor; /* over a device; None: nothing is stashed */
   PyObject *saved_type;
   PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
+  PyObject *is_inference;                            /* torch's: whether inference mode is on */
   PyObject *empty;                                   /* a tensor without memory */
   PyObject *version_name, *data_name;
   const ptn_dlpack_exchange *exchange;
@@ -135,6 +137,13 @@ static bool check_version(const saved_tensors_object *self, const saved_object *
   return false;
 }
 
+/* A tensor with the version counter of one and the memory and geometry of the other. */
+static PyObject *join(const saved_tensors_object *self, PyObject *counted, PyObject *data) {
+  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, counted, NULL);
+  if (alias && PyObject_SetAttr(alias, self->data_name, data) < 0) Py_CLEAR(alias);
+  return alias;
+}
+
 /* ---- pack ---- */
 
 static PyObject *keep(const saved_tensors_object *self, PyObject *tensor) {
@@ -174,13 +183,6 @@ static int is_lazy(const saved_tensors_object *self, PyObject *tensor, ptn_dlpac
   return 0;
 }
 
-/* An alias with the tensor's version counter over no memory. */
-static PyObject *make_owner(const saved_tensors_object *self, PyObject *tensor) {
-  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
-  if (alias && PyObject_SetAttr(alias, self->data_name, self->empty) < 0) Py_CLEAR(alias);
-  return alias;
-}
-
 static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts,
                        const ptn_block *block) {
   uint32_t version;
@@ -201,7 +203,7 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
     Py_DECREF(saved);
     return NULL;
   }
-  PyObject *owner = fresh ? make_owner(self, tensor) : NULL;
+  PyObject *owner = fresh ? join(self, tensor, self->empty) : NULL;
   if (owner) ptn_record_set_owner(saved->record, owner);
   if (fresh && !owner) Py_CLEAR(saved); /* its only use: the record goes with it */
   return (PyObject *)saved;
@@ -261,8 +263,20 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
   void *memory = NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_stash_get(saved->record, first, &memory));
-  if (status != PTN_OK) return ptn_python_raise();
-  return ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
+  if (status != PTN_OK) {
+    if (first) saved->asked = false; /* it waits still */
+    return ptn_python_raise();
+  }
+  PyObject *data = ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
+  PyObject *inference = data ? PyObject_CallFunctionObjArgs(self->is_inference, NULL) : NULL;
+  if (inference == Py_True) {
+    Py_DECREF(inference);
+    return data; /* such tensors have no version counter */
+  }
+  PyObject *tensor = inference ? join(self, owner, data) : NULL;
+  Py_XDECREF(inference);
+  Py_XDECREF(data);
+  return tensor;
 }
 
 static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
@@ -299,8 +313,9 @@ static bool find_torch(saved_tensors_object *self) {
   bool found = base && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
                (self->detach = PyObject_GetAttrString(base, "detach")) &&
                (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
-               (self->is_neg = PyObject_GetAttrString(base, "is_neg")) && (self->empty = empty_tensor(torch)) &&
-               (self->version_name = PyUnicode_InternFromString("_version")) &&
+               (self->is_neg = PyObject_GetAttrString(base, "is_neg")) &&
+               (self->is_inference = PyObject_GetAttrString(core, "is_inference_mode_enabled")) &&
+               (self->empty = empty_tensor(torch)) && (self->version_name = PyUnicode_InternFromString("_version")) &&
                (self->data_name = PyUnicode_InternFromString("data")) && (self->exchange = ptn_dlpack_find(self->tensor_type));
   Py_XDECREF(base);
   Py_XDECREF(core);
@@ -357,8 +372,8 @@ static void saved_tensors_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   saved_tensors_clear(object);
-  PyObject *const held[] = {self->engine, self->saved_type, self->tensor_type,  self->detach,   self->is_conj,
-                            self->is_neg, self->empty,      self->version_name, self->data_name};
+  PyObject *const held[] = {self->engine, self->saved_type,   self->tensor_type, self->detach,       self->is_conj,
+                            self->is_neg, self->is_inference, self->empty,       self->version_name, self->data_name};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);

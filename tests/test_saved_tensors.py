@@ -1,0 +1,265 @@
+"""What backward may do with the tensors that it gets from the stash, and what becomes of them when the disk fails it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import adamw
+
+import protrain
+from protrain import _core
+from protrain.api import session_of
+
+N_BLOCKS = 3
+LARGE = 1 << 16
+CHANGED = "modified by an inplace operation"
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class ChangesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        y.mul_(3)
+        return gradient * 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.changes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.rise(x))
+        z: Any = y.sin()
+        if self.changes:
+            z = z + ChangesWhatItSaved.apply(y)
+        result: torch.Tensor = x + self.fall(z)
+        return result
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
+
+
+def data() -> torch.Tensor:
+    return torch.randn(8, 256, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """All of its blocks are of mode swap."""
+    made = make()
+    made, _ = protrain.wrap(made, adamw(made), memory=1 << 30, block_modes=["swap"] * N_BLOCKS)
+    yield made
+    protrain.unwrap(made)
+
+
+@pytest.fixture
+def hooks(model: Any) -> Iterator[Any]:
+    """(SavedTensors that stashes, the engine): in a pass, with tensors of the engine's account."""
+    session = session_of(model)
+    session.engine.stash_begin()
+    session.engine.use_account(True)
+    yield session.runner.stash, session.engine
+    session.engine.stash_end()
+
+
+def until_written(engine: _core.Engine) -> None:
+    """Until nothing is in the stash's memory."""
+    end = time.monotonic() + 30
+    while engine.stats()["stash_memory_bytes"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+# ---- changes in place ----
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
+def test_backward_that_changes_what_others_saved_raises(model: Any) -> None:
+    for each in (make(), model):
+        for block in each:
+            block.changes = True
+        with pytest.raises(RuntimeError, match=CHANGED):
+            each(data()).sum().backward()
+
+
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_change_in_place_is_seen_by_every_other_use(hooks: Any, from_disk: bool) -> None:
+    stash, engine = hooks
+    tensor = torch.randn(LARGE)
+    saved, other, view = stash.pack(tensor), stash.pack(tensor), stash.pack(tensor.view(256, 256)[1:])
+    assert saved.stashed
+    if from_disk:
+        del tensor
+        until_written(engine)
+    got, again = stash.unpack(saved), stash.unpack(other)
+    assert got._version == 0
+    got.mul_(3)
+    assert again._version == 1
+    for use in (saved, other, view):
+        with pytest.raises(RuntimeError, match=rf"{CHANGED}.*is at version 1; expected version 0 instead"):
+            stash.unpack(use)
+    del got, again  # what was changed stays so
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stash.unpack(view)
+
+
+def test_a_change_in_place_is_seen_by_the_tensor_that_was_saved(hooks: Any) -> None:
+    stash, _ = hooks
+    tensor = torch.randn(LARGE)
+    saved = stash.pack(tensor)
+    stash.unpack(saved).zero_()
+    assert tensor._version == 1
+
+
+def test_memory_comes_back_with_the_last_tensor_handed_out(hooks: Any) -> None:
+    stash, engine = hooks
+    gc.collect()
+    before = engine.stats()["live_bytes"]
+    tensor = torch.randn(LARGE)
+    tensor_bytes = tensor.nbytes
+    saved, other = stash.pack(tensor), stash.pack(tensor)
+    del tensor
+    until_written(engine)
+    assert engine.stats()["live_bytes"] == before
+    got, again = stash.unpack(saved), stash.unpack(other)
+    view = got[1:]
+    assert engine.stats()["live_bytes"] == before + tensor_bytes
+    del got, again
+    assert engine.stats()["live_bytes"] == before + tensor_bytes
+    del view
+    assert engine.stats()["live_bytes"] == before  # though the record lives
+    got = stash.unpack(saved)
+    del saved, other
+    assert engine.stats()["live_bytes"] == before + tensor_bytes
+    del got
+    assert engine.stats()["live_bytes"] == before
+
+
+def test_tensors_of_inference_mode_come_back(hooks: Any) -> None:
+    stash, _ = hooks
+    tensor = torch.randn(LARGE)
+    saved = stash.pack(tensor)
+    with torch.inference_mode():
+        assert torch.equal(stash.unpack(saved), tensor)
+    assert torch.equal(stash.unpack(saved), tensor)
+
+
+def test_backward_in_inference_mode(model: Any) -> None:
+    gradients = []
+    for each in (make(), model):
+        loss = each(data()).sum()
+        with torch.inference_mode():
+            loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in each.parameters()])
+    assert all(torch.equal(ours, plain) for plain, ours in zip(*gradients, strict=True))
+
+
+def test_threads_unpack_one_record(hooks: Any) -> None:
+    stash, engine = hooks
+    want = torch.randn(LARGE)
+    tensor = want.clone()
+    uses = [stash.pack(tensor) for _ in range(8)]
+    version = tensor._version
+    del tensor
+    until_written(engine)
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda use=use: found.append(stash.unpack(use))) for use in uses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(uses)
+    assert all(torch.equal(got, want) and got._version == version for got in found)
+    found[0].zero_()
+    assert all(got._version == version + 1 for got in found)
+
+
+# ---- a disk that fails ----
+
+
+class Damage:
+    """What lies in the store's file is not what was written, until the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: list[str] = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith(str(folder)):
+                    self.files.append(f"/proc/self/fd/{name}")
+            except OSError:  # that of the listing itself
+                continue
+        assert self.files
+        self.before: list[bytes] = []
+
+    def __enter__(self) -> None:
+        for name in self.files:
+            with open(name, "r+b", buffering=0) as file:
+                self.before.append(file.read())
+                file.seek(0)
+                file.write(bytes(len(self.before[-1])))
+
+    def __exit__(self, *_: object) -> None:
+        for name, data in zip(self.files, self.before, strict=True):
+            with open(name, "r+b", buffering=0) as file:
+                file.write(data)
+
+
+def test_a_use_whose_read_failed_still_waits(hooks: Any, disk: Path) -> None:
+    stash, engine = hooks
+    want = torch.randn(LARGE)
+    tensor = want.clone()
+    saved, other = stash.pack(tensor), stash.pack(tensor)
+    del tensor
+    until_written(engine)
+    with Damage(disk), pytest.raises(protrain.DiskError):
+        stash.unpack(saved)
+    got = stash.unpack(saved)
+    assert torch.equal(got, want)
+    assert engine.stats()["stash_memory_bytes"] == want.nbytes  # the other waits
+    del got
+    assert torch.equal(stash.unpack(other), want)
+    assert engine.stats()["stash_memory_bytes"] == 0  # nobody waits: what comes from the disk is handed over
+
+
+def test_backward_after_one_whose_read_failed(model: Any, disk: Path) -> None:
+    plain, x = make(), data().requires_grad_()
+    (want,) = torch.autograd.grad(plain(x).sum(), x)
+    engine = session_of(model).engine
+    loss = model(x).sum()
+    until_written(engine)
+    with Damage(disk), pytest.raises(protrain.DiskError):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    for _ in range(N_BLOCKS * 4):  # others were read ahead while it failed
+        try:
+            (got,) = torch.autograd.grad(loss, x, retain_graph=True)
+        except protrain.DiskError:
+            continue
+        break
+    assert torch.equal(got, want)
+    assert engine.stats()["stash_memory_bytes"] == 0  # nobody waits
+    del loss
+    gc.collect()
+    assert engine.stats()["stash_memory_bytes"] == engine.stats()["stash_disk_bytes"] == 0
