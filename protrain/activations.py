@@ -60,12 +60,13 @@ class SavedParameter:
 
 
 class Recomputed:
-    """A saved tensor that a block's recomputation brings back."""
+    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved."""
 
-    __slots__ = ("__weakref__", "dtype", "frame", "shape", "tensor")
+    __slots__ = ("__weakref__", "dtype", "frame", "owner", "shape", "tensor", "version")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame, self.shape, self.dtype = frame, tensor.shape, tensor.dtype
+        self.owner, self.version = over_nothing(tensor), tensor._version
         self.tensor: torch.Tensor | None = None
 
 
@@ -147,9 +148,10 @@ def _copied_inputs(inputs: Any, views: bool) -> Any:
 
 
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias that shares the tensor's version counter and lies over no memory."""
+    """An alias that shares the tensor's version counter and lies over no memory, but where it is no plain strided tensor."""
     alias = tensor.detach()
-    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if type(alias) is torch.Tensor and alias.layout is torch.strided and not alias.is_nested:
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
 
 
@@ -244,6 +246,7 @@ class Frame:
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedParameter:
             return self.runner.residency.unpack_parameter(saved)
+        check_version(saved.owner._version, saved.version, saved.shape)
         if saved.tensor is None and self.inputs is not None:
             self.recompute()
         if saved.tensor is None:

@@ -292,26 +292,118 @@ def test_what_many_operations_save_is_written_once() -> None:
         protrain.unwrap(model)
 
 
-@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
-def test_change_in_place_after_saving_raises() -> None:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        squared = tensor * tensor
-        tensor.add_(1)
-        return squared
+def _change_between(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.add_(1)
+    return squared * squared.sin()
 
+
+def _change_what_was_saved_last(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.add_(1)
+    return squared
+
+
+def _change_through_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    raised = tensor.exp()
+    raised[:, :1].add_(1)
+    return raised
+
+
+CHANGES = {"between": _change_between, "last": _change_what_was_saved_last, "view": _change_through_a_view}
+
+
+class Changing(nn.Module):
+    """A block of one function, after an operation on a parameter."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.gain, self.change = nn.Parameter(torch.ones(64)), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(x * self.gain)
+
+
+class ChangingNet(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Changing(change) for _ in range(N_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_place_after_saving_raises(change: str, mode: str) -> None:
     def backward(model: Any) -> None:
-        for layer in model.layers:
-            layer.inner = change
-        loss = model(inputs(1)[0]).loss
+        loss = model(inputs(1)[0])
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0 instead"):
             loss.backward()
 
-    backward(Net())
-    model, _ = wrap(["swap"] * N_BLOCKS)
+    make = partial(ChangingNet, CHANGES[change])
+    backward(make())
+    model, _ = wrap([mode] * N_BLOCKS, make)
     try:
         backward(model)
     finally:
         protrain.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", MODES)
+def test_output_changed_after_it_was_saved_raises(mode: str) -> None:
+    """By what follows the block, which a recomputation does not see."""
+
+    class Tail(ChangingNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).mul_(2)
+            return x.sum()
+
+    model, _ = wrap([mode] * N_BLOCKS, partial(Tail, torch.tanh))
+    try:
+        loss = model(inputs(1)[0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    finally:
+        protrain.unwrap(model)
+
+
+def _change_what_was_not_saved(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor + 1).mul_(2).add_(1).tanh_()
+
+
+def _save_after_the_change(tensor: torch.Tensor) -> torch.Tensor:
+    noisy = nn.functional.dropout(tensor, 0.2)
+    noisy.add_(1)
+    noisy[:, ::2].sub_(2)
+    return noisy * noisy.sin()
+
+
+def _change_a_copy(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.clone().add_(1)
+    return squared.add_(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [_change_what_was_not_saved, _save_after_the_change, _change_a_copy])
+def test_change_in_place_that_autograd_allows_is_exact(change: Callable[[torch.Tensor], torch.Tensor], mode: str) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    both(loop, [mode] * N_BLOCKS, partial(ChangingNet, change), accumulate=2)
 
 
 def test_input_changed_before_its_recomputation_raises() -> None:
