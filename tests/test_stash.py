@@ -313,6 +313,57 @@ def _change_through_a_view(tensor: torch.Tensor) -> torch.Tensor:
 CHANGES = {"between": _change_between, "last": _change_what_was_saved_last, "view": _change_through_a_view}
 
 
+def _in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.linspace(-1, 1, 64)
+
+
+class Given(nn.Module):
+    """A block that takes a tensor beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.rise(x))
+        return y + other if other.layout is torch.strided else torch.mm(other, y.flatten(1)).view(y.shape)
+
+
+class GivenNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Given() for _ in range(N_BLOCKS))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, other)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee", "ignore:.*[sS]parse:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [_in_inference_mode, lambda: torch.eye(8).roll(1, 0).to_sparse(), lambda: torch.eye(8).roll(1, 0).to_sparse_csr()],
+    ids=["inference", "sparse", "sparse_csr"],
+)
+def test_tensors_of_any_kind_are_given_to_blocks(make: Callable[[], torch.Tensor], mode: str) -> None:
+    other = make()
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            loss = model(x, other)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    both(loop, [mode] * N_BLOCKS, GivenNet)
+
+
 class Changing(nn.Module):
     """A block of one function, after an operation on a parameter."""
 
