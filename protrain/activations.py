@@ -320,6 +320,32 @@ class Frame:
 # ---- running a block ----
 
 
+def _run_block(
+    runner: Runner,
+    number: int,
+    frame: object,
+    hooks: Hooks,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the forward of block `number` inside of its hooks.
+
+    Raises:
+        PlanError: it uses a transform of torch.func that torch refuses inside of saved-tensor hooks.
+    """
+    try:
+        return _run_inside(runner, frame, hooks, forward, args, kwargs)
+    except RuntimeError as error:
+        text = str(error)
+        if not (text.startswith("torch.func.") and "saved tensor hooks" in text):
+            raise
+        raise PlanError(
+            f"block {runner.blocks[number][0]} of mode {runner.modes[number]} uses a transform of torch.func (grad, vjp, jacrev, "
+            "hessian), which torch does not allow where saved tensors go through hooks: pass block_modes with keep for this block"
+        ) from error
+
+
 def _run_inside(
     runner: Runner, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -352,7 +378,7 @@ def leave(runner: Runner, depth: int = 0) -> None:
 def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of block `number` so that what it saves goes to the stash."""
     runner.stash.block = number
-    return _run_inside(runner, runner.stash, runner.stash_hooks, forward, args, kwargs)
+    return _run_block(runner, number, runner.stash, runner.stash_hooks, forward, args, kwargs)
 
 
 def run_checkpointed(
@@ -370,7 +396,7 @@ def run_checkpointed(
     """
     runner.stash.block = number
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
-    result = _run_inside(runner, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    result = _run_block(runner, number, frame, (frame.pack, frame.unpack), forward, args, kwargs)
     frame.settle(result)
     return result
 

@@ -594,6 +594,31 @@ def test_hooks_around_operations_get_what_is_not_a_parameter(chunks_on_disk: boo
     assert (len(seen) < plain) == chunks_on_disk
 
 
+def _slope(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda x: (x.sin() * x).sum())(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run recomputes
+@pytest.mark.parametrize("modes", [*([mode] * N_BLOCKS for mode in MODES), None], ids=[*MODES, "planned"])
+def test_transforms_inside_a_block_want_it_kept(modes: list[str] | None) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            loss = model(x)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    make = partial(ChangingNet, _slope)
+    if modes == ["keep"] * N_BLOCKS:
+        both(loop, modes, make)
+        return
+    with pytest.raises(protrain.PlanError, match=r"block layers\.0 of mode .*torch\.func.* block_modes with keep") as raised:
+        run(make, loop, memory=AMPLE, block_modes=modes)
+    assert "\n" not in str(raised.value)
+
+
 class Recomputing(nn.Module):
     """A part that its author recomputes."""
 
