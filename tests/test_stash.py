@@ -147,9 +147,51 @@ def test_swap_trains_where_keeping_does_not_fit() -> None:
     swap, keep = (plan_from_profile(found, AMPLE, modes=[mode] * N_BLOCKS) for mode in ("swap", "keep"))
     budget = swap.peak_bytes * 9 // 8
     assert budget < keep.peak_bytes
-    loop = fit(4)
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> Any:
+        losses = fit(3)(model, optimizer, plain)
+        if not plain:
+            events = protrain.status(model).timeline().events
+            for lane in ("write", "read"):
+                moved = [event for event in events if event.lane == lane and event.name.startswith("activations block ")]
+                assert moved
+                assert all(event.bytes > 0 for event in moved)
+        return losses
+
     status = assert_equal(run(Net, loop, memory=budget, plan=swap), run(Net, loop), budget)
     assert status.plan.n_swap == N_BLOCKS
+
+
+def test_a_wait_for_what_left_memory_is_counted() -> None:
+    """Nothing reads ahead in forward, so what is asked for there comes while the step waits."""
+    model, optimizer = wrap(["swap"] * N_BLOCKS, memory=64 << 20)
+    try:
+        session = session_of(model)
+        stats = session.engine.stats
+
+        def leave_and_return(tensor: torch.Tensor) -> torch.Tensor:
+            squared, stash = tensor * tensor, session.runner.stash
+            saved = stash.pack(torch.ones(1 << 20))
+            now = stats()
+            rest = torch.empty((64 << 20) - now["live_bytes"] + now["stash_memory_bytes"] - (1 << 16), dtype=torch.uint8)
+            assert stats()["stash_memory_bytes"] < 1 << 20
+            del rest
+            assert torch.equal(stash.unpack(saved), torch.ones(1 << 20))
+            return squared
+
+        x = inputs(1)[0]
+        trained(model, optimizer, x)
+        model.layers[1].inner = leave_and_return
+        trained(model, optimizer, x)
+        status = protrain.status(model)
+        assert 0 < status.wait_seconds < status.step_seconds
+        events = status.timeline().events
+        assert "activations block 1" in {event.name for event in events if event.lane == "wait"}
+        for lane in ("write", "read"):
+            moved = [event for event in events if event.lane == lane and event.name == "activations block 1"]
+            assert sum(event.bytes for event in moved) >= 4 << 20
+    finally:
+        protrain.unwrap(model)
 
 
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
