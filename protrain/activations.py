@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +60,13 @@ class SavedParameter:
 
 
 class Recomputed:
-    """A saved tensor that a block's recomputation brings back."""
+    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved."""
 
-    __slots__ = ("__weakref__", "dtype", "frame", "shape", "tensor")
+    __slots__ = ("__weakref__", "dtype", "frame", "owner", "shape", "tensor", "version")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame, self.shape, self.dtype = frame, tensor.shape, tensor.dtype
+        self.owner, self.version = over_nothing(tensor), tensor._version
         self.tensor: torch.Tensor | None = None
 
 
@@ -113,13 +114,18 @@ def _is_leaf(value: Any) -> bool:
     return type(value) not in (list, tuple, dict)
 
 
+def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors among them, and their versions; those made in inference mode have none."""
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
 def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool) -> Any:
     """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input. views: those that are
     views will be views again, on which compiled code can depend."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
     taken: dict[int, Any] = {}
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and id(leaf) not in taken:
+        if type(leaf) is torch.Tensor and id(leaf) not in taken and not leaf.is_inference():
             base = leaf._base if views else None
             taken[id(leaf)] = leaf
             if base is None or (type(base) is torch.Tensor and base.dtype == leaf.dtype and base.numel() == leaf.numel()):
@@ -139,7 +145,8 @@ def _copied_inputs(inputs: Any, views: bool) -> Any:
     """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
     with torch.no_grad():
-        copies = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor and (views or leaf._base is None)}
+        plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
+        copies = {id(leaf): leaf.clone() for leaf in plain if views or leaf._base is None}
     for leaf in leaves:
         if id(leaf) in copies:
             copies[id(leaf)].requires_grad_(leaf.requires_grad)
@@ -147,9 +154,10 @@ def _copied_inputs(inputs: Any, views: bool) -> Any:
 
 
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias that shares the tensor's version counter and lies over no memory."""
+    """An alias that shares the tensor's version counter and lies over no memory, but where it is no plain strided tensor."""
     alias = tensor.detach()
-    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if type(alias) is torch.Tensor and alias.layout is torch.strided and not alias.is_nested:
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
 
 
@@ -193,15 +201,15 @@ class Frame:
         self.runner, self.forward, self.name = runner, forward, runner.blocks[number][0]
         self.habits = runner.habits[number]
         self.given: Any = (args, kwargs)  # None: forward is over
-        self.given_versions = [(leaf, leaf._version) for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor]
+        self.given_versions = _versions(leaf for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:
-            copied = runner.can_copy(sum(leaf.nbytes for leaf, _ in self.given_versions))
+            copied = runner.can_copy(sum(leaf.numel() * leaf.element_size() for leaf, _ in self.given_versions))
         views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
         inputs = _copied_inputs(self.given, views) if copied else self.given
         self.copied = copied
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
-        self.versions = self._versions()
+        self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
         self.state = ModuleState(runner.blocks[number][1], self.habits.large, compared=not self.compute.separate)
         self.random_state = self.compute.random_state()
@@ -213,9 +221,6 @@ class Frame:
 
     # ---- forward ----
 
-    def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        return [(leaf, leaf._version) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
-
     def settle(self, result: Any) -> None:
         """Forward is over: copies of what it left alone go."""
         self.state.settle()
@@ -226,7 +231,7 @@ class Frame:
         stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=_is_leaf))
         if self.copied and not in_place and not stashed:
             self.inputs, self.copied = self.given, False
-            self.versions = self._versions()
+            self.versions = _versions(tree_leaves(self.inputs))
         elif self.copied and not in_place:
             self.versions = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
         if in_place or self.habits.in_place is None:
@@ -244,6 +249,7 @@ class Frame:
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedParameter:
             return self.runner.residency.unpack_parameter(saved)
+        check_version(saved.owner._version, saved.version, saved.shape)
         if saved.tensor is None and self.inputs is not None:
             self.recompute()
         if saved.tensor is None:
@@ -314,6 +320,32 @@ class Frame:
 # ---- running a block ----
 
 
+def _run_block(
+    runner: Runner,
+    number: int,
+    frame: object,
+    hooks: Hooks,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the forward of block `number` inside of its hooks.
+
+    Raises:
+        PlanError: it uses a transform of torch.func that torch refuses inside of saved-tensor hooks.
+    """
+    try:
+        return _run_inside(runner, frame, hooks, forward, args, kwargs)
+    except RuntimeError as error:
+        text = str(error)
+        if not (text.startswith("torch.func.") and "saved tensor hooks" in text):
+            raise
+        raise PlanError(
+            f"block {runner.blocks[number][0]} of mode {runner.modes[number]} uses a transform of torch.func (grad, vjp, jacrev, "
+            "hessian), which torch does not allow where saved tensors go through hooks: pass block_modes with keep for this block"
+        ) from error
+
+
 def _run_inside(
     runner: Runner, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -346,7 +378,7 @@ def leave(runner: Runner, depth: int = 0) -> None:
 def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of block `number` so that what it saves goes to the stash."""
     runner.stash.block = number
-    return _run_inside(runner, runner.stash, runner.stash_hooks, forward, args, kwargs)
+    return _run_block(runner, number, runner.stash, runner.stash_hooks, forward, args, kwargs)
 
 
 def run_checkpointed(
@@ -364,7 +396,7 @@ def run_checkpointed(
     """
     runner.stash.block = number
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
-    result = _run_inside(runner, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    result = _run_block(runner, number, frame, (frame.pack, frame.unpack), forward, args, kwargs)
     frame.settle(result)
     return result
 

@@ -19,7 +19,7 @@ import torch
 from . import _core
 from .activations import no_outer_hooks, release_failed_backward
 from .dryrun import DryRun, DryRunError, dry_run
-from .errors import BudgetError
+from .errors import BudgetError, PlanError
 from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
@@ -31,9 +31,20 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of all tensors of a batch, in order."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    """The shapes of all tensors of a batch, in order.
+
+    Raises:
+        PlanError: one is nested. It has no shape to plan for, and one of layout jagged hides from parameters on disk that they
+            are read: its class runs each operation with the functions of all other classes turned off.
+    """
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    nested = next((tensor for tensor in tensors if tensor.is_nested), None)
+    if nested is not None:
+        raise PlanError(
+            f"the model was given a nested tensor (of layout {nested.layout}), where training takes tensors of one shape: pass a "
+            "padded one, as torch.nested.to_padded_tensor makes it, and a mask"
+        )
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def covers(known: Shapes, shapes: Shapes) -> bool:

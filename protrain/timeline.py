@@ -21,6 +21,7 @@ import torch
 
 from . import _core
 from .errors import StepError
+from .parameters import DisableTorchFunction
 from .replacing import replaced_file
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ class BlockClock:
         self.sampler: Sampler | None = None  # told of what begins and ends, where somebody wants to know
 
     def close(self) -> None:
-        """The engine goes; hooks in graphs that live on do nothing."""
-        self._closed = True
+        """The engine goes; hooks in graphs that live on do nothing, and hold no session."""
+        self._closed, self.sampler = True, None
+        self._backward_begins = _nothing
 
     def now(self) -> int:
         """The time in ns; over a device a point of its compute stream too."""
@@ -240,13 +242,19 @@ class _BlockHooks:
             clock._end(clock.now())
 
 
+def _nothing() -> None:
+    """What a backward begins once the engine is gone."""
+
+
 def _add_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """The hook is called when the gradient of the tensor has come. A node takes a hook in half the time that a tensor does."""
-    node = tensor.grad_fn
+    """The hook is called when the gradient of the tensor has come, and goes with the graph: a leaf, which lives on, has a node in
+    each graph as well. A node takes a hook in half the time that a tensor does."""
+    node: Any = tensor.grad_fn
     if node is None:
-        tensor.register_hook(hook)
-    else:
-        node.register_prehook(hook)
+        with DisableTorchFunction(), torch.enable_grad():
+            view: Any = tensor.view_as(tensor)
+        node = view.grad_fn.next_functions[0][0]
+    node.register_prehook(hook)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -412,6 +412,18 @@ def test_transforms_of_parameters_on_disk_are_refused(transform: Any, wrapped: A
             torch.func.grad(lambda value: (value * value).sum())(own)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused(layout: torch.layout, wrapped: Any) -> None:
+    model, optimizer = wrapped
+    rows = list(inputs(1)[0].split([3, 5]))
+    with pytest.raises(protrain.PlanError, match=r"nested tensor .*torch\.nested\.to_padded_tensor") as raised:
+        model(torch.nested.nested_tensor(rows, layout=layout))
+    assert "\n" not in str(raised.value)
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
 def test_operations_on_two_wrapped_models() -> None:
     """Averages, merged and copied models: each parameter is brought by its own model's session."""
     with uncounted():

@@ -147,9 +147,51 @@ def test_swap_trains_where_keeping_does_not_fit() -> None:
     swap, keep = (plan_from_profile(found, AMPLE, modes=[mode] * N_BLOCKS) for mode in ("swap", "keep"))
     budget = swap.peak_bytes * 9 // 8
     assert budget < keep.peak_bytes
-    loop = fit(4)
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> Any:
+        losses = fit(3)(model, optimizer, plain)
+        if not plain:
+            events = protrain.status(model).timeline().events
+            for lane in ("write", "read"):
+                moved = [event for event in events if event.lane == lane and event.name.startswith("activations block ")]
+                assert moved
+                assert all(event.bytes > 0 for event in moved)
+        return losses
+
     status = assert_equal(run(Net, loop, memory=budget, plan=swap), run(Net, loop), budget)
     assert status.plan.n_swap == N_BLOCKS
+
+
+def test_a_wait_for_what_left_memory_is_counted() -> None:
+    """Nothing reads ahead in forward, so what is asked for there comes while the step waits."""
+    model, optimizer = wrap(["swap"] * N_BLOCKS, memory=64 << 20)
+    try:
+        session = session_of(model)
+        stats = session.engine.stats
+
+        def leave_and_return(tensor: torch.Tensor) -> torch.Tensor:
+            squared, stash = tensor * tensor, session.runner.stash
+            saved = stash.pack(torch.ones(1 << 20))
+            now = stats()
+            rest = torch.empty((64 << 20) - now["live_bytes"] + now["stash_memory_bytes"] - (1 << 16), dtype=torch.uint8)
+            assert stats()["stash_memory_bytes"] < 1 << 20
+            del rest
+            assert torch.equal(stash.unpack(saved), torch.ones(1 << 20))
+            return squared
+
+        x = inputs(1)[0]
+        trained(model, optimizer, x)
+        model.layers[1].inner = leave_and_return
+        trained(model, optimizer, x)
+        status = protrain.status(model)
+        assert 0 < status.wait_seconds < status.step_seconds
+        events = status.timeline().events
+        assert "activations block 1" in {event.name for event in events if event.lane == "wait"}
+        for lane in ("write", "read"):
+            moved = [event for event in events if event.lane == lane and event.name == "activations block 1"]
+            assert sum(event.bytes for event in moved) >= 4 << 20
+    finally:
+        protrain.unwrap(model)
 
 
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
@@ -292,26 +334,169 @@ def test_what_many_operations_save_is_written_once() -> None:
         protrain.unwrap(model)
 
 
-@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
-def test_change_in_place_after_saving_raises() -> None:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        squared = tensor * tensor
-        tensor.add_(1)
-        return squared
+def _change_between(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.add_(1)
+    return squared * squared.sin()
 
+
+def _change_what_was_saved_last(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.add_(1)
+    return squared
+
+
+def _change_through_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    raised = tensor.exp()
+    raised[:, :1].add_(1)
+    return raised
+
+
+CHANGES = {"between": _change_between, "last": _change_what_was_saved_last, "view": _change_through_a_view}
+
+
+def _in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.linspace(-1, 1, 64)
+
+
+class Given(nn.Module):
+    """A block that takes a tensor beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.rise(x))
+        return y + other if other.layout is torch.strided else torch.mm(other, y.flatten(1)).view(y.shape)
+
+
+class GivenNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Given() for _ in range(N_BLOCKS))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, other)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee", "ignore:.*[sS]parse:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [_in_inference_mode, lambda: torch.eye(8).roll(1, 0).to_sparse(), lambda: torch.eye(8).roll(1, 0).to_sparse_csr()],
+    ids=["inference", "sparse", "sparse_csr"],
+)
+def test_tensors_of_any_kind_are_given_to_blocks(make: Callable[[], torch.Tensor], mode: str) -> None:
+    other = make()
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            loss = model(x, other)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    both(loop, [mode] * N_BLOCKS, GivenNet)
+
+
+class Changing(nn.Module):
+    """A block of one function, after an operation on a parameter."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.gain, self.change = nn.Parameter(torch.ones(64)), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(x * self.gain)
+
+
+class ChangingNet(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Changing(change) for _ in range(N_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run's backward raises as well
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_place_after_saving_raises(change: str, mode: str) -> None:
     def backward(model: Any) -> None:
-        for layer in model.layers:
-            layer.inner = change
-        loss = model(inputs(1)[0]).loss
+        loss = model(inputs(1)[0])
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0 instead"):
             loss.backward()
 
-    backward(Net())
-    model, _ = wrap(["swap"] * N_BLOCKS)
+    make = partial(ChangingNet, CHANGES[change])
+    backward(make())
+    model, _ = wrap([mode] * N_BLOCKS, make)
     try:
         backward(model)
     finally:
         protrain.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", MODES)
+def test_output_changed_after_it_was_saved_raises(mode: str) -> None:
+    """By what follows the block, which a recomputation does not see."""
+
+    class Tail(ChangingNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).mul_(2)
+            return x.sum()
+
+    model, _ = wrap([mode] * N_BLOCKS, partial(Tail, torch.tanh))
+    try:
+        loss = model(inputs(1)[0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    finally:
+        protrain.unwrap(model)
+
+
+def _change_what_was_not_saved(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor + 1).mul_(2).add_(1).tanh_()
+
+
+def _save_after_the_change(tensor: torch.Tensor) -> torch.Tensor:
+    noisy = nn.functional.dropout(tensor, 0.2)
+    noisy.add_(1)
+    noisy[:, ::2].sub_(2)
+    return noisy * noisy.sin()
+
+
+def _change_a_copy(tensor: torch.Tensor) -> torch.Tensor:
+    squared = tensor * tensor
+    tensor.clone().add_(1)
+    return squared.add_(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [_change_what_was_not_saved, _save_after_the_change, _change_a_copy])
+def test_change_in_place_that_autograd_allows_is_exact(change: Callable[[torch.Tensor], torch.Tensor], mode: str) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    both(loop, [mode] * N_BLOCKS, partial(ChangingNet, change), accumulate=2)
 
 
 def test_input_changed_before_its_recomputation_raises() -> None:
@@ -449,6 +634,31 @@ def test_hooks_around_operations_get_what_is_not_a_parameter(chunks_on_disk: boo
     assert_equal(run(Net, loop, **options), want, AMPLE)
     assert 0 < len(seen) <= plain
     assert (len(seen) < plain) == chunks_on_disk
+
+
+def _slope(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda x: (x.sin() * x).sum())(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")  # the dry run recomputes
+@pytest.mark.parametrize("modes", [*([mode] * N_BLOCKS for mode in MODES), None], ids=[*MODES, "planned"])
+def test_transforms_inside_a_block_want_it_kept(modes: list[str] | None) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(2):
+            loss = model(x)
+            loss.backward()
+            figures.append(loss.item())
+            step(optimizer)
+        return figures
+
+    make = partial(ChangingNet, _slope)
+    if modes == ["keep"] * N_BLOCKS:
+        both(loop, modes, make)
+        return
+    with pytest.raises(protrain.PlanError, match=r"block layers\.0 of mode .*torch\.func.* block_modes with keep") as raised:
+        run(make, loop, memory=AMPLE, block_modes=modes)
+    assert "\n" not in str(raised.value)
 
 
 class Recomputing(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import weakref
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import LanguageModel, TokenBatches
-from twins import adamw, loss_of
+from nets import TIGHT, Chain
+from torch import nn
+from twins import MIB, adamw, loss_of
 
 import protrain
 from protrain import _core
+from protrain.api import session_of
 from protrain.timeline import LANES, TRANSFERS, BlockClock, Event, Timeline, both, chrome_trace, make_timeline, union, without
 
-MIB = 1 << 20
 MODES = ["keep", "checkpoint", "keep", "checkpoint"]
 
 
@@ -122,6 +125,43 @@ def test_evaluation_between_steps_is_in_no_step(trained: Any, token_batches: Tok
     model.train()
     assert before.timeline().step == 4
     assert lane(before.timeline(), "compute") == lane(first, "compute")
+
+
+class Latents(Chain):
+    """Its first block is given a parameter as it is, its second a tensor of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(8, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = self.blocks[0](self.latents) + self.blocks[1](x)
+        for block in self.blocks[2:]:
+            y = block(y)
+        return self.head(y).square().mean()
+
+
+@pytest.mark.parametrize("memory", [TIGHT, 256 * MIB], ids=["on_disk", "in_memory"])
+def test_leaves_given_to_blocks_keep_no_hooks(memory: int, fresh_disk: Path) -> None:
+    model: Any = Latents()
+    x = torch.randn(8, 256, requires_grad=True)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, disk=fresh_disk)
+    session = weakref.ref(session_of(model))
+    own = len(model.latents._backward_hooks)
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    back = [event.name for event in lane(protrain.status(model).timeline(), "compute") if event.name.startswith("backward")]
+    assert sorted(back) == [f"backward block {n}" for n in range(8)]
+    assert len(model.latents._backward_hooks) == own
+    assert not x._backward_hooks
+    protrain.unwrap(model)
+    assert not any(leaf._backward_hooks for leaf in (x, *model.parameters()))
+    del optimizer
+    gc.collect()
+    assert session() is None  # although the model, what it was given and its loss live on
 
 
 # ---- when there is none ----
