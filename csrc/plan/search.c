@@ -33,6 +33,7 @@
 
 #define STEP 1.005           /* forecasts closer than this are alike */
 #define FEW_CHUNKS 16        /* any number of them persistent */
+#define FEW_CHUNKS_GIVEN 128 /* the same where modes are given, and nothing else is to be found */
 #define N_FEWER 6            /* numbers of persistent chunks below the most that fits, of many chunks */
 #define N_RANGES 3           /* of numbers of persistent chunks, in the bound of a set */
 #define N_SWAP_STEPS 8
@@ -274,7 +275,8 @@ static ptn_status push_counted(search *at, const entry *of, uint32_t window, uin
 }
 
 static ptn_status open_window(search *at, const entry *of, uint32_t window, uint32_t last) {
-  uint32_t n_chunks = at->request->n_chunks, fewer = n_chunks <= FEW_CHUNKS ? n_chunks : N_FEWER;
+  uint32_t n_chunks = at->request->n_chunks, few = at->request->modes ? FEW_CHUNKS_GIVEN : FEW_CHUNKS;
+  uint32_t fewer = n_chunks <= few ? n_chunks : N_FEWER;
   int64_t most = ptn_climb_most_persistent(&at->trials, of->choice.set, window, last);
   if (most < 0) return PTN_OK;
   PTN_TRY(push_counted(at, of, window, (uint32_t)most));

@@ -38,6 +38,7 @@ typedef struct ptn_block_figures {
   double recompute_ns, swap_ns; /* of one pass */
   double extra_bytes;           /* that keeping holds more than recomputing */
   double stash_bytes;
+  bool leaves; /* something in memory when it swaps */
 } ptn_block_figures;
 
 typedef struct ptn_keep_set {
