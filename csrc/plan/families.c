@@ -269,6 +269,27 @@ void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, 
   swap_some(families, keep, true, choice->swap, choice->n_swap - clean, count[1], modes);
 }
 
+uint32_t ptn_families_bits(const ptn_families *families, const ptn_choice *choice) {
+  const uint8_t *keep = ptn_families_keep(families, choice->set);
+  uint32_t bits = 0, at = 0;
+  if (choice->swap == PTN_SWAP_EVERY || choice->n_swap == 0) return choice->n_swap;
+  ptn_families_modes(families, choice, families->modes);
+  for (uint32_t i = 0; i < families->request->n_blocks; i++) {
+    if (worth(families, keep, i)) bits |= (uint32_t)(families->modes[i] == PTN_SWAP) << at++;
+  }
+  return bits;
+}
+
+uint32_t ptn_families_move_bits(const ptn_families *families, uint32_t from, uint32_t to, uint32_t bits) {
+  const uint8_t *here = ptn_families_keep(families, from), *there = ptn_families_keep(families, to);
+  uint32_t moved = 0, at_here = 0, at_there = 0;
+  for (uint32_t i = 0; i < families->request->n_blocks; i++) {
+    bool swaps = worth(families, here, i) && at_here < 32 && (bits >> at_here++ & 1) == 1;
+    if (worth(families, there, i) && at_there < 32) moved |= (uint32_t)swaps << at_there++;
+  }
+  return moved;
+}
+
 void ptn_families_swapped(const ptn_families *families, uint32_t set, double *recompute_ns, double *stash_bytes,
                           uint32_t *n_steps) {
   const uint8_t *keep = ptn_families_keep(families, set);

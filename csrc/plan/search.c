@@ -139,8 +139,8 @@ static bool may_go_on(const search *at) { return work(at) < at->most_work; }
 
 /* The first time: true, and from then on known. */
 static bool is_new(search *at, const ptn_choice *choice) {
-  uint64_t key = 1 + choice->n_swap + ((uint64_t)choice->swap << 17) + ((uint64_t)choice->window << 20) +
-                 ((uint64_t)choice->n_persist << 25) + ((uint64_t)choice->set << 42);
+  uint64_t where = choice->window + ((uint64_t)choice->n_persist << 5) + ((uint64_t)choice->set << 22);
+  uint64_t key = (where * 0xC2B2AE3D27D4EB4Fu ^ choice->n_swap) * 8 + (uint64_t)choice->swap + 1; /* as good as unique */
   uint64_t slot = key * 0x9E3779B97F4A7C15u >> 40;
   while (at->tried[slot % N_TRIED] != 0 && at->tried[slot % N_TRIED] != key) slot++;
   bool fresh = at->tried[slot % N_TRIED] != key;
