@@ -369,7 +369,15 @@ static ptn_status open_counted(search *at, const entry *of) {
 
 /* ---- the search ---- */
 
-/* A few sets from none kept to all, with a window: the best of them is where climbing begins. */
+static ptn_choice all_swap(ptn_choice choice, uint32_t n_swappable) {
+  bool every = ptn_families_every_swap(n_swappable);
+  choice.swap = every ? PTN_SWAP_EVERY : PTN_SWAP_EARLY;
+  choice.n_swap = every ? ((uint32_t)1 << n_swappable) - 1 : n_swappable;
+  return choice;
+}
+
+/* A few sets from none kept to all, with a window, all others recomputed or all swapped: the best of them is where climbing
+ * begins. */
 static void start(search *at, uint32_t window) {
   ptn_trials *trials = &at->trials;
   entry best = {.step = INT32_MAX};
@@ -380,8 +388,14 @@ static void start(search *at, uint32_t window) {
     if (most < 0) continue;
     choice.n_persist = (uint32_t)most;
     if (!allowed(at, &choice)) continue;
-    entry there = simulate(at, entry_of(at, &choice));
-    if (compare(&there, &best) < 0) best = there;
+    uint32_t n_swappable = ptn_families_swappable(&trials->families, set);
+    for (int swaps = 0; swaps < (n_swappable > 0 ? 2 : 1); swaps++) {
+      if (swaps == 1) choice = all_swap(choice, n_swappable);
+      entry hope = entry_of(at, &choice);
+      if (swaps == 1 && compare(&hope, &best) >= 0) continue;
+      entry there = simulate(at, hope);
+      if (compare(&there, &best) < 0) best = there;
+    }
   }
   if (best.step < INT32_MAX) climb(at, best);
 }
