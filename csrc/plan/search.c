@@ -148,11 +148,16 @@ static bool is_new(search *at, const ptn_choice *choice) {
   return fresh;
 }
 
+static int64_t bound_ns(search *at, const ptn_choice *choice, uint64_t *moved_bytes) {
+  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
+  at->trials.fit->n_bounded++;
+  return ptn_trials_bound_ns(&at->trials, choice, moved_bytes);
+}
+
 static entry entry_of(search *at, const ptn_choice *choice) {
   const ptn_keep_set *set = &at->trials.families.sets[choice->set];
   entry of = {.stage = PLACED, .choice = *choice, .n_keep = set->n_keep, .lateness = set->lateness};
-  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
-  of.step = step_of((double)ptn_trials_bound_ns(&at->trials, choice, &of.moved_bytes));
+  of.step = step_of((double)bound_ns(at, choice, &of.moved_bytes));
   return of;
 }
 
@@ -161,6 +166,7 @@ static entry simulate(search *at, entry of) {
   ptn_forecast forecast = {.step_ns = PTN_NEVER_NS};
   if (is_new(at, &of.choice)) {
     at->simulated_work += at->size;
+    at->trials.fit->n_simulated++;
     ptn_trials_simulate(&at->trials, &of.choice, &forecast);
   }
   of.step = step_of((double)forecast.step_ns);
@@ -316,8 +322,7 @@ static double bound_of_swaps(search *at, const entry *of, uint32_t n_swap) {
   ptn_choice choice = of->choice;
   uint64_t moved_bytes;
   choice.n_swap = n_swap;
-  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
-  return (double)ptn_trials_bound_ns(&at->trials, &choice, &moved_bytes);
+  return (double)bound_ns(at, &choice, &moved_bytes);
 }
 
 /* The number with the lowest bound: recomputation falls with it, what lanes carry grows. */

@@ -61,8 +61,7 @@ ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_requ
   if (pairs) scratch->noted = calloc(chunks, chunks);
   if (!scratch->sequence || !scratch->recent || !scratch->edge_from || !scratch->edge_to || !scratch->first_edge ||
       !scratch->near || !scratch->order || !scratch->stamp || !scratch->seen || !scratch->slot_large ||
-      !scratch->other_slot_of_chunk || !scratch->other_slot_bytes || !scratch->sizes ||
-      (pairs && !scratch->noted)) {
+      !scratch->other_slot_of_chunk || !scratch->other_slot_bytes || !scratch->sizes || (pairs && !scratch->noted)) {
     ptn_slots_scratch_destroy(scratch);
     return ptn_fail(PTN_MEMORY, "no memory to plan slots for %zu chunks and %zu accesses", chunks - 1, accesses - 1);
   }
