@@ -5,8 +5,8 @@
  * in the same family or another; the window wider or narrower; some chunks fewer; some blocks more or fewer that swap. Each
  * keeps as many chunks as then fit, and as many as before.
  *
- * Invariant: what is near a choice is in the families that the search looks through, and near whatever the budget, but for the
- * most chunks that fit.
+ * Invariant: what is near a choice is so whatever the budget, but for the most chunks that fit. It is in the families that the
+ * search looks through, but for blocks that swap: of up to 32 each alone is looked at, which no family has.
  */
 #include "plan/search_internal.h"
 

@@ -14,7 +14,8 @@
  * bytes moved, then the later blocks kept. It is an order of all candidates, which no budget changes: what is best among those
  * that fit is best in every smaller choice of them that has it. So a plan given again is chosen again, and more memory is not
  * forecast slower by more than a step, as long as the search comes to its end within its limit of work; where it does not (many
- * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides. Where
+ * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides; by how much
+ * more memory may be slower then is measured (docs/decisions/0007-plans-by-time.md). Where
  * everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are not as certain
  * as that. It costs at most its own updates in step().
  *
