@@ -5,12 +5,13 @@
  * in the same family or another; the window wider or narrower; some chunks fewer; some blocks more or fewer that swap. Each
  * keeps as many chunks as then fit, and as many as before.
  *
- * Invariant: what is near a choice is in the families that the search looks through, and near whatever the budget, but for the
- * most chunks that fit.
+ * Invariant: what is near a choice is so whatever the budget, but for the most chunks that fit. It is in the families that the
+ * search looks through, but for blocks that swap: of up to 32 each alone is looked at, which no family has.
  */
 #include "plan/search_internal.h"
 
 #define FEW_CHUNKS 16
+#define MOST_BITS 32 /* of so many blocks that could swap each alone is looked at */
 
 /* The last from `least` to `most` that fits beside slots of so many bytes; least where none does. Without slots needs never fall
  * with the number of persistent chunks, but from where none is trained behind them no ring is needed. */
@@ -63,17 +64,23 @@ static void add(list *to, ptn_choice choice) {
   if (to->count < PTN_CLIMB_MOST_CHOICES) to->choices[to->count++] = choice;
 }
 
-/* Blocks that swap are fewer where more are kept. */
-static void add_fitting(ptn_trials *trials, list *to, ptn_choice choice, uint32_t n_persist) {
-  uint32_t n_swappable = ptn_families_swappable(&trials->families, choice.set);
-  if (choice.swap == PTN_SWAP_EVERY) choice.n_swap &= ((uint32_t)1 << n_swappable) - 1;
-  else if (choice.n_swap > n_swappable) choice.n_swap = n_swappable;
-  bool every = ptn_families_every_swap(n_swappable);
-  if (choice.n_swap > 0 && every != (choice.swap == PTN_SWAP_EVERY)) {
-    uint32_t count = every ? choice.n_swap : 0;
-    choice.swap = every ? PTN_SWAP_EVERY : PTN_SWAP_EARLY;
-    choice.n_swap = every ? ((uint32_t)1 << count) - 1 : 1;
+/* Blocks that swap are fewer where more are kept. Bits are of the blocks of one set. */
+static void fit_swaps(const ptn_families *families, ptn_choice *choice, uint32_t from) {
+  uint32_t n_swappable = ptn_families_swappable(families, choice->set);
+  if (choice->swap == PTN_SWAP_EVERY) {
+    choice->n_swap = ptn_families_move_bits(families, from, choice->set, choice->n_swap);
+  } else if (choice->n_swap > n_swappable) {
+    choice->n_swap = n_swappable;
   }
+  if (choice->swap != PTN_SWAP_EVERY && choice->n_swap > 0 && ptn_families_every_swap(n_swappable)) {
+    choice->n_swap = ptn_families_bits(families, choice);
+    choice->swap = PTN_SWAP_EVERY;
+  }
+}
+
+static void add_fitting(ptn_trials *trials, list *to, ptn_choice choice, const ptn_choice *from) {
+  uint32_t n_persist = from->n_persist;
+  if (choice.set != from->set) fit_swaps(&trials->families, &choice, from->set);
   int64_t most = ptn_climb_most_persistent(trials, choice.set, choice.window, trials->most_persist);
   if (most < 0) return;
   choice.n_persist = (uint32_t)most;
@@ -89,7 +96,7 @@ static void add_sets(ptn_trials *trials, list *to, const ptn_choice *from) {
   if (families->every) {
     for (uint32_t i = 0; i < trials->request->n_blocks; i++) {
       choice.set = from->set ^ (uint32_t)1 << i;
-      add_fitting(trials, to, choice, from->n_persist);
+      add_fitting(trials, to, choice, from);
     }
     return;
   }
@@ -101,7 +108,7 @@ static void add_sets(ptn_trials *trials, list *to, const ptn_choice *from) {
     bool same = there->family == here->family || there->n_keep == 0 || there->n_keep == trials->request->n_blocks;
     if (set == from->set || there->edge || (apart == 0 ? same : !step || !same)) continue;
     choice.set = set;
-    add_fitting(trials, to, choice, from->n_persist);
+    add_fitting(trials, to, choice, from);
   }
 }
 
@@ -114,8 +121,8 @@ static void add_windows(ptn_trials *trials, list *to, const ptn_choice *from) {
     if (windows[i] > windows[from->window] && (wider < 0 || windows[i] < windows[wider])) wider = i;
     if (windows[i] < windows[from->window] && (narrower < 0 || windows[i] > windows[narrower])) narrower = i;
   }
-  if (wider >= 0) choice.window = (uint32_t)wider, add_fitting(trials, to, choice, from->n_persist);
-  if (narrower >= 0) choice.window = (uint32_t)narrower, add_fitting(trials, to, choice, from->n_persist);
+  if (wider >= 0) choice.window = (uint32_t)wider, add_fitting(trials, to, choice, from);
+  if (narrower >= 0) choice.window = (uint32_t)narrower, add_fitting(trials, to, choice, from);
 }
 
 static void add_persistent(ptn_trials *trials, list *to, const ptn_choice *from) {
@@ -133,14 +140,15 @@ static void add_swaps(ptn_trials *trials, list *to, const ptn_choice *from) {
   uint32_t n_swappable = ptn_families_swappable(&trials->families, from->set);
   ptn_choice choice = *from;
   if (n_swappable == 0) return;
-  if (ptn_families_every_swap(n_swappable)) {
+  if (n_swappable <= MOST_BITS) {
+    uint32_t bits = ptn_families_bits(&trials->families, from);
     choice.swap = PTN_SWAP_EVERY;
     for (uint32_t i = 0; i < n_swappable; i++) {
-      choice.n_swap = (from->n_swap > 0 ? from->n_swap : 0) ^ (uint32_t)1 << i;
+      choice.n_swap = bits ^ (uint32_t)1 << i;
       add(to, choice);
     }
-    return;
   }
+  if (from->swap == PTN_SWAP_EVERY) return;
   for (int family = 0; family < PTN_N_SWAP_FAMILIES; family++) {
     choice.swap = (ptn_swap_family)family;
     if (choice.swap != from->swap && from->n_swap > 0) add(to, choice);

@@ -8,7 +8,8 @@
  *             saved for each byte held; by recomputation saved; the smallest; spread evenly; the first. Of models with few
  *             blocks every set. One that another of as many blocks beats in each phase and in recomputation is left out.
  *   swapping  the first ones: their writes have the longest to hide, and they are read back last; spread evenly, so that
- *             writes hide behind the blocks between; by recomputation saved for each byte written. Of few, every set.
+ *             writes hide behind the blocks between; by recomputation saved for each byte written. In each, those that leave
+ *             something in memory come last: where memory is short they cannot swap. Of few, every set.
  *
  * checkpoint_swap is never chosen: memory counts it as checkpoint (peak.c), so that it could only cost time.
  *
@@ -54,6 +55,7 @@ static void measure_blocks(ptn_families *families) {
     of->swap_ns += (double)request->profile->swap_ns / 2;
     int64_t stash_bytes = kept - (int64_t)phase->small_bytes;
     if (families->consumer_of_phase[p] < request->n_phases && stash_bytes > 0) of->stash_bytes += (double)stash_bytes;
+    of->leaves |= phase->small_bytes > 0;
   }
 }
 
@@ -234,27 +236,58 @@ uint32_t ptn_families_swappable(const ptn_families *families, uint32_t set) {
 
 bool ptn_families_every_swap(uint32_t n_swappable) { return n_swappable <= EVERY_SET_BLOCKS - 1; }
 
-void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, ptn_mode *modes) {
-  uint32_t set = choice->set, n_swap = choice->n_swap;
-  ptn_swap_family family = choice->swap;
-  const uint8_t *keep = ptn_families_keep(families, set);
+/* Of the blocks that leave something in memory, or of those that leave nothing, n_swap swap. */
+static void swap_some(const ptn_families *families, const uint8_t *keep, bool leaves, ptn_swap_family family, uint64_t n_swap,
+                      uint64_t n_all, ptn_mode *modes) {
   const uint32_t *by_rate = families->orders[PTN_N_KEEP_FAMILIES];
-  uint64_t n_swappable = ptn_families_swappable(families, set), at = 0;
-  uint32_t n_blocks = families->request->n_blocks;
-  if (families->sets[set].given) {
-    if (n_blocks > 0) memcpy(modes, families->request->modes, n_blocks * sizeof *modes);
-    return;
-  }
-  for (uint32_t i = 0; i < n_blocks; i++) modes[i] = keep[i] ? PTN_KEEP : PTN_CHECKPOINT;
-  for (uint32_t i = 0; i < n_blocks && n_swap > 0; i++) {
+  uint64_t at = 0;
+  for (uint32_t i = 0; i < families->request->n_blocks && n_swap > 0; i++) {
     uint32_t block = family == PTN_SWAP_RATE ? by_rate[i] : i;
-    if (!worth(families, keep, block)) continue;
-    bool swap = family == PTN_SWAP_EVERY    ? (n_swap >> at & 1) == 1
-                : family == PTN_SWAP_SPREAD ? (at + 1) * n_swap / n_swappable > at * n_swap / n_swappable
-                                            : at < n_swap;
+    if (!worth(families, keep, block) || families->blocks[block].leaves != leaves) continue;
+    bool swap = family == PTN_SWAP_SPREAD ? (at + 1) * n_swap / n_all > at * n_swap / n_all : at < n_swap;
     if (swap) modes[block] = PTN_SWAP;
     at++;
   }
+}
+
+void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, ptn_mode *modes) {
+  const uint8_t *keep = ptn_families_keep(families, choice->set);
+  uint32_t n_blocks = families->request->n_blocks, at = 0, count[2] = {0, 0};
+  if (families->sets[choice->set].given) {
+    if (n_blocks > 0) memcpy(modes, families->request->modes, n_blocks * sizeof *modes);
+    return;
+  }
+  for (uint32_t i = 0; i < n_blocks; i++) {
+    modes[i] = keep[i] ? PTN_KEEP : PTN_CHECKPOINT;
+    if (choice->n_swap == 0 || !worth(families, keep, i)) continue;
+    count[families->blocks[i].leaves]++;
+    if (choice->swap == PTN_SWAP_EVERY && (choice->n_swap >> at++ & 1) == 1) modes[i] = PTN_SWAP;
+  }
+  if (choice->swap == PTN_SWAP_EVERY || choice->n_swap == 0) return;
+  uint32_t clean = choice->n_swap < count[0] ? choice->n_swap : count[0];
+  swap_some(families, keep, false, choice->swap, clean, count[0], modes);
+  swap_some(families, keep, true, choice->swap, choice->n_swap - clean, count[1], modes);
+}
+
+uint32_t ptn_families_bits(const ptn_families *families, const ptn_choice *choice) {
+  const uint8_t *keep = ptn_families_keep(families, choice->set);
+  uint32_t bits = 0, at = 0;
+  if (choice->swap == PTN_SWAP_EVERY || choice->n_swap == 0) return choice->n_swap;
+  ptn_families_modes(families, choice, families->modes);
+  for (uint32_t i = 0; i < families->request->n_blocks; i++) {
+    if (worth(families, keep, i)) bits |= (uint32_t)(families->modes[i] == PTN_SWAP) << at++;
+  }
+  return bits;
+}
+
+uint32_t ptn_families_move_bits(const ptn_families *families, uint32_t from, uint32_t to, uint32_t bits) {
+  const uint8_t *here = ptn_families_keep(families, from), *there = ptn_families_keep(families, to);
+  uint32_t moved = 0, at_here = 0, at_there = 0;
+  for (uint32_t i = 0; i < families->request->n_blocks; i++) {
+    bool swaps = worth(families, here, i) && at_here < 32 && (bits >> at_here++ & 1) == 1;
+    if (worth(families, there, i) && at_there < 32) moved |= (uint32_t)swaps << at_there++;
+  }
+  return moved;
 }
 
 void ptn_families_swapped(const ptn_families *families, uint32_t set, double *recompute_ns, double *stash_bytes,

@@ -14,20 +14,20 @@
 
 static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
   const ptn_plan_request *request = fit->request;
-  unsigned long long needed = ptn_rule_least_bytes(rule), smallest = ptn_rule_smallest_bytes(rule);
+  unsigned long long needed = ptn_rule_least_bytes(rule); /* that works: the smallest budget for what was asked */
   const char *what = request->modes || request->n_persist >= 0 ? "with the block modes and n_persist given " : "";
   if (fit->least_persist > 0) {
     return ptn_fail_budget(
-        needed, request->budget_bytes, smallest,
+        needed, request->budget_bytes, needed,
         "one step %sneeds %llu bytes of memory, the budget is %llu: at least %u of %u chunks must stay in it, as "
         "there is no disk and the host budget is %llu; give more host memory, a disk, or a device budget of %llu",
         what, needed, (unsigned long long)request->budget_bytes, fit->least_persist, request->n_chunks,
-        (unsigned long long)request->host_budget_bytes, smallest);
+        (unsigned long long)request->host_budget_bytes, needed);
   }
-  return ptn_fail_budget(needed, request->budget_bytes, smallest,
+  return ptn_fail_budget(needed, request->budget_bytes, needed,
                          "one step %sneeds %llu bytes of memory, the budget is %llu; the smallest budget that works is %llu: "
                          "give more memory, or a smaller batch or shorter sequences",
-                         what, needed, (unsigned long long)request->budget_bytes, smallest);
+                         what, needed, (unsigned long long)request->budget_bytes, needed);
 }
 
 /* Everything that follows from out->modes, n_persist and window. */

@@ -112,6 +112,7 @@ typedef struct ptn_fit {
   uint64_t *slot_bytes;
   uint32_t n_slots;
   ptn_slots_scratch *slots;
+  uint32_t n_simulated, n_bounded; /* candidates, by the search so far: what a test can limit where it cannot time */
 } ptn_fit;
 
 /* fit is to be destroyed also where create fails. */

@@ -62,12 +62,14 @@ static int64_t left_bytes(const ptn_phase *phase, const ptn_mode *modes) {
   return left ? (int64_t)phase->small_bytes : 0;
 }
 
-/* How much more phase i retains in its block's mode than in the given run. */
-static int64_t correction(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, bool away) {
+/* How much more phase i retains in its block's mode than in the keep run and in the checkpoint run, is added so many times. */
+static void correct(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, int64_t times, int64_t *corrections) {
   const ptn_phase *phase = &request->phases[i];
-  if (phase->block < 0 || phase->backward) return 0;
-  bool own = ptn_mode_away(modes[phase->block]);
-  return ptn_peak_retained_bytes(request, i, own) + left_bytes(phase, modes) - ptn_peak_retained_bytes(request, i, away);
+  if (phase->block < 0 || phase->backward) return;
+  int64_t kept = ptn_peak_retained_bytes(request, i, false), dropped = ptn_peak_retained_bytes(request, i, true);
+  int64_t own = (ptn_mode_away(modes[phase->block]) ? dropped : kept) + left_bytes(phase, modes);
+  corrections[0] += times * (own - kept);
+  corrections[1] += times * (own - dropped);
 }
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -88,11 +90,11 @@ void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_
     /* phase_bytes[i] != 0 here: the phase consumes a forward phase, whose number was left in it. */
     if (phase_bytes[i] != 0) {
       uint32_t consumed = (uint32_t)(phase_bytes[i] - 1);
-      for (int run = 0; run < 2; run++) corrections[run] -= correction(request, consumed, modes, run == 1);
+      correct(request, consumed, modes, -1, corrections);
     }
     phase_bytes[i] = peak_of(phase, away) + corrections[away] + left_bytes(phase, modes);
     if (phase->block < 0 && mixed) phase_bytes[i] = higher(phase_bytes[i], peak_of(phase, true) + corrections[1]);
-    for (int run = 0; run < 2; run++) corrections[run] += correction(request, i, modes, run == 1);
+    correct(request, i, modes, 1, corrections);
     if (consumer_of_phase[i] < n_phases) phase_bytes[consumer_of_phase[i]] = (int64_t)i + 1;
   }
 }

@@ -18,20 +18,27 @@
 #include "base/bytes.h"
 #include "plan/parts.h"
 
+#define UNKNOWN INT64_MIN
+
 enum { KEEP_LAST, KEEP_FIRST, KEEP_SPREAD, N_PATTERNS };
+
+/* The least that is needed with the fewest slots, without the ring itself; INT64_MAX: there is no such number of chunks. */
+typedef struct least {
+  int64_t bytes;
+  uint32_t n_persist;
+} least;
 
 typedef struct choice { /* of modes: k blocks kept by a pattern, or the caller's */
   uint32_t pattern;
-  int64_t least_persist_bytes,
-      all_persist_bytes; /* what it needs, without a ring, with the fewest and with every chunk persistent */
-  int64_t given_persist_bytes;                    /* with as many persistent as the caller wants */
+  least ring, ringless; /* over the numbers of persistent chunks that want a ring, and over those that want none */
 } choice;
 
 struct ptn_rule {
   ptn_fit *fit;
   const ptn_plan_request *request;
-  uint32_t n_chunks, n_blocks, n_choices, least_persist;
-  int64_t least_slots_bytes; /* with the fewest chunks persistent and the fewest slots */
+  uint32_t n_chunks, n_blocks, n_choices;
+  uint32_t least_persist, most_persist; /* numbers of chunks that the request allows */
+  int64_t *slots_bytes; /* of the fewest slots, by number of persistent chunks; UNKNOWN: not asked for yet */
   int64_t least_bytes;       /* the smallest budget of the request's own choices */
   int64_t smallest_bytes;    /* the same with modes and n_persist free */
   ptn_mode *modes;           /* composed last */
@@ -60,83 +67,92 @@ void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes) {
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The needs of keeping n_keep blocks, by the pattern that needs least with the fewest chunks persistent. */
-static choice measure_choice(ptn_rule *rule, uint32_t n_keep, const ptn_mode *given, int64_t n_persist) {
+static int64_t slots_bytes(ptn_rule *rule, uint32_t n_persist) {
+  int64_t *known = &rule->slots_bytes[n_persist];
+  if (*known == UNKNOWN) *known = ptn_fit_slots(rule->fit, n_persist, rule->fit->few);
+  return *known;
+}
+
+/* The least budget of a choice. */
+static int64_t choice_budget_bytes(const ptn_rule *rule, const choice *of) {
+  int64_t ring_bytes = of->ring.bytes < INT64_MAX ? ptn_fit_budget_bytes(rule->fit, 0, of->ring.bytes) : INT64_MAX;
+  return lesser(ring_bytes, of->ringless.bytes);
+}
+
+/* Of the modes composed last. Slots may take less with more chunks persistent, so that all numbers are looked at; but what is
+ * needed without slots grows with each chunk by what that holds, at least, and soon is more than the least found. */
+static choice measure_modes(ptn_rule *rule, uint32_t pattern) {
   ptn_fit *fit = rule->fit;
-  choice best = {.least_persist_bytes = INT64_MAX};
+  choice found = {.pattern = pattern, .ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}};
+  int64_t without_bytes = ptn_fit_without_slots(fit, rule->least_persist);
+  for (uint32_t p = rule->least_persist;; p++) {
+    least *of = ptn_fit_has_ring(fit, p) ? &found.ring : &found.ringless;
+    if (without_bytes < of->bytes && without_bytes + slots_bytes(rule, p) < of->bytes) {
+      without_bytes = ptn_fit_without_slots(fit, p);
+      int64_t needed_bytes = without_bytes + slots_bytes(rule, p);
+      if (needed_bytes < of->bytes) *of = (least){.bytes = needed_bytes, .n_persist = p};
+    }
+    if (p == rule->most_persist) return found;
+    without_bytes += (int64_t)(rule->request->chunks[p].param_bytes + rule->request->chunks[p].state_bytes);
+  }
+}
+
+/* The needs of keeping n_keep blocks, by the pattern that needs least. */
+static choice measure_choice(ptn_rule *rule, uint32_t n_keep, const ptn_mode *given) {
+  choice best = {.pattern = 0};
   bool one_way = given || n_keep == 0 || n_keep == rule->n_blocks;
   for (uint32_t pattern = 0; pattern < (one_way ? 1 : N_PATTERNS); pattern++) {
     if (!given) write_pattern(rule, n_keep, pattern, rule->modes);
-    ptn_fit_compose(fit, given ? given : rule->modes);
-    int64_t needed_bytes = ptn_fit_without_slots(fit, rule->least_persist) + rule->least_slots_bytes;
-    if (needed_bytes >= best.least_persist_bytes) continue;
-    best = (choice){
-        .pattern = pattern, .least_persist_bytes = needed_bytes, .all_persist_bytes = ptn_fit_without_slots(fit, rule->n_chunks)};
-    if (n_persist >= 0) best.given_persist_bytes = ptn_fit_without_slots(fit, (uint32_t)n_persist);
+    ptn_fit_compose(rule->fit, given ? given : rule->modes);
+    choice found = measure_modes(rule, pattern);
+    if (pattern == 0 || choice_budget_bytes(rule, &found) < choice_budget_bytes(rule, &best)) best = found;
   }
   return best;
 }
 
-/* The least budget of a choice with n_persist free. */
-static int64_t free_budget_bytes(const ptn_rule *rule, const choice *of) {
-  return lesser(ptn_fit_budget_bytes(rule->fit, rule->least_persist, of->least_persist_bytes),
-                ptn_fit_budget_bytes(rule->fit, rule->n_chunks, of->all_persist_bytes));
+static bool least_fits(const ptn_rule *rule, const least *of) {
+  return of->bytes < INT64_MAX && ptn_fit_fits(rule->fit, of->n_persist, of->bytes);
 }
 
 static bool choice_fits(const ptn_rule *rule, const choice *of) {
-  int64_t given = rule->request->n_persist;
-  if (given >= 0) return ptn_fit_fits(rule->fit, (uint32_t)given, of->given_persist_bytes);
-  return ptn_fit_fits(rule->fit, rule->least_persist, of->least_persist_bytes) ||
-         ptn_fit_fits(rule->fit, rule->n_chunks, of->all_persist_bytes);
+  return least_fits(rule, &of->ring) || least_fits(rule, &of->ringless);
 }
 
 /* ---- what the request's own choices need ---- */
 
-/* Fewer chunks than this cannot be persistent, by the tiers behind memory. */
-static void measure_least_slots(ptn_rule *rule, uint32_t least_persist) {
-  rule->least_persist = least_persist;
-  rule->least_slots_bytes = ptn_fit_slots(rule->fit, least_persist, rule->fit->few);
-}
-
-/* With modes and n_persist free. The least that the safest candidate needs is returned. */
-static int64_t measure_free(ptn_rule *rule) {
+/* Of all choices. The least that a candidate with a ring needs is returned, 0: there is none. */
+static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, int64_t *least_bytes) {
   int64_t safest_bytes = INT64_MAX;
-  rule->smallest_bytes = INT64_MAX;
-  for (uint32_t k = 0; k <= rule->n_blocks; k++) {
-    rule->choices[k] = measure_choice(rule, k, NULL, -1);
-    rule->smallest_bytes = lesser(rule->smallest_bytes, free_budget_bytes(rule, &rule->choices[k]));
-    safest_bytes = lesser(safest_bytes, rule->choices[k].least_persist_bytes);
+  *least_bytes = INT64_MAX;
+  for (uint32_t k = 0; k < n_choices; k++) {
+    rule->choices[k] = measure_choice(rule, k, given);
+    *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->choices[k]));
+    safest_bytes = lesser(safest_bytes, rule->choices[k].ring.bytes);
   }
-  return safest_bytes;
+  return safest_bytes < INT64_MAX ? safest_bytes : 0;
 }
 
 static ptn_status measure(ptn_rule *rule) {
   const ptn_plan_request *request = rule->request;
-  bool given = request->n_persist >= 0;
-  uint32_t n_persist = given ? (uint32_t)request->n_persist : 0, least_persist = rule->fit->least_persist;
-  measure_least_slots(rule, least_persist);
-  int64_t free_bytes = measure_free(rule), safest_bytes = INT64_MAX;
+  uint32_t least_persist = rule->least_persist = rule->fit->least_persist;
+  rule->most_persist = rule->n_chunks;
+  int64_t free_bytes = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->smallest_bytes), safest_bytes = free_bytes;
+  rule->least_bytes = rule->smallest_bytes;
   if (request->modes) {
     uint64_t stash_bytes = ptn_swap_stash_bytes(request, rule->fit->consumer_of_phase, request->modes);
     PTN_TRY(ptn_tiers_least_persist(request, stash_bytes, &least_persist));
-    measure_least_slots(rule, least_persist);
+    rule->least_persist = least_persist;
   }
-  if (given && n_persist < least_persist) {
+  if (request->n_persist >= 0) rule->least_persist = rule->most_persist = (uint32_t)request->n_persist;
+  if (rule->least_persist < least_persist) {
     return ptn_fail_budget(
         (uint64_t)rule->smallest_bytes, request->budget_bytes, (uint64_t)rule->smallest_bytes,
         "%u of %u chunks are to stay in the device's memory, and there is no disk and %llu bytes of host memory "
         "for the others: give a disk or more host memory, or let at least %u chunks stay",
-        n_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
+        rule->least_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
   }
-  int64_t slots_bytes = given ? ptn_fit_slots(rule->fit, n_persist, rule->fit->few) : 0;
-  rule->least_bytes = INT64_MAX;
-  for (uint32_t k = 0; k < rule->n_choices; k++) {
-    choice *of = &rule->choices[k];
-    if (request->modes || given) *of = measure_choice(rule, k, request->modes, request->n_persist);
-    of->given_persist_bytes += slots_bytes;
-    safest_bytes = lesser(safest_bytes, given ? of->given_persist_bytes : of->least_persist_bytes);
-    int64_t least_of = given ? ptn_fit_budget_bytes(rule->fit, n_persist, of->given_persist_bytes) : free_budget_bytes(rule, of);
-    rule->least_bytes = lesser(rule->least_bytes, least_of);
+  if (request->modes || request->n_persist >= 0) {
+    safest_bytes = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
   }
   /* Modes given may be better than any pattern. */
   rule->smallest_bytes = lesser(rule->smallest_bytes, rule->least_bytes);
@@ -148,6 +164,7 @@ static ptn_status measure(ptn_rule *rule) {
 void ptn_rule_destroy(ptn_rule *rule) {
   if (!rule) return;
   free(rule->choices);
+  free(rule->slots_bytes);
   free(rule->modes);
   free(rule);
 }
@@ -163,7 +180,9 @@ ptn_status ptn_rule_create(ptn_rule **out, ptn_fit *fit) {
   rule->n_choices = fit->request->modes ? 1 : rule->n_blocks + 1;
   rule->choices = calloc((size_t)rule->n_blocks + 1, sizeof *rule->choices);
   rule->modes = calloc((size_t)rule->n_blocks + 1, sizeof *rule->modes);
-  ptn_status status = !rule->choices || !rule->modes
+  rule->slots_bytes = calloc((size_t)rule->n_chunks + 1, sizeof *rule->slots_bytes);
+  for (uint32_t p = 0; rule->slots_bytes && p <= rule->n_chunks; p++) rule->slots_bytes[p] = UNKNOWN;
+  ptn_status status = !rule->choices || !rule->slots_bytes || !rule->modes
                           ? ptn_fail(PTN_MEMORY, "no memory to plan %u chunks, %u blocks", rule->n_chunks, rule->n_blocks)
                           : measure(rule);
   if (status != PTN_OK) ptn_rule_destroy(rule);
@@ -180,15 +199,14 @@ uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule) { return (uint64_t)rule->
 static void choose_persist(const ptn_rule *rule, const choice *of, uint32_t *n_persist, uint32_t *window) {
   ptn_fit *fit = rule->fit;
   const ptn_plan_request *request = rule->request;
-  bool given = request->n_persist >= 0;
-  uint32_t fewest = ptn_fit_fits(fit, rule->least_persist, of->least_persist_bytes) ? rule->least_persist : rule->n_chunks;
-  uint32_t least = given ? (uint32_t)request->n_persist : fewest;
-  if (given && request->n_buffer > 0) {
+  /* Without a ring there are more of them than with one. */
+  uint32_t least = least_fits(rule, &of->ringless) ? of->ringless.n_persist : of->ring.n_persist;
+  if (request->n_persist >= 0 && request->n_buffer > 0) {
     *n_persist = least;
     *window = ptn_fit_window_of(fit, least, (uint32_t)ptn_min_u64((uint64_t)request->n_buffer, UINT32_MAX));
     if (*window > 0) return;
   }
-  for (uint32_t p = given ? least : rule->n_chunks;; p--) {
+  for (uint32_t p = rule->most_persist;; p--) {
     int64_t needed_bytes = ptn_fit_without_slots(fit, p);
     if (ptn_fit_fits(fit, p, needed_bytes) && ptn_fit_fits(fit, p, needed_bytes + ptn_fit_slots(fit, p, fit->more))) {
       *n_persist = p;

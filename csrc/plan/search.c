@@ -14,7 +14,8 @@
  * bytes moved, then the later blocks kept. It is an order of all candidates, which no budget changes: what is best among those
  * that fit is best in every smaller choice of them that has it. So a plan given again is chosen again, and more memory is not
  * forecast slower by more than a step, as long as the search comes to its end within its limit of work; where it does not (many
- * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides. Where
+ * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides; by how much
+ * more memory may be slower then is measured (docs/decisions/0007-plans-by-time.md). Where
  * everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are not as certain
  * as that. It costs at most its own updates in step().
  *
@@ -33,6 +34,7 @@
 
 #define STEP 1.005           /* forecasts closer than this are alike */
 #define FEW_CHUNKS 16        /* any number of them persistent */
+#define FEW_CHUNKS_GIVEN 128 /* the same where modes are given, and nothing else is to be found */
 #define N_FEWER 6            /* numbers of persistent chunks below the most that fits, of many chunks */
 #define N_RANGES 3           /* of numbers of persistent chunks, in the bound of a set */
 #define N_SWAP_STEPS 8
@@ -138,8 +140,8 @@ static bool may_go_on(const search *at) { return work(at) < at->most_work; }
 
 /* The first time: true, and from then on known. */
 static bool is_new(search *at, const ptn_choice *choice) {
-  uint64_t key = 1 + choice->n_swap + ((uint64_t)choice->swap << 17) + ((uint64_t)choice->window << 20) +
-                 ((uint64_t)choice->n_persist << 25) + ((uint64_t)choice->set << 42);
+  uint64_t where = choice->window + ((uint64_t)choice->n_persist << 5) + ((uint64_t)choice->set << 22);
+  uint64_t key = (where * 0xC2B2AE3D27D4EB4Fu ^ choice->n_swap) * 8 + (uint64_t)choice->swap + 1; /* as good as unique */
   uint64_t slot = key * 0x9E3779B97F4A7C15u >> 40;
   while (at->tried[slot % N_TRIED] != 0 && at->tried[slot % N_TRIED] != key) slot++;
   bool fresh = at->tried[slot % N_TRIED] != key;
@@ -147,11 +149,16 @@ static bool is_new(search *at, const ptn_choice *choice) {
   return fresh;
 }
 
+static int64_t bound_ns(search *at, const ptn_choice *choice, uint64_t *moved_bytes) {
+  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
+  at->trials.fit->n_bounded++;
+  return ptn_trials_bound_ns(&at->trials, choice, moved_bytes);
+}
+
 static entry entry_of(search *at, const ptn_choice *choice) {
   const ptn_keep_set *set = &at->trials.families.sets[choice->set];
   entry of = {.stage = PLACED, .choice = *choice, .n_keep = set->n_keep, .lateness = set->lateness};
-  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
-  of.step = step_of((double)ptn_trials_bound_ns(&at->trials, choice, &of.moved_bytes));
+  of.step = step_of((double)bound_ns(at, choice, &of.moved_bytes));
   return of;
 }
 
@@ -160,6 +167,7 @@ static entry simulate(search *at, entry of) {
   ptn_forecast forecast = {.step_ns = PTN_NEVER_NS};
   if (is_new(at, &of.choice)) {
     at->simulated_work += at->size;
+    at->trials.fit->n_simulated++;
     ptn_trials_simulate(&at->trials, &of.choice, &forecast);
   }
   of.step = step_of((double)forecast.step_ns);
@@ -274,7 +282,8 @@ static ptn_status push_counted(search *at, const entry *of, uint32_t window, uin
 }
 
 static ptn_status open_window(search *at, const entry *of, uint32_t window, uint32_t last) {
-  uint32_t n_chunks = at->request->n_chunks, fewer = n_chunks <= FEW_CHUNKS ? n_chunks : N_FEWER;
+  uint32_t n_chunks = at->request->n_chunks, few = at->request->modes ? FEW_CHUNKS_GIVEN : FEW_CHUNKS;
+  uint32_t fewer = n_chunks <= few ? n_chunks : N_FEWER;
   int64_t most = ptn_climb_most_persistent(&at->trials, of->choice.set, window, last);
   if (most < 0) return PTN_OK;
   PTN_TRY(push_counted(at, of, window, (uint32_t)most));
@@ -314,8 +323,7 @@ static double bound_of_swaps(search *at, const entry *of, uint32_t n_swap) {
   ptn_choice choice = of->choice;
   uint64_t moved_bytes;
   choice.n_swap = n_swap;
-  at->bound_work += at->size / BOUNDS_PER_SIMULATION + 1;
-  return (double)ptn_trials_bound_ns(&at->trials, &choice, &moved_bytes);
+  return (double)bound_ns(at, &choice, &moved_bytes);
 }
 
 /* The number with the lowest bound: recomputation falls with it, what lanes carry grows. */
@@ -367,7 +375,15 @@ static ptn_status open_counted(search *at, const entry *of) {
 
 /* ---- the search ---- */
 
-/* A few sets from none kept to all, with a window: the best of them is where climbing begins. */
+static ptn_choice all_swap(ptn_choice choice, uint32_t n_swappable) {
+  bool every = ptn_families_every_swap(n_swappable);
+  choice.swap = every ? PTN_SWAP_EVERY : PTN_SWAP_EARLY;
+  choice.n_swap = every ? ((uint32_t)1 << n_swappable) - 1 : n_swappable;
+  return choice;
+}
+
+/* A few sets from none kept to all, with a window, all others recomputed or all swapped: the best of them is where climbing
+ * begins. */
 static void start(search *at, uint32_t window) {
   ptn_trials *trials = &at->trials;
   entry best = {.step = INT32_MAX};
@@ -378,8 +394,14 @@ static void start(search *at, uint32_t window) {
     if (most < 0) continue;
     choice.n_persist = (uint32_t)most;
     if (!allowed(at, &choice)) continue;
-    entry there = simulate(at, entry_of(at, &choice));
-    if (compare(&there, &best) < 0) best = there;
+    uint32_t n_swappable = ptn_families_swappable(&trials->families, set);
+    for (int swaps = 0; swaps < (n_swappable > 0 ? 2 : 1); swaps++) {
+      if (swaps == 1) choice = all_swap(choice, n_swappable);
+      entry hope = entry_of(at, &choice);
+      if (swaps == 1 && compare(&hope, &best) >= 0) continue;
+      entry there = simulate(at, hope);
+      if (compare(&there, &best) < 0) best = there;
+    }
   }
   if (best.step < INT32_MAX) climb(at, best);
 }

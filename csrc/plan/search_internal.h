@@ -38,6 +38,7 @@ typedef struct ptn_block_figures {
   double recompute_ns, swap_ns; /* of one pass */
   double extra_bytes;           /* that keeping holds more than recomputing */
   double stash_bytes;
+  bool leaves; /* something in memory when it swaps */
 } ptn_block_figures;
 
 typedef struct ptn_keep_set {
@@ -71,6 +72,9 @@ static inline const uint8_t *ptn_families_keep(const ptn_families *families, uin
 /* How many of the set's blocks could swap with gain; whether few enough that every choice of them is looked at. */
 uint32_t ptn_families_swappable(const ptn_families *families, uint32_t set);
 bool ptn_families_every_swap(uint32_t n_swappable);
+/* Of at most 32 blocks that could swap: those that do, as bits; and bits of one set as those of another. */
+uint32_t ptn_families_bits(const ptn_families *families, const ptn_choice *choice);
+uint32_t ptn_families_move_bits(const ptn_families *families, uint32_t from, uint32_t to, uint32_t bits);
 void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, ptn_mode *modes);
 
 #define PTN_SWAP_STEPS 4
@@ -146,7 +150,7 @@ void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32
 
 /* ---- climb.c ---- */
 
-#define PTN_CLIMB_MOST_CHOICES 96
+#define PTN_CLIMB_MOST_CHOICES 160
 /* Choices near one: a block more or less kept, a chunk, a window, a block that swaps. Some may not fit. Their number. */
 uint32_t ptn_climb_near(ptn_trials *trials, const ptn_choice *choice, ptn_choice *out);
 /* The most persistent chunks that fit, without slots (the fewest that are possible where none do), and with a window; -1: none

@@ -17,6 +17,8 @@
 #include "base/bytes.h"
 #include "plan/parts.h"
 
+#define MOST_PAIRED_CHUNKS 512 /* of so many every pair is marked as close or not: 256 KiB */
+
 struct ptn_slots_scratch {
   uint32_t *sequence;    /* accesses to chunks that are not persistent, repetitions in a row left out */
   uint32_t *recent;      /* the next distinct chunks, nearest first */
@@ -30,6 +32,7 @@ struct ptn_slots_scratch {
   int32_t *other_slot_of_chunk; /* of the second order */
   uint64_t *other_slot_bytes;
   uint64_t *sizes;
+  uint8_t *noted; /* of each pair of chunks: there is an edge; NULL: there are too many pairs, and edges may be there twice */
   uint32_t n_edges;
   uint64_t large_bytes; /* chunks above it are much larger than most */
 };
@@ -54,9 +57,11 @@ ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_requ
   scratch->other_slot_of_chunk = calloc(chunks, sizeof *scratch->other_slot_of_chunk);
   scratch->other_slot_bytes = calloc(chunks, sizeof *scratch->other_slot_bytes);
   scratch->sizes = calloc(chunks, sizeof *scratch->sizes);
+  bool pairs = request->n_chunks > 0 && request->n_chunks <= MOST_PAIRED_CHUNKS;
+  if (pairs) scratch->noted = calloc(chunks, chunks);
   if (!scratch->sequence || !scratch->recent || !scratch->edge_from || !scratch->edge_to || !scratch->first_edge ||
       !scratch->near || !scratch->order || !scratch->stamp || !scratch->seen || !scratch->slot_large ||
-      !scratch->other_slot_of_chunk || !scratch->other_slot_bytes || !scratch->sizes) {
+      !scratch->other_slot_of_chunk || !scratch->other_slot_bytes || !scratch->sizes || (pairs && !scratch->noted)) {
     ptn_slots_scratch_destroy(scratch);
     return ptn_fail(PTN_MEMORY, "no memory to plan slots for %zu chunks and %zu accesses", chunks - 1, accesses - 1);
   }
@@ -79,10 +84,16 @@ void ptn_slots_scratch_destroy(ptn_slots_scratch *scratch) {
   free(scratch->other_slot_of_chunk);
   free(scratch->other_slot_bytes);
   free(scratch->sizes);
+  free(scratch->noted);
   free(scratch);
 }
 
-static void add_edge(ptn_slots_scratch *scratch, uint32_t from, uint32_t to) {
+static void add_edge(ptn_slots_scratch *scratch, uint32_t n_chunks, uint32_t from, uint32_t to) {
+  if (scratch->noted) {
+    uint8_t *noted = &scratch->noted[(size_t)from * n_chunks + to];
+    if (*noted) return;
+    *noted = scratch->noted[(size_t)to * n_chunks + from] = 1;
+  }
   scratch->edge_from[scratch->n_edges] = from;
   scratch->edge_to[scratch->n_edges++] = to;
 }
@@ -100,14 +111,14 @@ static uint32_t read_sequence(const ptn_plan_request *request, ptn_slots_scratch
 }
 
 /* Two laps backward over the cycle with the list of the next distinct chunks; edges are noted in the second, when it is full. */
-static void find_near(ptn_slots_scratch *scratch, uint32_t length, uint32_t window) {
+static void find_near(ptn_slots_scratch *scratch, uint32_t n_chunks, uint32_t length, uint32_t window) {
   uint32_t *recent = scratch->recent, n_recent = 0;
   for (uint32_t lap = 0; lap < 2; lap++) {
     for (uint32_t i = length; i-- > 0;) {
       uint32_t chunk = scratch->sequence[i], at = 0;
       for (uint32_t j = 0, noted = 0; lap == 1 && j < n_recent && noted + 1 < window; j++) {
         if (recent[j] == chunk) continue;
-        add_edge(scratch, chunk, recent[j]);
+        add_edge(scratch, n_chunks, chunk, recent[j]);
         noted++;
       }
       while (at < n_recent && recent[at] != chunk) at++;
@@ -122,12 +133,13 @@ static void find_near(ptn_slots_scratch *scratch, uint32_t length, uint32_t wind
 static void build_graph(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint32_t n_persist, uint32_t window) {
   uint32_t n_chunks = request->n_chunks;
   scratch->n_edges = 0;
-  find_near(scratch, read_sequence(request, scratch, n_persist), window);
+  if (scratch->noted) memset(scratch->noted, 0, (size_t)n_chunks * n_chunks);
+  find_near(scratch, n_chunks, read_sequence(request, scratch, n_persist), window);
   for (uint32_t c = n_persist; c < n_chunks; c++) {
     uint32_t from = c >= n_persist + (window - 1) ? c - (window - 1) : n_persist;
     for (uint32_t d = from; d < n_chunks && d < c + window; d++) {
       bool unknown = !scratch->seen[c] || !scratch->seen[d];
-      if (d < c && unknown) add_edge(scratch, c, d);
+      if (d < c && unknown) add_edge(scratch, n_chunks, c, d);
     }
   }
   uint32_t *first = scratch->first_edge;
