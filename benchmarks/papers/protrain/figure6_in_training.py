@@ -22,21 +22,21 @@ from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import Turns, quartiles
 
 WHOLE_BYTES = 16 << 30  # a budget in which all stays in memory
-PROFILED_STEPS, WARM_STEPS, MEASURED_STEPS = 3, 4, 15
+PROFILED_STEPS, WARM_STEPS, MEASURED_STEPS = 3, 3, 9
 MOST_REFUSALS = 4  # each names the smallest budget that is known to work by then
 
 
 def trainings(shape: Shape, disk: str | None, device: str) -> Generator[Any, Any, None]:
-    """Asked with a budget in bytes, trains; answers with the budget, or the smallest that works where it is more, and with the
-    plan and the seconds of each step."""
+    """Asked with a budget in bytes and a number of steps, trains; answers with the budget, or the smallest that works where it is
+    more, and with the plan and the seconds of each step."""
     import protrain
 
     answer = None
     while True:
-        budget_bytes = yield answer
+        budget_bytes, n_steps = yield answer
         for _ in range(MOST_REFUSALS):
             try:
-                answer = {"budget_bytes": budget_bytes} | training(shape, Way(budget_bytes, disk=disk, device=device))
+                answer = {"budget_bytes": budget_bytes} | training(shape, Way(budget_bytes, disk=disk, device=device), n_steps)
                 break
             except protrain.BudgetError as error:
                 budget_bytes = error.smallest_bytes
@@ -44,11 +44,11 @@ def trainings(shape: Shape, disk: str | None, device: str) -> Generator[Any, Any
             raise RuntimeError(f"{shape.name}: no budget was found that works")
 
 
-def training(shape: Shape, way: Way) -> dict[str, Any]:
+def training(shape: Shape, way: Way, n_steps: int) -> dict[str, Any]:
     """One, from its first step on."""
     with closing(train(shape, way)) as steps:
         next(steps)
-        answers = [steps.send(1) for _ in range(PROFILED_STEPS + WARM_STEPS + MEASURED_STEPS)]
+        answers = [steps.send(1) for _ in range(n_steps)]
     return {
         "plans": [answer["status"]["plan"] for answer in answers],
         "step_seconds": [answer["step_seconds"][0] for answer in answers],
@@ -82,7 +82,8 @@ def compared(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     for share in (None, *planned.SHARES):
         budget_bytes = WHOLE_BYTES if share is None else int(share * found[0]["peak_bytes"])
         with Turns(trainings, shape, settings.disk, settings.device) as process:
-            found.append(process.ask(budget_bytes))
+            n_steps = 1 if share is None else PROFILED_STEPS + WARM_STEPS + MEASURED_STEPS
+            found.append(process.ask((budget_bytes, n_steps)))
     return [case_of(shape, one) for one in found[1:]]
 
 
