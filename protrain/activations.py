@@ -198,7 +198,9 @@ class Frame:
         kwargs: dict[str, Any],
         stash: _core.SavedTensors | None,
     ) -> None:
-        self.runner, self.forward, self.name = runner, forward, runner.blocks[number][0]
+        self.runner, self.forward = runner, forward
+        self.name, self.block = runner.blocks[number]
+        self.commits = runner.commits()
         self.habits = runner.habits[number]
         self.given: Any = (args, kwargs)  # None: forward is over
         self.given_versions = _versions(leaf for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor)
@@ -211,7 +213,7 @@ class Frame:
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
-        self.state = ModuleState(runner.blocks[number][1], self.habits.large, compared=not self.compute.separate)
+        self.state = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
         self.random_state = self.compute.random_state()
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -269,6 +271,12 @@ class Frame:
                     f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
                     "keep this block, or change a copy of its input"
                 )
+        if self.runner.commits() != self.commits and any(p.requires_grad for p in self.block.parameters()):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                f"{self.name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "
+                "before step(), or wrap with block_modes that keep this block"
+            )
         inputs = _bring_inputs(self.inputs)
         now = self.compute.random_state()
         self.compute.set_random_state(self.random_state)

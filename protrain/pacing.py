@@ -14,8 +14,7 @@ profiled lacks. So steps that departed are noticed a step or more later, and the
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
@@ -65,14 +64,14 @@ class Pacer:
     def begin(self, run: DryRun | None, shapes: Shapes) -> None:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
-        self._times, self._profiled, self._departed, self._departure = None, 0, 0, None
-        self._passed_over = 0
+        self._times, self._departure = None, None
+        self._profiled = self._passed_over = self._departed = 0
         self._ordered.clear()
         if self._clock.device is not None:
             self._clock.device.running = True
 
-    def after_step(self, batches: Sequence[Shapes], step_seconds: float, update_seconds: float, update_bytes: int) -> None:
-        """A step is complete. batches: the shapes of each pass that it had. update_*: of what step() updated in memory."""
+    def after_step(self, batches: Counter[Shapes], step_seconds: float, update_seconds: float, update_bytes: int) -> None:
+        """A step is complete. batches: how many passes it had of each shape. update_*: of what step() updated in memory."""
         device = self._clock.device
         if device is not None and (self._run is None or self._wrapped.settings.plan is not None):
             device.running = False
@@ -101,13 +100,14 @@ class Pacer:
             self._plan(self._run, update_seconds, update_bytes)
             self._tell(planned, step_seconds)
 
-    def _share(self, batches: Sequence[Shapes]) -> float | None:
+    def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have
         its shapes; None where there was none, or one that it does not cover."""
         if self._shapes is None or not batches or not all(covers(self._shapes, shapes) for shapes in batches):
             return None
         planned = elements(self._shapes)
-        return sum(elements(shapes) for shapes in batches) / (planned * len(batches)) if planned else None
+        found = sum(count * elements(shapes) for shapes, count in batches.items())
+        return found / (planned * batches.total()) if planned else None
 
     def _departs(self, planned: float, taken: float, share: float) -> bool:
         """Whether this step is one too many that departs from its plan. Of a step with less to compute it is known only that it

@@ -114,6 +114,10 @@ class Runner:
         leave(self)
         self._end_plain()
 
+    def commits(self) -> int:
+        """Steps that were made."""
+        return self._engine.commits()
+
     def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""
         return self.compute.held_bytes(self._engine) + 2 * size_bytes <= self._wrapped.settings.memory_bytes
@@ -138,24 +142,8 @@ class Runner:
         check_outer_hooks(*self.blocks[number], mode)
         if mode == "swap":
             return run_swapped(self, number, forward, args, kwargs)
-        again = self._of_one_step(number, self._clock.recomputable(number, forward))
+        again = self._clock.recomputable(number, forward)
         return run_checkpointed(self, number, again, args, kwargs, mode == "checkpoint_swap")
-
-    def _of_one_step(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` of block `number`, which cannot be run again with the values that it had once a step has changed them."""
-        commits = self._engine.commits()
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            name, block = self.blocks[number]
-            if self._engine.commits() != commits and any(p.requires_grad for p in block.parameters()):
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: block "
-                    f"{name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "
-                    "before step(), or wrap with block_modes that keep this block"
-                )
-            return forward(*args, **kwargs)
-
-        return checked
 
     def call(
         self, func: Callable[..., Any], found: list[Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]

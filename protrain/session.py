@@ -19,6 +19,7 @@ import inspect
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,7 +82,7 @@ class Session:
         # the step under way
         self._began: float | None = None
         self._wait_ns = 0
-        self._batches: list[Shapes] = []  # of the step under way
+        self._batches: Counter[Shapes] = Counter()  # of the step under way
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._noted_commits = 0  # steps that the engine has made and `_note_commit` has heard of
         self._steps_before = 0
@@ -168,7 +169,7 @@ class Session:
         if self._began is None:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
-            self._batches = []
+            self._batches.clear()
             self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
@@ -182,7 +183,7 @@ class Session:
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or is recomputed in all blocks where that must do."""
         shapes, under_way = shapes_of(args, kwargs), self.gradients.passes > 0
-        self._batches.append(shapes)
+        self._batches[shapes] += 1
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now

@@ -95,14 +95,18 @@ class Clock:
         block.register_forward_pre_hook(pass_time)
 
 
+def clocked(gpt2: Any, patch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.optim.Optimizer, Clock]:
+    """A small model with room for all, whose second block takes as long as the clock says."""
+    model, clock = gpt2(layers=2, hidden=64), Clock(patch)
+    clock.slow(model.transformer.h[1])
+    return *protrain.wrap(model, adamw(model), memory="1GiB"), clock
+
+
 def test_steps_that_depart_are_planned_again_and_that_is_said_once(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = gpt2(layers=2, hidden=64)
-    clock = Clock(monkeypatch)
-    clock.slow(model.transformer.h[1])
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
     clock.block_seconds = 0.02
-    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
     (ids,) = token_batches(1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -252,10 +256,7 @@ def test_batches_of_many_lengths_are_a_profile_too(
 def test_what_a_shorter_step_computed_is_taken_for_the_whole(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = gpt2(layers=2, hidden=64)
-    clock = Clock(monkeypatch)
-    clock.slow(model.transformer.h[1])
-    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
     (ids,) = token_batches(1, length=32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -276,10 +277,7 @@ def test_what_a_shorter_step_computed_is_taken_for_the_whole(
 
 
 def test_only_short_steps_are_a_profile_in_the_end(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = gpt2(layers=2, hidden=64)
-    clock = Clock(monkeypatch)
-    clock.slow(model.transformer.h[1])
-    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB")
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
     (ids,) = token_batches(1, length=32)
     clock.block_seconds = 0.1
     step(model, optimizer, ids)

@@ -524,7 +524,7 @@ def test_an_interrupt_in_a_later_forward_of_a_step(where: str, monkeypatch: pyte
             if where == "hooks":
                 patch.setattr(activations, "_pop", interrupt)
             else:
-                patch.setattr(session.runner, "_engine", SimpleNamespace(unuse=interrupt))
+                patch.setattr(session.runner, "_engine", SimpleNamespace(commits=session.engine.commits, unuse=interrupt))
             with pytest.raises(KeyboardInterrupt):
                 model(other)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

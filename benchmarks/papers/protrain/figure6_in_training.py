@@ -17,7 +17,7 @@ from contextlib import closing
 from typing import Any
 
 from benchmarks.papers.protrain import figure6_prediction_error as planned
-from benchmarks.papers.records import Experiment, Settings, say
+from benchmarks.papers.records import Experiment, Settings
 from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import Turns, quartiles
 
@@ -92,11 +92,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         shapes = planned.GPU_SHAPES
     else:
         shapes = (Shape("gpt2", 64, 2, 1, 32),) if settings.tiny else planned.ALL_SHAPES
-    cases = []
-    for shape in shapes:
-        cases += compared(shape, settings)
-        ratios = [f"{case['step_ratio']:.3f}" for case in cases[-len(planned.SHARES) :]]
-        say(f"{shape.name}: foretold to taken {', '.join(ratios)}")
+    cases = planned.gather(shapes, lambda shape: compared(shape, settings), "foretold to taken")
     return {"steps": MEASURED_STEPS, "cases": cases}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -131,12 +131,18 @@ def measure(settings: Settings) -> dict[str, Any]:
         return {"rounds": 1, "cases": [case for shape in GPU_SHAPES for case in compared_on_device(shape, settings)]}
     shapes = (Shape("gpt2", 64, 2, 1, 32),) if settings.tiny else ALL_SHAPES if settings.every else SHAPES
     rounds = settings.rounds or (1 if settings.tiny else 3)
+    cases = gather(shapes, lambda shape: compared(shape, rounds, settings), "planned to measured")
+    return {"rounds": rounds, "cases": cases}
+
+
+def gather(shapes: Sequence[Shape], compare: Callable[[Shape], list[dict[str, Any]]], what: str) -> list[dict[str, Any]]:
+    """The cases of all shapes, their ratios told shape by shape."""
     cases = []
     for shape in shapes:
-        cases += compared(shape, rounds, settings)
-        ratios = [f"{case['step_ratio']:.3f}" for case in cases[-len(SHARES) :]]
-        say(f"{shape.name}: planned to measured {', '.join(ratios)}")
-    return {"rounds": rounds, "cases": cases}
+        found = compare(shape)
+        say(f"{shape.name}: {what} {', '.join(format(case['step_ratio'], '.3f') for case in found)}")
+        cases += found
+    return cases
 
 
 def body(record: dict[str, Any]) -> str:
