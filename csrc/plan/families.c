@@ -94,7 +94,7 @@ static double recompute_of(const ptn_families *families, const uint8_t *keep) {
 static void compose(const ptn_families *families, const uint8_t *keep, int64_t *phase_bytes) {
   const ptn_plan_request *request = families->request;
   for (uint32_t i = 0; i < request->n_blocks; i++) families->modes[i] = keep[i] ? PTN_KEEP : PTN_CHECKPOINT;
-  ptn_peak_compose(request, families->consumer_of_phase, families->modes, phase_bytes);
+  ptn_peak_compose(families->peak, families->modes, phase_bytes);
 }
 
 /* One of `begin` and on is at least as good in everything. Their phases are kept: they are few. */
@@ -196,7 +196,7 @@ ptn_status ptn_families_create(ptn_families *families, const ptn_fit *fit, const
   if (n_blocks > EVERY_SET_BLOCKS) {
     for (uint32_t k = 0; k <= n_blocks; k++) most += counted(request->n_blocks, k) ? PTN_N_KEEP_FAMILIES : 0;
   }
-  *families = (ptn_families){.request = request, .rule = rule, .consumer_of_phase = fit->consumer_of_phase};
+  *families = (ptn_families){.request = request, .rule = rule, .peak = fit->peak, .consumer_of_phase = fit->consumer_of_phase};
   by_value *scratch = calloc(n_blocks + 1, sizeof *scratch);
   bool made = scratch != NULL;
   made &= (families->blocks = calloc(n_blocks + 1, sizeof *families->blocks)) != NULL;

@@ -103,11 +103,12 @@ uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t n
 /* ---- needs ---- */
 
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes) {
-  ptn_peak_compose(fit->request, fit->consumer_of_phase, modes, fit->phase_bytes);
+  ptn_peak_compose(fit->peak, modes, fit->phase_bytes);
+  ptn_peak_stretches(fit->peak, fit->phase_bytes, fit->stretch_bytes);
 }
 
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist) {
-  return (int64_t)ptn_peak_without_slots(fit->request, fit->phase_bytes, n_persist, fit->peak_scratch);
+  return (int64_t)ptn_peak_without_slots(fit->peak, fit->stretch_bytes, n_persist);
 }
 
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window) {
@@ -156,9 +157,10 @@ uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots) {
 
 void ptn_fit_destroy(ptn_fit *fit) {
   ptn_slots_scratch_destroy(fit->slots);
+  ptn_peak_destroy(fit->peak);
   free(fit->consumer_of_phase);
   free(fit->phase_bytes);
-  free(fit->peak_scratch);
+  free(fit->stretch_bytes);
   free(fit->slot_of_chunk);
   free(fit->slot_bytes);
 }
@@ -175,16 +177,17 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   size_t phases = request->n_phases, chunks = (size_t)request->n_chunks + 1;
   fit->consumer_of_phase = calloc(phases, sizeof *fit->consumer_of_phase);
   fit->phase_bytes = calloc(phases, sizeof *fit->phase_bytes);
-  fit->peak_scratch = calloc(2 * phases, sizeof *fit->peak_scratch);
+  fit->stretch_bytes = calloc(phases, sizeof *fit->stretch_bytes);
   fit->slot_of_chunk = calloc(chunks, sizeof *fit->slot_of_chunk);
   fit->slot_bytes = calloc(chunks, sizeof *fit->slot_bytes);
-  if (!fit->consumer_of_phase || !fit->phase_bytes || !fit->peak_scratch || !fit->slot_of_chunk || !fit->slot_bytes) {
+  if (!fit->consumer_of_phase || !fit->phase_bytes || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes) {
     return ptn_fail(PTN_MEMORY, "no memory to plan %u chunks, %u blocks", request->n_chunks, request->n_blocks);
   }
   size_t most = MOST_EDGES / ((size_t)request->n_accesses + chunks);
   uint32_t widest = (uint32_t)ptn_max_u64(fit->more, ptn_min_u64(most, WIDEST_WINDOW));
   list_windows(fit, widest);
-  PTN_TRY(ptn_slots_scratch_create(&fit->slots, request, widest));
+  PTN_TRY(ptn_slots_scratch_create(&fit->slots, request));
   ptn_peak_match(request, fit->consumer_of_phase);
+  PTN_TRY(ptn_peak_create(&fit->peak, request, fit->consumer_of_phase));
   return ptn_tiers_least_persist(request, 0, &fit->least_persist);
 }

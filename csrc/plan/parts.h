@@ -27,11 +27,11 @@
 
 /* Scratch for ptn_slots, made once for a request. */
 typedef struct ptn_slots_scratch ptn_slots_scratch;
-ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_request *request, uint32_t most_window);
+ptn_status ptn_slots_scratch_create(ptn_slots_scratch **out, const ptn_plan_request *request);
 void ptn_slots_scratch_destroy(ptn_slots_scratch *scratch);
 
 /* Slots for the chunks from n_persist on: chunks within any `window` distinct chunks in the cyclic order of the accesses never
- * share one. window is 1..most_window, or n_chunks and more: then each has its own. slot_of_chunk and slot_bytes have n_chunks
+ * share one. window is at least 1; of n_chunks and more each has its own. slot_of_chunk and slot_bytes have n_chunks
  * entries, of the latter *n_slots are set. */
 void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint32_t n_persist, uint32_t window,
                int32_t *slot_of_chunk, uint64_t *slot_bytes, uint32_t *n_slots);
@@ -50,13 +50,19 @@ void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase
 /* What is held more after phase i than before it, in the checkpoint run (away) or the keep run; 0 for the last phase. */
 int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, bool away);
 
-/* The peak of each phase, without parameters, for these modes. */
-void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
-                      int64_t *phase_bytes);
+/* What peaks are composed from, made once for a request; the request is borrowed until destroy. */
+typedef struct ptn_peak ptn_peak;
+ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
+void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
 
-/* All that counts for the candidate except slots and ring. scratch: 2 * n_phases entries. */
-uint64_t ptn_peak_without_slots(const ptn_plan_request *request, const int64_t *phase_bytes, uint32_t n_persist,
-                                int64_t *scratch);
+/* The peak of each phase, without parameters, for these modes. */
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phase_bytes);
+
+/* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
+void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);
+
+/* All that counts for the candidate except slots and ring. */
+uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, uint32_t n_persist);
 
 /* ---- swap.c ---- */
 
@@ -106,8 +112,8 @@ typedef struct ptn_fit {
   uint32_t few, more;     /* distinct chunks with slots of their own: the least, and what is preferred */
   uint32_t windows[PTN_FIT_MOST_WINDOWS], n_windows; /* all that are tried, in their order */
   uint32_t *consumer_of_phase;
-  int64_t *phase_bytes;   /* of the modes composed last */
-  int64_t *peak_scratch;
+  ptn_peak *peak;
+  int64_t *phase_bytes, *stretch_bytes; /* of the modes composed last */
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;
   uint32_t n_slots;

@@ -25,16 +25,41 @@
  * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
  * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
  * is allowed for; the runtime holds backward back before there would be two.
+ *
+ * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
+ * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
  */
+#include <stdlib.h>
+
 #include "base/bytes.h"
 #include "plan/parts.h"
 
+typedef struct composed_phase {
+  int32_t block; /* -1: outside of blocks */
+  bool backward;
+  int64_t peak_bytes[2]; /* of the keep run, of the checkpoint run */
+  /* Of a forward phase, or of the one that a backward phase consumes; 0: it consumes none. */
+  int64_t dropped_bytes; /* what the checkpoint run retains of it beyond the keep run, mostly less than nothing */
+  int64_t small_bytes;   /* what swap leaves of it in memory, and the checkpoint run does not count */
+} composed_phase;
+
+typedef struct completion { /* a chunk's gradients */
+  uint32_t chunk, stretch;
+  int64_t grad_bytes;
+} completion;
+
+struct ptn_peak {
+  const ptn_plan_request *request;
+  composed_phase *phases;
+  completion *completions; /* in the order of their phases */
+  uint32_t n_completions;
+  uint32_t *stretch_begins; /* the first phase of each, n_stretches + 1 entries; each but the first begins with a completion */
+  uint32_t n_stretches;
+  int64_t *always_bytes; /* of so many persistent chunks, with what is fixed */
+};
+
 static int64_t entry_of(const ptn_phase *phase, bool away) {
   return (int64_t)(away ? phase->checkpoint_entry_bytes : phase->keep_entry_bytes);
-}
-
-static int64_t peak_of(const ptn_phase *phase, bool away) {
-  return (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
 }
 
 void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase) {
@@ -56,74 +81,146 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return entry_of(&request->phases[i + 1], away) - entry_of(&request->phases[i], away);
 }
 
-/* What a forward phase has saved that its mode leaves in memory, and the checkpoint run does not count. */
-static int64_t left_bytes(const ptn_phase *phase, const ptn_mode *modes) {
-  bool left = phase->block >= 0 && !phase->backward && modes[phase->block] == PTN_SWAP;
-  return left ? (int64_t)phase->small_bytes : 0;
+/* ---- create, destroy ---- */
+
+static void read_phases(ptn_peak *peak, const uint32_t *consumer_of_phase) {
+  const ptn_plan_request *request = peak->request;
+  for (uint32_t i = 0; i < request->n_phases; i++) {
+    const ptn_phase *phase = &request->phases[i];
+    composed_phase *to = &peak->phases[i];
+    to->block = phase->block;
+    to->backward = phase->backward;
+    to->peak_bytes[0] = (int64_t)phase->keep_peak_bytes;
+    to->peak_bytes[1] = (int64_t)phase->checkpoint_peak_bytes;
+    if (phase->block < 0 || phase->backward) continue;
+    to->dropped_bytes = ptn_peak_retained_bytes(request, i, true) - ptn_peak_retained_bytes(request, i, false);
+    to->small_bytes = (int64_t)phase->small_bytes;
+    if (consumer_of_phase[i] == request->n_phases) continue;
+    peak->phases[consumer_of_phase[i]].dropped_bytes = to->dropped_bytes;
+    peak->phases[consumer_of_phase[i]].small_bytes = to->small_bytes;
+  }
 }
 
-/* How much more phase i retains in its block's mode than in the keep run and in the checkpoint run, is added so many times. */
-static void correct(const ptn_plan_request *request, uint32_t i, const ptn_mode *modes, int64_t times, int64_t *corrections) {
-  const ptn_phase *phase = &request->phases[i];
-  if (phase->block < 0 || phase->backward) return;
-  int64_t kept = ptn_peak_retained_bytes(request, i, false), dropped = ptn_peak_retained_bytes(request, i, true);
-  int64_t own = (ptn_mode_away(modes[phase->block]) ? dropped : kept) + left_bytes(phase, modes);
-  corrections[0] += times * (own - kept);
-  corrections[1] += times * (own - dropped);
+static int by_phase(const void *a, const void *b) {
+  const completion *left = a, *right = b;
+  if (left->stretch != right->stretch) return left->stretch < right->stretch ? -1 : 1;
+  return (left->chunk > right->chunk) - (left->chunk < right->chunk);
+}
+
+static void read_completions(ptn_peak *peak) {
+  const ptn_plan_request *request = peak->request;
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    const ptn_plan_chunk *chunk = &request->chunks[c];
+    if (chunk->grad_bytes == 0) continue;
+    peak->completions[peak->n_completions++] = (completion){c, chunk->complete_phase, (int64_t)chunk->grad_bytes};
+  }
+  qsort(peak->completions, peak->n_completions, sizeof *peak->completions, by_phase);
+  peak->n_stretches = 1;
+  for (uint32_t i = 0; i < peak->n_completions; i++) { /* from the number of its phase to that of its stretch */
+    uint32_t phase = peak->completions[i].stretch;
+    if (phase != peak->stretch_begins[peak->n_stretches - 1]) peak->stretch_begins[peak->n_stretches++] = phase;
+    peak->completions[i].stretch = peak->n_stretches - 1;
+  }
+  peak->stretch_begins[peak->n_stretches] = request->n_phases;
+}
+
+static void read_chunks(ptn_peak *peak) {
+  const ptn_plan_request *request = peak->request;
+  peak->always_bytes[0] = (int64_t)request->fixed_bytes;
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    const ptn_plan_chunk *chunk = &request->chunks[c];
+    uint64_t bytes = chunk->param_bytes + chunk->state_bytes + (request->grads_outlive_backward ? chunk->grad_bytes : 0);
+    peak->always_bytes[c + 1] = peak->always_bytes[c] + (int64_t)bytes;
+  }
+}
+
+void ptn_peak_destroy(ptn_peak *peak) {
+  if (!peak) return;
+  free(peak->phases);
+  free(peak->completions);
+  free(peak->stretch_begins);
+  free(peak->always_bytes);
+  free(peak);
+}
+
+ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase) {
+  size_t phases = request->n_phases, chunks = request->n_chunks;
+  ptn_peak *peak = *out = calloc(1, sizeof *peak);
+  if (!peak) return ptn_fail(PTN_MEMORY, "no memory to plan %zu phases", phases);
+  peak->request = request;
+  peak->phases = calloc(phases + 1, sizeof *peak->phases);
+  peak->completions = calloc(chunks + 1, sizeof *peak->completions);
+  peak->stretch_begins = calloc(ptn_min_u64(phases, chunks + 1) + 2, sizeof *peak->stretch_begins);
+  peak->always_bytes = calloc(chunks + 1, sizeof *peak->always_bytes);
+  if (!peak->phases || !peak->completions || !peak->stretch_begins || !peak->always_bytes) {
+    ptn_peak_destroy(peak);
+    *out = NULL;
+    return ptn_fail(PTN_MEMORY, "no memory to plan %zu phases and %zu chunks", phases, chunks);
+  }
+  read_phases(peak, consumer_of_phase);
+  read_completions(peak);
+  read_chunks(peak);
+  return PTN_OK;
+}
+
+/* ---- candidates ---- */
+
+/* What a block in this mode retains of the phase beyond the keep run, and beyond the checkpoint run, is added so many times. */
+static void correct(const composed_phase *phase, ptn_mode mode, int64_t times, int64_t *corrections) {
+  int64_t left_bytes = mode == PTN_SWAP ? phase->small_bytes : 0;
+  if (ptn_mode_away(mode)) {
+    corrections[0] += times * (phase->dropped_bytes + left_bytes);
+    corrections[1] += times * left_bytes;
+  } else {
+    corrections[1] -= times * phase->dropped_bytes;
+  }
 }
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 
-void ptn_peak_compose(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
-                      int64_t *phase_bytes) {
-  bool keeps = request->n_blocks == 0, mixed = false;
-  for (uint32_t i = 0; i < request->n_blocks; i++) {
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phase_bytes) {
+  uint32_t n_phases = peak->request->n_phases, n_blocks = peak->request->n_blocks;
+  bool keeps = n_blocks == 0, mixed = false;
+  for (uint32_t i = 0; i < n_blocks; i++) {
     keeps |= !ptn_mode_away(modes[i]);
     mixed |= ptn_mode_away(modes[i]) != ptn_mode_away(modes[0]);
   }
-  uint32_t n_phases = request->n_phases;
   int64_t corrections[2] = {0, 0}; /* to the keep run, to the checkpoint run, of what is retained now */
-  for (uint32_t i = 0; i < n_phases; i++) phase_bytes[i] = 0;
   for (uint32_t i = 0; i < n_phases; i++) {
-    const ptn_phase *phase = &request->phases[i];
-    bool away = phase->block < 0 ? !keeps : ptn_mode_away(modes[phase->block]);
-    /* phase_bytes[i] != 0 here: the phase consumes a forward phase, whose number was left in it. */
-    if (phase_bytes[i] != 0) {
-      uint32_t consumed = (uint32_t)(phase_bytes[i] - 1);
-      correct(request, consumed, modes, -1, corrections);
+    const composed_phase *phase = &peak->phases[i];
+    if (phase->block < 0) {
+      phase_bytes[i] = phase->peak_bytes[!keeps] + corrections[!keeps];
+      if (mixed) phase_bytes[i] = higher(phase_bytes[i], phase->peak_bytes[1] + corrections[1]);
+      continue;
     }
-    phase_bytes[i] = peak_of(phase, away) + corrections[away] + left_bytes(phase, modes);
-    if (phase->block < 0 && mixed) phase_bytes[i] = higher(phase_bytes[i], peak_of(phase, true) + corrections[1]);
-    correct(request, i, modes, 1, corrections);
-    if (consumer_of_phase[i] < n_phases) phase_bytes[consumer_of_phase[i]] = (int64_t)i + 1;
+    ptn_mode mode = modes[phase->block];
+    bool away = ptn_mode_away(mode);
+    if (phase->backward) correct(phase, mode, -1, corrections);
+    phase_bytes[i] = phase->peak_bytes[away] + corrections[away];
+    if (phase->backward) continue;
+    if (mode == PTN_SWAP) phase_bytes[i] += phase->small_bytes;
+    correct(phase, mode, 1, corrections);
   }
 }
 
-uint64_t ptn_peak_without_slots(const ptn_plan_request *request, const int64_t *phase_bytes, uint32_t n_persist,
-                                int64_t *scratch) {
-  uint32_t n_phases = request->n_phases;
-  int64_t *complete = scratch, *pending = scratch + n_phases; /* of the phase in which they come */
-  int64_t always = (int64_t)request->fixed_bytes;
-  for (uint32_t i = 0; i < n_phases; i++) complete[i] = pending[i] = 0;
-  for (uint32_t c = 0; c < request->n_chunks; c++) {
-    const ptn_plan_chunk *chunk = &request->chunks[c];
-    int64_t grad = (int64_t)chunk->grad_bytes;
-    if (c < n_persist) always += (int64_t)(chunk->param_bytes + chunk->state_bytes);
-    if (grad == 0) continue;
-    if (c >= n_persist) {
-      if (pending[chunk->complete_phase] < grad) pending[chunk->complete_phase] = grad;
-    } else if (request->grads_outlive_backward) {
-      always += grad;
-    } else {
-      complete[chunk->complete_phase] += grad;
+void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes) {
+  for (uint32_t s = 0, i = 0; s < peak->n_stretches; s++) {
+    int64_t highest = phase_bytes[i];
+    for (i++; i < peak->stretch_begins[s + 1]; i++) highest = higher(highest, phase_bytes[i]);
+    stretch_bytes[s] = highest;
+  }
+}
+
+uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, uint32_t n_persist) {
+  int64_t highest = 0, complete = 0, pending = 0; /* gradients of persistent chunks, of one on its way to its update */
+  bool stay = !peak->request->grads_outlive_backward;
+  for (uint32_t s = 0, i = 0; s < peak->n_stretches; s++) {
+    for (; i < peak->n_completions && peak->completions[i].stretch == s; i++) {
+      int64_t grad_bytes = peak->completions[i].grad_bytes;
+      if (peak->completions[i].chunk >= n_persist) pending = higher(pending, grad_bytes);
+      else if (stay) complete += grad_bytes;
     }
+    highest = higher(highest, stretch_bytes[s] + complete + pending);
   }
-  int64_t highest = 0, complete_now = 0, pending_now = 0;
-  for (uint32_t i = 0; i < n_phases; i++) {
-    complete_now += complete[i];
-    if (pending_now < pending[i]) pending_now = pending[i];
-    int64_t now = phase_bytes[i] + complete_now + pending_now;
-    if (highest < now) highest = now;
-  }
-  return (uint64_t)(always + highest);
+  return (uint64_t)(peak->always_bytes[n_persist] + highest);
 }

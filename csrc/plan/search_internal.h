@@ -53,6 +53,7 @@ typedef struct ptn_families {
   bool every; /* set: sets are numbered by bits, one for each kept block */
   const ptn_plan_request *request;
   const ptn_rule *rule;
+  const ptn_peak *peak;
   const uint32_t *consumer_of_phase;
   ptn_block_figures *blocks;
   uint32_t *orders[PTN_N_KEEP_FAMILIES + 1]; /* of blocks; the last: for swapping */
@@ -128,7 +129,8 @@ typedef struct ptn_trials {
   uint64_t *kept_cells; /* which, + 1 */
   int32_t *kept_slots; /* n_chunks for each */
   ptn_mode *modes; /* of the choice tried last */
-  int64_t *left_phase_bytes; /* of the same, with what its swapped blocks leave; NULL: no block of the request leaves anything */
+  /* Of the same, with what its swapped blocks leave; NULL: no block of the request leaves anything. */
+  int64_t *left_phase_bytes, *left_stretch_bytes;
 } ptn_trials;
 
 /* trials is to be destroyed also where create fails. */

@@ -93,8 +93,9 @@ static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, cons
   *phase_bytes = trials->fit->phase_bytes;
   if (!leaves(trials)) return needed_bytes;
   *phase_bytes = trials->left_phase_bytes;
-  ptn_peak_compose(trials->request, trials->fit->consumer_of_phase, trials->modes, trials->left_phase_bytes);
-  return (int64_t)ptn_peak_without_slots(trials->request, *phase_bytes, choice->n_persist, trials->fit->peak_scratch);
+  ptn_peak_compose(trials->fit->peak, trials->modes, trials->left_phase_bytes);
+  ptn_peak_stretches(trials->fit->peak, trials->left_phase_bytes, trials->left_stretch_bytes);
+  return (int64_t)ptn_peak_without_slots(trials->fit->peak, trials->left_stretch_bytes, choice->n_persist);
 }
 
 bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
@@ -202,6 +203,7 @@ void ptn_trials_destroy(ptn_trials *trials) {
   free(trials->needs_of);
   free(trials->modes);
   free(trials->left_phase_bytes);
+  free(trials->left_stretch_bytes);
 }
 
 ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *rule) {
@@ -230,8 +232,12 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
   for (size_t i = 0; i < cells; i++) trials->slots_bytes[i] = UNKNOWN;
   bool left = false;
   for (uint32_t i = 0; i < request->n_phases; i++) left |= request->phases[i].small_bytes > 0;
-  if (left && !(trials->left_phase_bytes = calloc(request->n_phases, sizeof *trials->left_phase_bytes)))
-    return ptn_fail(PTN_MEMORY, "no memory to search plans of %u phases", request->n_phases);
+  if (left) {
+    trials->left_phase_bytes = calloc(request->n_phases, sizeof *trials->left_phase_bytes);
+    trials->left_stretch_bytes = calloc(request->n_phases, sizeof *trials->left_stretch_bytes);
+    if (!trials->left_phase_bytes || !trials->left_stretch_bytes)
+      return ptn_fail(PTN_MEMORY, "no memory to search plans of %u phases", request->n_phases);
+  }
   PTN_TRY(ptn_sums_create(&trials->sums, request));
   PTN_TRY(ptn_bounds_create(&trials->bounds, request, fit->consumer_of_phase));
   PTN_TRY(ptn_simulation_create(&trials->simulation, request, fit->consumer_of_phase));

@@ -300,8 +300,10 @@ static void check_brute_force(const model *of) {
   ask(of, 0, &lowest);
   uint64_t smallest = ptn_last_error()->smallest_bytes;
   uint32_t consumers[MOST_PHASES];
-  int64_t phase_bytes[MOST_PHASES], scratch[2 * MOST_PHASES];
+  int64_t phase_bytes[MOST_PHASES], stretch_bytes[MOST_PHASES];
+  ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
+  CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
   for (uint64_t budget = smallest; budget < smallest + (uint64_t)12 * PTN_MIB; budget += PTN_MIB / 2 + 12345) {
     answer given;
     ask(of, budget, &given);
@@ -316,14 +318,16 @@ static void check_brute_force(const model *of) {
         n_keep += bits >> i & 1;
         same &= modes[i] == given.modes[i];
       }
-      ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
+      ptn_peak_compose(peak, modes, phase_bytes);
       for (uint32_t at = 0; at < of->request.n_phases; at++) CHECK(phase_bytes[at] == plain_phase(of, modes, at));
-      uint64_t peak = ptn_peak_without_slots(&of->request, phase_bytes, 0, scratch);
-      if (n_keep == given.n_keep) ours = ptn_min_u64(ours, peak);
-      if (same) lowest.plan.peak_bytes = peak;
+      ptn_peak_stretches(peak, phase_bytes, stretch_bytes);
+      uint64_t peak_bytes = ptn_peak_without_slots(peak, stretch_bytes, 0);
+      if (n_keep == given.n_keep) ours = ptn_min_u64(ours, peak_bytes);
+      if (same) lowest.plan.peak_bytes = peak_bytes;
     }
     CHECK(lowest.plan.peak_bytes == ours);
   }
+  ptn_peak_destroy(peak);
 }
 
 /* With one mode for all the composition is the run itself, but for what swap leaves in memory. */
@@ -331,10 +335,12 @@ static void check_uniform(const model *of) {
   uint32_t consumers[MOST_PHASES];
   int64_t phase_bytes[MOST_PHASES];
   ptn_mode modes[MOST_BLOCKS];
+  ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
+  CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
   for (int mode = PTN_KEEP; mode <= PTN_CHECKPOINT_SWAP; mode++) {
     for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
-    ptn_peak_compose(&of->request, consumers, modes, phase_bytes);
+    ptn_peak_compose(peak, modes, phase_bytes);
     bool away = mode != PTN_KEEP && of->request.n_blocks > 0;
     int64_t left = 0;
     for (uint32_t i = 0; i < of->request.n_phases; i++) {
@@ -345,6 +351,7 @@ static void check_uniform(const model *of) {
       CHECK(phase_bytes[i] == left + (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes));
     }
   }
+  ptn_peak_destroy(peak);
 }
 
 static void check_refusals(uint64_t *random) {

@@ -597,8 +597,11 @@ static void random_step(void) {
   step.host_budget_bytes = link ? below(400 * PTN_MIB) : 0;
   candidate.n_host = link ? (uint32_t)below(step.n_chunks - candidate.n_persist + 1) : 0;
   candidate.pending_bytes = below(4) * 10 * PTN_MIB;
+  ptn_peak *peak;
   ptn_peak_match(&step, consumers);
-  ptn_peak_compose(&step, consumers, modes, phase_bytes);
+  CHECK_OK(ptn_peak_create(&peak, &step, consumers));
+  ptn_peak_compose(peak, modes, phase_bytes);
+  ptn_peak_destroy(peak);
   for (uint32_t p = 0; p < step.n_phases; p++)
     if (candidate.above_static_bytes < (uint64_t)phase_bytes[p]) candidate.above_static_bytes = (uint64_t)phase_bytes[p];
   candidate.above_static_bytes += below(3) * 20 * PTN_MIB;

@@ -18,7 +18,7 @@ static uint32_t n_slots;
 static uint64_t assign(uint32_t n_chunks, uint32_t n_accesses, uint32_t n_persist, uint32_t window) {
   ptn_plan_request request = {.n_chunks = n_chunks, .chunks = chunks, .n_accesses = n_accesses, .accesses = accesses};
   ptn_slots_scratch *scratch;
-  CHECK_OK(ptn_slots_scratch_create(&scratch, &request, 5));
+  CHECK_OK(ptn_slots_scratch_create(&scratch, &request));
   ptn_slots(&request, scratch, n_persist, window, slot_of_chunk, slot_bytes, &n_slots);
   int32_t again[MOST_CHUNKS];
   memcpy(again, slot_of_chunk, sizeof again);
