@@ -211,16 +211,16 @@ void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_
   }
 }
 
+/* Gradients only become more from stretch to stretch, so that to look at one before all of its chunks are counted does no harm. */
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, uint32_t n_persist) {
-  int64_t highest = 0, complete = 0, pending = 0; /* gradients of persistent chunks, of one on its way to its update */
-  bool stay = !peak->request->grads_outlive_backward;
-  for (uint32_t s = 0, i = 0; s < peak->n_stretches; s++) {
-    for (; i < peak->n_completions && peak->completions[i].stretch == s; i++) {
-      int64_t grad_bytes = peak->completions[i].grad_bytes;
-      if (peak->completions[i].chunk >= n_persist) pending = higher(pending, grad_bytes);
-      else if (stay) complete += grad_bytes;
-    }
-    highest = higher(highest, stretch_bytes[s] + complete + pending);
+  int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
+  int64_t stay = peak->request->grads_outlive_backward ? 0 : -1; /* all bits */
+  for (uint32_t i = 0; i < peak->n_completions; i++) {
+    const completion *of = &peak->completions[i];
+    bool persistent = of->chunk < n_persist;
+    complete += persistent ? of->grad_bytes & stay : 0;
+    pending = higher(pending, persistent ? 0 : of->grad_bytes);
+    highest = higher(highest, stretch_bytes[of->stretch] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);
 }
