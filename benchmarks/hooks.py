@@ -30,9 +30,14 @@ N_TENSORS = 256
 LEAST_BYTES = 64 << 10
 
 
-def small() -> list[torch.Tensor]:
-    """Tensors of one element, in blocks that are never stashed."""
+def leaves_of_one() -> list[torch.Tensor]:
+    """Leaves of one element, in blocks that are never stashed: kept as they are."""
     return [torch.ones(1, requires_grad=True) for _ in range(N_TENSORS)]
+
+
+def results_of_one() -> list[torch.Tensor]:
+    """Results of operations, as small: kept by an alias."""
+    return [leaf * 1 for leaf in leaves_of_one()]
 
 
 def shared() -> list[torch.Tensor]:
@@ -47,7 +52,8 @@ def separate() -> list[torch.Tensor]:
 
 
 KINDS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "kept": small,
+    "kept, a leaf": leaves_of_one,
+    "kept, a result": results_of_one,
     "stashed, one record": shared,
     "stashed, a record each": separate,
 }

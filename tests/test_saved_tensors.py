@@ -134,6 +134,22 @@ def test_a_change_in_place_is_seen_by_the_tensor_that_was_saved(hooks: Any) -> N
     assert tensor._version == 1
 
 
+def test_a_leaf_is_kept_as_it_is_and_a_result_without_its_graph(hooks: Any) -> None:
+    saved_tensors, _ = hooks
+    leaf = torch.ones(4, requires_grad=True)
+    packed = saved_tensors.pack(leaf)
+    assert not packed.stashed
+    assert saved_tensors.unpack(packed) is leaf
+    with torch.no_grad():
+        leaf.add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        saved_tensors.unpack(packed)
+    result = leaf.exp()
+    packed = saved_tensors.pack(result)
+    assert saved_tensors.unpack(packed).grad_fn is None
+    assert saved_tensors.unpack(packed).equal(result)
+
+
 def test_memory_comes_back_with_the_last_tensor_handed_out(hooks: Any) -> None:
     stash, engine = hooks
     gc.collect()

@@ -6,7 +6,8 @@
  *                 what that returns goes to autograd; its unpacking is `unpack_parameter`'s, the demand for the chunk;
  *   stashed       in a block of least_bytes or more: a use of a record of the stash (runtime/stash.h). Nothing of ours keeps the
  *                 tensor alive, so its memory is the stash's alone once the program has dropped it;
- *   kept          anything else: an alias, so that no output of a node keeps its own graph alive.
+ *   kept          anything else: itself where it is a leaf, as autograd keeps it without hooks; else an alias, so that no output of
+ *                 a node keeps its own graph alive.
  *
  * Over a device there is no arena: `stash_tensor` (protrain/device_stash.py) may take a tensor that lies in no chunk, and what it
  * returns goes to autograd and comes to `unpack_parameter` again.
@@ -18,7 +19,7 @@
  * arena itself, whenever and on whatever thread it dies. It shares the owner's version counter: whoever changes it in place, in a
  * backward of their own, changes what other uses of the record get, and those raise.
  *
- * Invariants: a Saved is kept (alias set, record NULL) or stashed (record set, alias NULL). All Python objects are touched with
+ * Invariants: a Saved is kept (kept set, record NULL) or stashed (record set, kept NULL). All Python objects are touched with
  * the GIL; it is released where the stash may wait. In a forked process the stash's threads are gone: records are left alone.
  */
 #include <string.h>
@@ -39,7 +40,7 @@ typedef struct saved_tensors_object {
   PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
   PyObject *is_inference;                            /* torch's: whether inference mode is on */
   PyObject *empty;                                   /* a tensor without memory */
-  PyObject *version_name, *data_name;
+  PyObject *version_name, *leaf_name, *data_name;
   const ptn_dlpack_exchange *exchange;
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
@@ -48,7 +49,7 @@ typedef struct saved_tensors_object {
 
 typedef struct saved_object {
   PyObject_VAR_HEAD /* of geometry */
-      PyObject *alias;
+      PyObject *kept;
   ptn_record *record;
   uint64_t offset_bytes; /* of the tensor's first element in its block */
   uint32_t version;
@@ -64,7 +65,7 @@ typedef struct saved_object {
 static saved_object *new_saved(const saved_tensors_object *self, Py_ssize_t n_geometry, uint32_t version) {
   saved_object *saved = PyObject_NewVar(saved_object, (PyTypeObject *)self->saved_type, n_geometry);
   if (!saved) return NULL;
-  saved->alias = NULL;
+  saved->kept = NULL;
   saved->record = NULL;
   saved->version = version;
   saved->forks = ptn_python_forks;
@@ -75,7 +76,7 @@ static saved_object *new_saved(const saved_tensors_object *self, Py_ssize_t n_ge
 static void saved_dealloc(PyObject *object) {
   saved_object *saved = (saved_object *)object;
   PyTypeObject *type = Py_TYPE(object);
-  Py_XDECREF(saved->alias);
+  Py_XDECREF(saved->kept);
   if (saved->record && saved->forks == ptn_python_forks) Py_XDECREF((PyObject *)ptn_record_drop(saved->record, saved->asked));
   PyObject_Free(object);
   Py_DECREF(type);
@@ -117,7 +118,7 @@ static bool read_version(const saved_tensors_object *self, PyObject *tensor, uin
 }
 
 static PyObject *shape_of(const saved_object *saved) {
-  if (saved->alias) return PyObject_GetAttrString(saved->alias, "shape");
+  if (saved->kept) return PyObject_GetAttrString(saved->kept, "shape");
   PyObject *shape = PyList_New(saved->ndim);
   for (int32_t i = 0; shape && i < saved->ndim; i++) PyList_SetItem(shape, i, PyLong_FromLongLong(saved->geometry[i]));
   return shape;
@@ -149,14 +150,13 @@ static PyObject *join(const saved_tensors_object *self, PyObject *counted, PyObj
 static PyObject *keep(const saved_tensors_object *self, PyObject *tensor) {
   uint32_t version;
   if (!read_version(self, tensor, &version)) return NULL;
-  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
-  if (!alias) return NULL;
-  saved_object *saved = new_saved(self, 0, version);
-  if (!saved) {
-    Py_DECREF(alias);
-    return NULL;
-  }
-  saved->alias = alias;
+  PyObject *leaf = PyObject_GetAttr(tensor, self->leaf_name);
+  if (!leaf) return NULL;
+  PyObject *kept = leaf == Py_True ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
+  Py_DECREF(leaf);
+  saved_object *saved = kept ? new_saved(self, 0, version) : NULL;
+  if (saved) saved->kept = kept;
+  else Py_XDECREF(kept);
   return (PyObject *)saved;
 }
 
@@ -283,7 +283,7 @@ static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
   const saved_tensors_object *self = (saved_tensors_object *)object;
   if ((PyObject *)Py_TYPE(packed) != self->saved_type) return PyObject_CallFunctionObjArgs(self->unpack_parameter, packed, NULL);
   saved_object *saved = (saved_object *)packed;
-  if (saved->alias) return check_version(self, saved, saved->alias) ? Py_NewRef(saved->alias) : NULL;
+  if (saved->kept) return check_version(self, saved, saved->kept) ? Py_NewRef(saved->kept) : NULL;
   if (saved->forks != ptn_python_forks) {
     PyErr_SetString(PyExc_RuntimeError, "a wrapped model cannot be used in a forked process");
     return NULL;
@@ -316,6 +316,7 @@ static bool find_torch(saved_tensors_object *self) {
                (self->is_neg = PyObject_GetAttrString(base, "is_neg")) &&
                (self->is_inference = PyObject_GetAttrString(core, "is_inference_mode_enabled")) &&
                (self->empty = empty_tensor(torch)) && (self->version_name = PyUnicode_InternFromString("_version")) &&
+               (self->leaf_name = PyUnicode_InternFromString("is_leaf")) &&
                (self->data_name = PyUnicode_InternFromString("data")) && (self->exchange = ptn_dlpack_find(self->tensor_type));
   Py_XDECREF(base);
   Py_XDECREF(core);
@@ -372,8 +373,9 @@ static void saved_tensors_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   saved_tensors_clear(object);
-  PyObject *const held[] = {self->engine, self->saved_type,   self->tensor_type, self->detach,       self->is_conj,
-                            self->is_neg, self->is_inference, self->empty,       self->version_name, self->data_name};
+  PyObject *const held[] = {self->engine,       self->saved_type, self->tensor_type,  self->detach,
+                            self->is_conj,      self->is_neg,     self->is_inference, self->empty,
+                            self->version_name, self->leaf_name,  self->data_name};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);
