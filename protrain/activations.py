@@ -60,7 +60,8 @@ class SavedParameter:
 
 
 class Recomputed:
-    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved."""
+    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved, where that
+    takes no memory."""
 
     __slots__ = ("__weakref__", "dtype", "frame", "owner", "shape", "tensor", "version")
 
@@ -153,10 +154,13 @@ def _copied_inputs(inputs: Any, views: bool) -> Any:
     return tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def over_nothing(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias that shares the tensor's version counter and lies over no memory, but where it is no plain strided tensor."""
-    alias = tensor.detach()
-    if type(alias) is torch.Tensor and alias.layout is torch.strided and not alias.is_nested:
+def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An alias that shares the tensor's version counter and lies over no memory; None of a sparse or nested tensor and of a class
+    with dispatch of its own, which have none."""
+    with DisableTorchFunction():
+        alias = tensor.detach()
+        if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
+            return None
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
 
@@ -235,7 +239,8 @@ class Frame:
             self.inputs, self.copied = self.given, False
             self.versions = _versions(tree_leaves(self.inputs))
         elif self.copied and not in_place:
-            self.versions = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
+            owners = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
+            self.versions = [(owner, version) for owner, version in owners if owner is not None]
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
@@ -251,7 +256,8 @@ class Frame:
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedParameter:
             return self.runner.residency.unpack_parameter(saved)
-        check_version(saved.owner._version, saved.version, saved.shape)
+        if saved.owner is not None:
+            check_version(saved.owner._version, saved.version, saved.shape)
         if saved.tensor is None and self.inputs is not None:
             self.recompute()
         if saved.tensor is None:
@@ -271,7 +277,7 @@ class Frame:
                     f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
                     "keep this block, or change a copy of its input"
                 )
-        if self.runner.commits() != self.commits and any(p.requires_grad for p in self.block.parameters()):
+        if self.runner.changed_since(self.block, self.commits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: block "
                 f"{self.name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -76,7 +77,8 @@ class Record:
     ) -> None:
         self.block = block
         self.stash, self.core, self.bytes = stash, core, storage.nbytes()
-        self.put, self.owner = _Alive(storage), over_nothing(tensor)
+        self.put = _Alive(storage)
+        self.owner = cast("torch.Tensor", over_nothing(tensor))  # it is a plain one, else it would not be stashed
         self.came: _Alive | None = None
         self.storage: torch.UntypedStorage | None = None
         self.follows = False

@@ -219,9 +219,10 @@ class Gradients:
         """The step is about to be made with these and with those taken."""
         self._used = {number for number, _ in in_memory}
 
-    def end_step(self) -> None:
-        """The step was made; the next backward pass is the first of another. A graph from before it has lost what it saved of
-        parameters, as after torch's optimizers, whose fused kernels alone leave versions as they were."""
+    def end_step(self) -> set[int]:
+        """The step was made; the next backward pass is the first of another. Returns the numbers of the parameters that it
+        changed. A graph from before it has lost what it saved of them, as after torch's optimizers, whose fused kernels alone
+        leave versions as they were."""
         self.passes = 0
         updated = self.taken | self._used
         groups = self._wrapped.groups
@@ -231,6 +232,7 @@ class Gradients:
         self._used = set()
         self.taken.clear()
         self._norms.clear()
+        return updated
 
     # ---- dropping ----
 

@@ -102,19 +102,20 @@ class Pacer:
 
     def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have
-        its shapes; None where there was none, or one that it does not cover."""
+        its shapes, and where it has no tensor that is seen; None where there was none, or one that it does not cover."""
         if self._shapes is None or not batches or not all(covers(self._shapes, shapes) for shapes in batches):
             return None
         planned = elements(self._shapes)
         found = sum(count * elements(shapes) for shapes, count in batches.items())
-        return found / (planned * batches.total()) if planned else None
+        return found / (planned * batches.total()) if planned else 1.0
 
     def _departs(self, planned: float, taken: float, share: float) -> bool:
         """Whether this step is one too many that departs from its plan. Of a step with less to compute it is known only that it
-        takes no more, and no less than its share: what moves is as much as ever."""
+        takes no more, and no less than its share: what moves is as much as ever. It becomes a profile, so a step of a small
+        share is the last of them only where none of a larger one came."""
         departs = not share / (1 + DEPARTURE) <= taken / planned <= 1 + DEPARTURE
         self._departed = self._departed + 1 if departs else 0
-        if self._departed < self._patience:
+        if self._departed < self._patience + (0 if share >= LEAST_SHARE else MOST_PASSED_OVER):
             return False
         self._departed, self._patience, self._times = 0, 2 * self._patience, None
         return True

@@ -262,7 +262,7 @@ class Session:
             return False
         if self.foreign is not None:
             self.foreign.finish()
-        self.gradients.end_step()
+        self.runner.stepped(self.gradients.end_step(), commits)
         self.values.masters_given.clear()
         self._noted_commits = commits
         return True

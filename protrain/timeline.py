@@ -21,7 +21,6 @@ import torch
 
 from . import _core
 from .errors import StepError
-from .parameters import DisableTorchFunction
 from .replacing import replaced_file
 
 if TYPE_CHECKING:
@@ -185,11 +184,10 @@ class BlockClock:
         if not outputs:
             return
         hooks = _BlockHooks(self, number)
-        for tensor in outputs:
-            _add_hook(tensor, hooks.output)
+        hooks.watch_outputs(outputs)
         # What the block before returned has a hook, which ends this block as well.
         if first is not None and (self._last is None or first is not self._last()):
-            _add_hook(first, hooks.input)
+            hooks.watch_input(first)
         self._last = weakref.ref(outputs[0])
 
     def _begin(self, number: int) -> None:
@@ -224,11 +222,41 @@ class BlockClock:
 class _BlockHooks:
     """The hooks of one forward of one block."""
 
-    __slots__ = ("_clock", "_number", "_task")
+    __slots__ = ("__weakref__", "_clock", "_handle", "_number", "_task")
 
     def __init__(self, clock: BlockClock, number: int) -> None:
         self._clock, self._number = clock, number
         self._task = -1  # the graph task in which the block's backward began
+        self._handle: Any = None  # of the hook on a leaf
+
+    def watch_outputs(self, tensors: list[torch.Tensor]) -> None:
+        """The block's backward begins when the first gradient of these has come. A node takes a hook in half the time that a
+        tensor does; a parameter that is returned as it is has none, and no backward."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self.output)
+
+    def watch_input(self, tensor: torch.Tensor) -> None:
+        """The block's backward ends when the gradient of this has come. A leaf lives on, and its hook does not: it goes when it
+        was called, or with the graph, which alone holds these hooks."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self.input)
+            return
+        method = weakref.WeakMethod(self.input)
+
+        def hook(grad: Any) -> None:
+            there = method()
+            if there is not None:
+                there(grad)
+
+        self._handle = tensor.register_hook(hook)
+
+    def _unwatch(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    __del__ = _unwatch
 
     def output(self, _grad: Any) -> None:
         task = _graph_task()
@@ -237,6 +265,9 @@ class _BlockHooks:
             self._clock._begin(self._number)
 
     def input(self, _grad: Any) -> None:
+        if self._task != _graph_task():
+            return  # a leaf's gradient comes from other graphs as well
+        self._unwatch()
         clock = self._clock
         if clock._open == self._number:
             clock._end(clock.now())
@@ -244,17 +275,6 @@ class _BlockHooks:
 
 def _nothing() -> None:
     """What a backward begins once the engine is gone."""
-
-
-def _add_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """The hook is called when the gradient of the tensor has come, and goes with the graph: a leaf, which lives on, has a node in
-    each graph as well. A node takes a hook in half the time that a tensor does."""
-    node: Any = tensor.grad_fn
-    if node is None:
-        with DisableTorchFunction(), torch.enable_grad():
-            view: Any = tensor.view_as(tensor)
-        node = view.grad_fn.next_functions[0][0]
-    node.register_prehook(hook)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

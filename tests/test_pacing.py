@@ -268,8 +268,8 @@ def test_what_a_shorter_step_computed_is_taken_for_the_whole(
             clock.block_seconds = seconds  # between its share and the whole: no departure
             step(model, optimizer, ids[:, :length])
     clock.block_seconds = 0.16
-    for _ in range(pacing.DEPARTED_STEPS - 1):
-        step(model, optimizer, ids[:, :16])
+    for length in [16] * (pacing.DEPARTED_STEPS - 1) + [1]:  # the last is too short to plan for
+        step(model, optimizer, ids[:, :length])
     with pytest.warns(UserWarning, match="they were measured and planned again"):
         step(model, optimizer, ids[:, :16])
     assert protrain.status(model).plan.step_seconds == pytest.approx(0.32, rel=0.01)
@@ -287,4 +287,31 @@ def test_only_short_steps_are_a_profile_in_the_end(gpt2: Any, token_batches: Any
         assert protrain.status(model).plan.step_seconds == 0
     step(model, optimizer, ids[:, :8])
     assert protrain.status(model).plan.step_seconds == pytest.approx(0.08, rel=0.01)
+    protrain.unwrap(model)
+
+
+class FromNumbers(nn.Module):
+    """Given what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, numbers: list[int]) -> torch.Tensor:
+        x: torch.Tensor = self.table(torch.tensor(numbers))
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_batches_without_tensors_are_a_profile_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    model = FromNumbers()
+    model, optimizer = protrain.wrap(model, adamw(model), memory="64MiB")
+    for first in range(pacing.PROFILED_STEPS):
+        model([first, 2, 3]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert protrain.status(model).plan.step_seconds > 0
     protrain.unwrap(model)

@@ -672,3 +672,37 @@ def test_a_step_between_a_forward_and_its_backward_is_noticed(mode: str | None) 
             late_backward(True, True)
     else:
         assert late_backward(True, True) == late_backward(True, False)
+
+
+class Apart(nn.Module):
+    """Blocks of which a forward runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[number](x)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_step_that_changed_other_blocks_is_none_between(fused: bool | None, mode: str) -> None:
+    def losses(wrap: bool) -> list[float]:
+        model: Any = Apart()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused if wrap else True)
+        if wrap:
+            model, optimizer = protrain.wrap(model, optimizer, memory=256 * MIB, block_modes=[mode] * 2)
+        figures = []
+        for x in inputs(3):
+            early, late = model(x, 0), model(x, 1)
+            for loss in (early, late):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                figures.append(loss.item())
+        return figures
+
+    assert losses(True) == losses(False)

@@ -21,6 +21,7 @@ from twins import adamw, assert_equal, run
 
 import protrain
 from protrain import _core
+from protrain.activations import over_nothing
 from protrain.api import session_of
 from protrain.planning import plan_from_profile
 
@@ -388,8 +389,13 @@ class GivenNet(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "make",
-    [_in_inference_mode, lambda: torch.eye(8).roll(1, 0).to_sparse(), lambda: torch.eye(8).roll(1, 0).to_sparse_csr()],
-    ids=["inference", "sparse", "sparse_csr"],
+    [
+        _in_inference_mode,
+        lambda: torch.eye(8).roll(1, 0).to_sparse(),
+        lambda: torch.eye(8).roll(1, 0).to_sparse_csr(),
+        lambda: torch.eye(8).roll(1, 0).to_sparse().requires_grad_(),
+    ],
+    ids=["inference", "sparse", "sparse_csr", "sparse, trained"],
 )
 def test_tensors_of_any_kind_are_given_to_blocks(make: Callable[[], torch.Tensor], mode: str) -> None:
     other = make()
@@ -404,6 +410,20 @@ def test_tensors_of_any_kind_are_given_to_blocks(make: Callable[[], torch.Tensor
         return figures
 
     both(loop, [mode] * N_BLOCKS, GivenNet)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def test_versions_are_watched_over_no_memory() -> None:
+    saved = torch.ones(4).as_subclass(Marked)
+    owner = over_nothing(saved)
+    assert type(owner) is torch.Tensor
+    assert owner.numel() == 0
+    saved.add_(1)
+    assert owner._version == saved._version == 1
+    assert over_nothing(torch.eye(4).to_sparse()) is None
 
 
 class Changing(nn.Module):

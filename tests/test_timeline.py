@@ -164,6 +164,27 @@ def test_leaves_given_to_blocks_keep_no_hooks(memory: int, fresh_disk: Path) -> 
     assert session() is None  # although the model, what it was given and its loss live on
 
 
+def test_graphs_that_live_on_pile_up_no_hooks_on_a_leaf() -> None:
+    model: Any = Chain()
+    x = torch.randn(8, 256, requires_grad=True)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=256 * MIB)
+    losses = []
+    for _ in range(3):
+        losses.append(model(x))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not x._backward_hooks
+    losses = [model(x) for _ in range(3)]
+    assert len(x._backward_hooks or {}) == 3
+    torch.autograd.grad(losses[0], x)
+    assert len(x._backward_hooks or {}) == 2
+    del losses
+    gc.collect()
+    assert not x._backward_hooks
+    protrain.unwrap(model)
+
+
 # ---- when there is none ----
 
 

@@ -69,6 +69,9 @@ static void fit_swaps(const ptn_families *families, ptn_choice *choice, uint32_t
   uint32_t n_swappable = ptn_families_swappable(families, choice->set);
   if (choice->swap == PTN_SWAP_EVERY) {
     choice->n_swap = ptn_families_move_bits(families, from, choice->set, choice->n_swap);
+    if (n_swappable <= MOST_BITS) return;
+    choice->swap = PTN_SWAP_EARLY; /* more than there are bits for: as many as before */
+    choice->n_swap = (uint32_t)__builtin_popcount(choice->n_swap);
   } else if (choice->n_swap > n_swappable) {
     choice->n_swap = n_swappable;
   }

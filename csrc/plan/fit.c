@@ -27,7 +27,7 @@
 #define LEAST_PIECES 4
 #define MOST_PIECES 6
 #define WIDEST_WINDOW 64           /* but for "all" */
-#define MOST_EDGES ((size_t)1 << 22) /* of chunks that are close: bounds what planning takes */
+#define MOST_LOOKS ((size_t)1 << 22) /* at what is close to each access and chunk: bounds how long slots take */
 
 /* ---- the ring ---- */
 
@@ -183,7 +183,7 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   if (!fit->consumer_of_phase || !fit->phase_bytes || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes) {
     return ptn_fail(PTN_MEMORY, "no memory to plan %u chunks, %u blocks", request->n_chunks, request->n_blocks);
   }
-  size_t most = MOST_EDGES / ((size_t)request->n_accesses + chunks);
+  size_t most = MOST_LOOKS / ((size_t)request->n_accesses + chunks);
   uint32_t widest = (uint32_t)ptn_max_u64(fit->more, ptn_min_u64(most, WIDEST_WINDOW));
   list_windows(fit, widest);
   PTN_TRY(ptn_slots_scratch_create(&fit->slots, request));

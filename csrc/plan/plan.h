@@ -131,7 +131,8 @@ typedef struct ptn_plan {
 } ptn_plan;
 
 /* PTN_BUDGET (needed, budget, smallest) where nothing fits: needed and smallest are the smallest budget that works for what was
- * asked, with modes and n_persist as they are given; PTN_PLAN where modes or n_persist are wrong in themselves;
+ * asked, with modes and n_persist as they are given; where too few chunks are to stay for the disk and the host's memory that there
+ * are, and no budget would do, the smallest with n_persist free; PTN_PLAN where modes or n_persist are wrong in themselves;
  * PTN_INVALID where the description of the model, of its phases or of their times is, and where everything that fits needs a lane
  * that the machine lacks. The memory of a block that swaps is counted as that of one that is recomputed, an upper bound (why:
  * peak.c); swap is chosen where times are known, checkpoint_swap never, only given. */

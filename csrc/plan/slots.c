@@ -10,7 +10,7 @@
  *
  * The graph is not built: what is close to an access is a range of the sequence around it, whose ends only move on from one access
  * to the next. Where ranges of a chunk's accesses overlap each part is looked at once, so that all chunks together look at
- * 2 * window - 1 chunks for each access at most.
+ * about 2 * window for each access, however often they occur.
  *
  * Invariants: the result depends on the request, n_persist and window alone; a slot is as large as the largest chunk in it;
  * every chunk from n_persist on has one. A chunk that no access names is taken as near its neighbours in execution order.
