@@ -28,6 +28,7 @@ class Homes:
         self.arrangement = arrangement
         self._wrapped, self._engine, self._residency, self._runner = wrapped, engine, residency, runner
         self._goal = self._headroom = 0  # bytes: see _set_goal
+        self._bounds = (0, 0, 0)  # that the headroom was adjusted between: the goal, the least and the most
         self._told = False
         self.settled = True  # parameters lie where the arrangement has them; False while homes move
 
@@ -155,11 +156,13 @@ class Homes:
 
     def _set_goal(self) -> None:
         """What the plan means to have in memory at most is what the stash works for. Where nothing goes to the stash, or nothing
-        is known of activations, there is no goal."""
+        is known of activations, there is no goal. The same bounds again leave the headroom as it was adjusted."""
         found = self.arrangement
         swaps = any(mode.endswith("swap") for mode in found.plan.block_modes)
         self._goal = found.plan.peak_bytes if swaps and found.plan.peak_bytes > found.static_bytes else 0
-        self._headroom = found.headroom_bytes
+        bounds = self._goal, found.rise_bytes, found.headroom_bytes
+        if bounds != self._bounds:
+            self._bounds, self._headroom = bounds, found.headroom_bytes
         self._engine.set_goal(self._goal)
         self._engine.set_headroom(self._headroom)
 

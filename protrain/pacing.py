@@ -2,13 +2,15 @@
 
 A dry run says before the first step what fits memory, and a fixed rule makes the first plan from that alone. The first two
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
-searches with times, and where its plan is better than the one in use the session changes over, between two steps. A longer batch
+searches with times, and where its plan is better than the one in use the session changes over, between two steps. The next steps
+confirm it (confirming.py): what they take corrects the profile, and the planner searches once more with that. A longer batch
 starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter batches, as padding to the longest
 sequence makes them, are a profile too: what they computed is taken for so many more elements. They depart where they take longer
 than the whole step that was planned, or less than their share of it.
 
 Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
-profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled.
+profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled. Lanes are not taken to cost
+a device compute, and its plans are not confirmed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from .calibration import DEVICE_UPDATE_BYTES_PER_SECOND, measure_device, measure_machine
 from .compute import Accelerator
+from .confirming import Sum, factors, middle, scaled_drag, scaled_times, sum_of
 from .device_clock import DeviceClock
 from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
@@ -38,6 +41,8 @@ LEAST_SHARE, MOST_PASSED_OVER = 0.5, 8
 LEAST_GAIN = 0.02
 #: Steps that depart by more than this share, so many in a row, are profiled and planned for again.
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
+#: Steps of a whole batch that confirm a plan, after one in which memory is touched; and how many plans are, one after another.
+CONFIRMING_STEPS, MOST_CONFIRMED = 3, 2
 #: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
 TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
@@ -57,6 +62,9 @@ class Pacer:
         self._departed = 0  # steps in a row
         self._patience = DEPARTED_STEPS
         self._told = False
+        self._seen: list[Sum] = []  # of steps that may confirm the plan in use
+        self._confirmed = 0  # plans, one after another
+        self._drag_factor = 1.0  # what lanes cost this model, to what was measured beside other computation
         #: Steps of a device: planned seconds, share of the planned batch, begin and end.
         self._ordered: deque[tuple[float, float, tuple[Any, Any]]] = deque()
         self._departure: tuple[float, float] | None = None  # planned and taken, where the next step is profiled for it
@@ -66,6 +74,7 @@ class Pacer:
         self._run, self._shapes = run, shapes
         self._times, self._departure = None, None
         self._profiled = self._passed_over = self._departed = 0
+        self._confirm_anew()
         self._ordered.clear()
         if self._clock.device is not None:
             self._clock.device.running = True
@@ -96,9 +105,36 @@ class Pacer:
         planned = self._homes.arrangement.plan.step_seconds
         if device is not None:
             self._watch(device, planned, share)
-        elif planned > 0 and self._departs(planned, step_seconds, share) and self._observe(self._run, update_seconds, share):
-            self._plan(self._run, update_seconds, update_bytes)
-            self._tell(planned, step_seconds)
+        elif planned > 0 and self._departs(planned, step_seconds, share):
+            if self._observe(self._run, update_seconds, share):
+                self._confirm_anew()
+                self._plan(self._run, update_seconds, update_bytes)
+                self._tell(planned, step_seconds)
+        elif planned > 0 and not self._departed and share == 1.0 and self._confirmed < MOST_CONFIRMED:
+            self._confirm(self._run, update_seconds, update_bytes)
+
+    def _confirm_anew(self) -> None:
+        self._seen.clear()
+        self._confirmed = 0
+
+    def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+        """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
+        confirm what comes of it, where that is another plan."""
+        step, plan = self._clock.step, self._homes.arrangement.plan
+        found = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns) if step is not None else None
+        if found is None or plan.forecast is None or self._times is None:
+            return
+        self._seen.append(replace(found, rest_seconds=max(found.rest_seconds - update_seconds, 0.0)))
+        if len(self._seen) <= CONFIRMING_STEPS:
+            return
+        seen = middle(self._seen[1:])
+        self._seen.clear()
+        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
+        self._times, self._drag_factor = scaled_times(self._times, of_compute), self._drag_factor * of_drag
+        self._rest_seconds = seen.rest_seconds
+        self._plan(run, update_seconds, update_bytes)
+        again = replace(self._homes.arrangement.plan, step_seconds=plan.step_seconds) == plan
+        self._confirmed = MOST_CONFIRMED if again else self._confirmed + 1
 
     def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have
@@ -173,7 +209,9 @@ class Pacer:
             return Machine()
         compute = self._wrapped.compute
         try:
-            return measure_device(compute, settings.disk) if isinstance(compute, Accelerator) else measure_machine(settings.disk)
+            if isinstance(compute, Accelerator):
+                return measure_device(compute, settings.disk)
+            return scaled_drag(measure_machine(settings.disk), self._drag_factor)
         except (DiskError, DeviceError, BudgetError, MemoryError):
             return None
 

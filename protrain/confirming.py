@@ -1,0 +1,73 @@
+"""Confirming: what the first steps under a plan by time tell that its profile could not.
+
+The profile is of steps under another plan, and lanes were measured beside a computation that is not the model's. What compute and
+its lanes take together is known when the plan runs. How much of a difference is one's and how much the other's is not seen: it is
+divided as their uncertainties are, the way measurements of one sum are joined, and the steps' own uncertainty has its part: on a
+machine whose speed varies neither they nor the profile are to be believed alone. Then the planner searches again.
+
+Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits stay as they were simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from .planning import Forecast
+from .profiles import Machine, Speed, Times
+from .timeline import WAIT, Pass, Raw, both, length, union
+
+#: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
+COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Of one step, in seconds: of its passes, and of the rest. Without waits."""
+
+    passes_seconds: float
+    rest_seconds: float
+
+
+def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int) -> Sum | None:
+    """What a step took, from its raw events; None where it has no pass, or one that is not whole."""
+    inside = union((float(one.forward_ns), float(one.over_ns)) for one in passes)
+    if not inside or any(not begin_ns <= one.forward_ns < one.over_ns <= end_ns for one in passes):
+        return None
+    waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
+    all_ns = end_ns - begin_ns - length(both(waits, [(float(begin_ns), float(end_ns))]))
+    passes_ns = length(inside) - length(both(waits, inside))
+    return Sum(passes_ns / 1e9, max(all_ns - passes_ns, 0.0) / 1e9)
+
+
+def middle(sums: Sequence[Sum]) -> Sum:
+    """The median of each."""
+    return Sum(median(one.passes_seconds for one in sums), median(one.rest_seconds for one in sums))
+
+
+def factors(forecast: Forecast, passes_seconds: float) -> tuple[float, float]:
+    """Of what compute and drag were taken to be, by what the passes of a step took: nearer to them together."""
+    compute, drag = forecast.compute_seconds + forecast.recompute_seconds, forecast.drag_seconds
+    variance = (COMPUTE_DOUBT * compute) ** 2 + (DRAG_DOUBT * drag) ** 2 + (STEP_DOUBT * passes_seconds) ** 2
+    each = (passes_seconds - compute - drag) / variance if variance > 0 else 0.0
+    return 1 + each * COMPUTE_DOUBT**2 * compute, max(1 + each * DRAG_DOUBT**2 * drag, 0.0)
+
+
+def scaled_times(times: Times, factor: float) -> Times:
+    """All that is computed, by this factor."""
+    return Times(tuple((compute * factor, again * factor) for compute, again in times.phases))
+
+
+def scaled_drag(machine: Machine, factor: float) -> Machine:
+    """A machine whose lanes cost compute so many times as much."""
+
+    def scaled(speed: Speed) -> Speed:
+        return replace(speed, drag_seconds_per_byte=speed.drag_seconds_per_byte * factor)
+
+    return replace(
+        machine, upload=scaled(machine.upload), offload=scaled(machine.offload), gather=scaled(machine.gather),
+        disk_read=scaled(machine.disk_read), disk_write=scaled(machine.disk_write), update=scaled(machine.update),
+        stash_drag_seconds_per_byte=machine.stash_drag_seconds_per_byte * factor,
+        request_drag_seconds=machine.request_drag_seconds * factor,
+    )  # fmt: skip

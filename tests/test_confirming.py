@@ -1,0 +1,172 @@
+"""What the first steps under a plan correct: compute and drag by their uncertainties, the plan, and nothing beyond them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from test_pacing import Clock, clocked, step
+from twins import MIB, assert_equal, loss_of, run
+
+import protrain
+from protrain import pacing
+from protrain.confirming import Sum, factors, middle, scaled_drag, scaled_times, sum_of
+from protrain.planning import Forecast
+from protrain.profiles import Machine, Speed, Times
+from protrain.timeline import COMPUTE, LANES, WAIT, Pass
+
+SECOND_NS = 10**9
+
+
+def forecast(compute: float, drag: float, again: float = 0.0) -> Forecast:
+    return Forecast(compute, again, 0.0, drag, 0.0, {}, {}, {})
+
+
+# ---- the division ----
+
+
+def test_a_step_as_foretold_corrects_nothing() -> None:
+    assert factors(forecast(0.8, 0.1, 0.1), 1.0) == pytest.approx((1.0, 1.0), abs=1e-12)
+
+
+@pytest.mark.parametrize(("compute", "drag"), [(1.0, 0.0), (1.0, 0.01), (1.0, 0.1), (0.5, 0.5), (0.001, 0.3)])
+@pytest.mark.parametrize("part", [0.85, 0.97, 1.05, 1.19])
+def test_the_sum_comes_nearer_to_what_was_seen(compute: float, drag: float, part: float) -> None:
+    seen = part * (compute + drag)
+    of_compute, of_drag = factors(forecast(compute, drag), seen)
+    corrected = of_compute * compute + of_drag * drag
+    assert min(seen, compute + drag) < corrected < max(seen, compute + drag)
+    assert of_compute > 0
+    assert of_drag >= 0
+
+
+def test_the_less_certain_part_takes_more() -> None:
+    of_compute, of_drag = factors(forecast(1.0, 0.2), 1.3)
+    assert (of_drag - 1) * 0.2 > 5 * (of_compute - 1) * 1.0 > 0
+    of_compute, of_drag = factors(forecast(1.0, 0.001), 1.1)  # so little cannot be the reason
+    assert (of_compute - 1) * 1.0 > 100 * (of_drag - 1) * 0.001 > 0
+
+
+def test_recomputation_is_compute() -> None:
+    assert factors(forecast(0.7, 0.1, 0.3), 1.2) == factors(forecast(1.0, 0.1), 1.2)
+
+
+def test_nothing_foretold_and_drag_below_nothing() -> None:
+    assert factors(forecast(0.0, 0.0), 0.0) == (1.0, 1.0)
+    assert factors(forecast(0.0, 1.0), 0.0)[1] >= 0.0
+
+
+# ---- sums of steps ----
+
+
+def event(lane: int, begin: float, end: float) -> tuple[int, int, int, int, int, int]:
+    return round(begin * SECOND_NS), round(end * SECOND_NS), 0, 0, lane, 0
+
+
+def pass_of(begin: float, over: float) -> Pass:
+    return Pass(round(begin * SECOND_NS), round(over * SECOND_NS))
+
+
+def test_waits_are_in_no_sum() -> None:
+    events = [
+        event(COMPUTE, 1, 5), event(WAIT, 0.5, 1.5), event(WAIT, 2, 2.5), event(WAIT, 2.25, 2.75), event(WAIT, 9.5, 11),
+        event(LANES.index("read"), 1, 5),
+    ]  # fmt: skip
+    found = sum_of(events, [pass_of(1, 5), pass_of(6, 8)], 0, 10 * SECOND_NS)
+    assert found is not None
+    assert found.passes_seconds == pytest.approx(4 - 0.5 - 0.75 + 2)
+    assert found.rest_seconds == pytest.approx(10 - 6 - 0.5 - 0.5)
+
+
+def test_a_step_without_whole_passes_has_no_sum() -> None:
+    assert sum_of([], [], 0, 10 * SECOND_NS) is None
+    assert sum_of([], [pass_of(1, 5), pass_of(6, 11)], 0, 10 * SECOND_NS) is None
+
+
+def test_the_middle_is_of_each() -> None:
+    assert middle([Sum(1.0, 0.3), Sum(3.0, 0.1), Sum(2.0, 0.2)]) == Sum(2.0, 0.2)
+
+
+def test_what_is_scaled_and_what_is_not() -> None:
+    assert scaled_times(Times(((1.0, 0.5), (2.0, 0.0))), 1.5) == Times(((1.5, 0.75), (3.0, 0.0)))
+    lanes = {lane: Speed(1e9, 2e9, 1e-10) for lane in ("upload", "offload", "gather", "disk_read", "disk_write", "update")}
+    machine = Machine(**lanes, stash_drag_seconds_per_byte=-5e-11, request_drag_seconds=1e-5, step_fixed_seconds=0.1)
+    twice = {lane: replace(speed, drag_seconds_per_byte=2e-10) for lane, speed in lanes.items()}
+    assert scaled_drag(machine, 2.0) == replace(machine, **twice, stash_drag_seconds_per_byte=-1e-10, request_drag_seconds=2e-5)
+
+
+# ---- sessions ----
+
+
+@pytest.fixture
+def gpt2(causal_lm: Any, disk: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    return partial(causal_lm, "gpt2", hidden=192, layers=8)
+
+
+def test_the_steps_after_a_plan_correct_what_it_foretells(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
+    (ids,) = token_batches(1, length=32)
+
+    def after(seconds: float, length: int = 32) -> float:
+        clock.block_seconds = seconds
+        step(model, optimizer, ids[:, :length])
+        return protrain.status(model).plan.step_seconds
+
+    for _ in range(pacing.PROFILED_STEPS):
+        planned = after(0.1)
+    for _ in range(pacing.CONFIRMING_STEPS):
+        assert after(0.11) == planned
+        assert after(0.3) == planned  # a departure confirms nothing
+        assert after(0.06, length=16) == planned  # nor does a part of the batch
+    corrected = after(0.11)
+    assert planned * 1.01 < corrected < 0.11
+    for _ in range(3 * pacing.CONFIRMING_STEPS):
+        assert after(0.11) == corrected  # the plan stayed: nothing is left to learn
+    protrain.unwrap(model)
+
+
+def test_lanes_that_cost_more_than_was_measured_lead_to_another_plan(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands but in forwards of blocks, and the sums of the steps under a plan are made up: ten times the drag."""
+    clock, plans = Clock(monkeypatch), []
+    lane = Speed(3e8, 3e8, 8e-10)
+    machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e10, 1e10, 0.0), step_update_bytes_per_second=1e10)
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "DEPARTURE", 1e9)
+
+    def dear(*_: Any) -> Sum:
+        found = plans[-1].forecast
+        assert found is not None
+        return Sum(found.compute_seconds + found.recompute_seconds + 10 * found.drag_seconds, 0.0)
+
+    monkeypatch.setattr(pacing, "sum_of", dear)
+
+    def slow_backward(output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        if found.requires_grad:
+            found.register_hook(lambda _: clock.go_on(0.02))
+
+    def noting(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        losses = []
+        clock.block_seconds = 0.01
+        for block in model.transformer.h:
+            clock.slow(block)
+            block.register_forward_hook(lambda _block, _args, output: slow_backward(output))
+        for ids in token_batches(pacing.PROFILED_STEPS + 2 * (pacing.CONFIRMING_STEPS + 1) + 1, batch=4):
+            loss = loss_of(model, ids)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not plain:
+                plans.append(protrain.status(model).plan)
+        return losses
+
+    assert_equal(run(gpt2, noting, memory=80 * MIB), run(gpt2, noting), 80 * MIB)
+    first, last = plans[pacing.PROFILED_STEPS], plans[-1]
+    assert first.n_swap > last.n_swap
+    assert first.n_checkpoint < last.n_checkpoint
