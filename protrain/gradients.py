@@ -219,12 +219,15 @@ class Gradients:
         """The step is about to be made with these and with those taken."""
         self._used = {number for number, _ in in_memory}
 
-    def end_step(self) -> set[int]:
-        """The step was made; the next backward pass is the first of another. Returns the numbers of the parameters that it
-        changed. A graph from before it has lost what it saved of them, as after torch's optimizers, whose fused kernels alone
-        leave versions as they were."""
+    def changed(self) -> set[int]:
+        """The numbers of the parameters that the step changes; right until `end_step`."""
+        return self.taken | self._used
+
+    def end_step(self) -> None:
+        """The step was made; the next backward pass is the first of another. A graph from before it has lost what it saved of the
+        parameters that it changed, as after torch's optimizers, whose fused kernels alone leave versions as they were."""
         self.passes = 0
-        updated = self.taken | self._used
+        updated = self.changed()
         groups = self._wrapped.groups
         seen = [self._params[n] for n in updated if not groups[self._layout.entries[n].group].get("fused")]
         torch.autograd.graph.increment_version(seen)
@@ -232,7 +235,6 @@ class Gradients:
         self._used = set()
         self.taken.clear()
         self._norms.clear()
-        return updated
 
     # ---- dropping ----
 

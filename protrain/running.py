@@ -75,7 +75,7 @@ class Runner:
         self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
         self.stashing = self.filling = False
         self._commits_of: dict[int, int] = {}  # of each parameter by number: how many steps there were when one last changed it
-        self._noted_commits = 0
+        self.noted_commits = 0  # steps that the engine has made, and all that follows from them is done
 
     def forget_habits(self) -> None:
         """What is known of blocks is found out anew."""
@@ -120,15 +120,14 @@ class Runner:
         """Steps that were made."""
         return self._engine.commits()
 
-    def stepped(self, numbers: Iterable[int], commits: int) -> None:
+    def note_changed(self, numbers: Iterable[int], commits: int) -> None:
         """The step that made them so many has changed these parameters."""
         self._commits_of.update(dict.fromkeys(numbers, commits))
-        self._noted_commits = commits
 
     def changed_since(self, block: nn.Module, commits: int) -> bool:
         """Whether a step after so many has changed a parameter of the block."""
         now = self._engine.commits()
-        if now != commits and now != self._noted_commits:  # an interrupt came between a step and what follows from it
+        if now != commits and now != self.noted_commits:  # an interrupt came between a step and what follows from it
             return True
         number_of, commits_of = self._wrapped.number_of, self._commits_of
         return now != commits and any(commits_of.get(number_of.get(id(p), -1), 0) > commits for p in block.parameters())

@@ -84,7 +84,6 @@ class Session:
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
-        self._noted_commits = 0  # steps that the engine has made and `_note_commit` has heard of
         self._steps_before = 0
         # figures
         self.step_seconds = 0.0
@@ -258,13 +257,14 @@ class Session:
         """What follows from a step that the engine has made; here, or, where an interrupt came between, when a step or a forward
         begins or gradients are dropped. Returns whether there was one."""
         commits = self.engine.commits()
-        if commits == self._noted_commits:
+        if commits == self.runner.noted_commits:
             return False
         if self.foreign is not None:
             self.foreign.finish()
-        self.runner.stepped(self.gradients.end_step(), commits)
+        self.runner.note_changed(self.gradients.changed(), commits)
+        self.gradients.end_step()
         self.values.masters_given.clear()
-        self._noted_commits = commits
+        self.runner.noted_commits = commits  # last: an interrupt before it has all of this done again
         return True
 
     def _after_step(self) -> None:
