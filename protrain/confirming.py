@@ -5,7 +5,7 @@ its lanes take together is known when the plan runs. How much of a difference is
 divided as their uncertainties are, the way measurements of one sum are joined, and the steps' own uncertainty has its part: on a
 machine whose speed varies neither they nor the profile are to be believed alone. Then the planner searches again.
 
-Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits stay as they were simulated.
+Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 
 from .planning import Forecast
 from .profiles import Machine, Speed, Times
-from .timeline import WAIT, Pass, Raw, both, length, union
+from .timeline import COMPUTE, RECOMPUTE, WAIT, Pass, Raw, both, length, union
 
 #: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
 COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
@@ -30,10 +30,14 @@ class Sum:
     rest_seconds: float
 
 
-def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int) -> Sum | None:
-    """What a step took, from its raw events; None where it has no pass, or one that is not whole."""
+def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int, block_modes: Sequence[str]) -> Sum | None:
+    """What a step took, from its raw events; None where they are lost, where it has no pass, or one that is not whole, and where
+    a block was recomputed whose mode is another."""
     inside = union((float(one.forward_ns), float(one.over_ns)) for one in passes)
-    if not inside or any(not begin_ns <= one.forward_ns < one.over_ns <= end_ns for one in passes):
+    if not events or not inside or any(not begin_ns <= one.forward_ns < one.over_ns <= end_ns for one in passes):
+        return None
+    again = {number for start, _, _, number, lane, kind in events if lane == COMPUTE and kind == RECOMPUTE and start >= begin_ns}
+    if any(not block_modes[number].startswith("checkpoint") for number in again):
         return None
     waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
     all_ns = end_ns - begin_ns - length(both(waits, [(float(begin_ns), float(end_ns))]))

@@ -226,7 +226,6 @@ class Gradients:
     def end_step(self) -> None:
         """The step was made; the next backward pass is the first of another. A graph from before it has lost what it saved of the
         parameters that it changed, as after torch's optimizers, whose fused kernels alone leave versions as they were."""
-        self.passes = 0
         updated = self.changed()
         groups = self._wrapped.groups
         seen = [self._params[n] for n in updated if not groups[self._layout.entries[n].group].get("fused")]
@@ -235,6 +234,7 @@ class Gradients:
         self._used = set()
         self.taken.clear()
         self._norms.clear()
+        self.passes = 0  # last: until all of this is done no backward is another step's
 
     # ---- dropping ----
 

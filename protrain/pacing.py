@@ -43,6 +43,8 @@ LEAST_GAIN = 0.02
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
 #: Steps of a whole batch that confirm a plan, after one in which memory is touched; and how many plans are, one after another.
 CONFIRMING_STEPS, MOST_CONFIRMED = 3, 2
+#: Lanes are not believed to cost so many times as much as was measured, nor so many times less.
+MOST_DRAG_FACTOR = 4.0
 #: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
 TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
@@ -72,15 +74,24 @@ class Pacer:
     def begin(self, run: DryRun | None, shapes: Shapes) -> None:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
-        self._times, self._departure = None, None
+        self._times, self._departure, self._drag_factor = None, None, 1.0
         self._profiled = self._passed_over = self._departed = 0
         self._confirm_anew()
         self._ordered.clear()
         if self._clock.device is not None:
             self._clock.device.running = True
 
-    def after_step(self, batches: Counter[Shapes], step_seconds: float, update_seconds: float, update_bytes: int) -> None:
-        """A step is complete. batches: how many passes it had of each shape. update_*: of what step() updated in memory."""
+    def after_step(
+        self,
+        batches: Counter[Shapes],
+        step_seconds: float,
+        update_seconds: float,
+        update_bytes: int,
+        *,
+        behind_backward: bool,
+    ) -> None:
+        """A step is complete. batches: how many passes it had of each shape. update_*: of what step() updated in memory.
+        behind_backward: whether the last gradients of chunks on disk were used as they came."""
         device = self._clock.device
         if device is not None and (self._run is None or self._wrapped.settings.plan is not None):
             device.running = False
@@ -95,6 +106,7 @@ class Pacer:
             if self._observe(self._run, update_seconds, share):
                 self._profiled, self._passed_over = self._profiled + 1, 0
                 if self._profiled == PROFILED_STEPS:
+                    self._confirm_anew()
                     self._plan(self._run, update_seconds, update_bytes)
                 if device is not None:
                     device.running = self._profiled < PROFILED_STEPS
@@ -111,18 +123,23 @@ class Pacer:
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
         elif planned > 0 and not self._departed and share == 1.0 and self._confirmed < MOST_CONFIRMED:
-            self._confirm(self._run, update_seconds, update_bytes)
+            self._confirm(self._run, update_seconds, update_bytes, behind_backward)
 
     def _confirm_anew(self) -> None:
         self._seen.clear()
         self._confirmed = 0
 
-    def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+    def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int, behind_backward: bool) -> None:
         """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
         confirm what comes of it, where that is another plan."""
         step, plan = self._clock.step, self._homes.arrangement.plan
-        found = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns) if step is not None else None
-        if found is None or plan.forecast is None or self._times is None:
+        as_simulated = plan.n_persist == plan.n_chunks or behind_backward != self._wrapped.grads_outlive_backward
+        if step is None or plan.forecast is None or self._times is None or not as_simulated:
+            return
+        if len(step.passes) != self._wrapped.settings.accumulate:
+            return
+        found = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns, plan.block_modes)
+        if found is None:
             return
         self._seen.append(replace(found, rest_seconds=max(found.rest_seconds - update_seconds, 0.0)))
         if len(self._seen) <= CONFIRMING_STEPS:
@@ -130,11 +147,18 @@ class Pacer:
         seen = middle(self._seen[1:])
         self._seen.clear()
         of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
-        self._times, self._drag_factor = scaled_times(self._times, of_compute), self._drag_factor * of_drag
+        before = self._times, self._drag_factor, self._rest_seconds
+        self._times = scaled_times(self._times, of_compute)
+        self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
-        self._plan(run, update_seconds, update_bytes)
-        again = replace(self._homes.arrangement.plan, step_seconds=plan.step_seconds) == plan
-        self._confirmed = MOST_CONFIRMED if again else self._confirmed + 1
+        self._confirmed += 1
+        try:
+            self._plan(run, update_seconds, update_bytes)
+        except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
+            self._times, self._drag_factor, self._rest_seconds = before
+            raise
+        if replace(self._homes.arrangement.plan, step_seconds=plan.step_seconds) == plan:
+            self._confirmed = MOST_CONFIRMED
 
     def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have
@@ -153,7 +177,7 @@ class Pacer:
         self._departed = self._departed + 1 if departs else 0
         if self._departed < self._patience + (0 if share >= LEAST_SHARE else MOST_PASSED_OVER):
             return False
-        self._departed, self._patience, self._times = 0, 2 * self._patience, None
+        self._departed, self._patience, self._times, self._drag_factor = 0, 2 * self._patience, None, 1.0
         return True
 
     def _watch(self, device: DeviceClock, planned: float, share: float) -> None:

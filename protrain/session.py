@@ -279,7 +279,10 @@ class Session:
         try:
             self.fitter.replan_measured()
             if timed:
-                self.pacer.after_step(self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes)
+                self.pacer.after_step(
+                    self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
+                    behind_backward=self.updates.behind_backward,
+                )  # fmt: skip
         except (DiskError, BudgetError) as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
         self.engine.seek(0)

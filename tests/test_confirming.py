@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from test_pacing import Clock, clocked, step
-from twins import MIB, assert_equal, loss_of, run
+from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
 from protrain import pacing
+from protrain.api import session_of
 from protrain.confirming import Sum, factors, middle, scaled_drag, scaled_times, sum_of
 from protrain.planning import Forecast
 from protrain.profiles import Machine, Speed, Times
-from protrain.timeline import COMPUTE, LANES, WAIT, Pass
+from protrain.timeline import COMPUTE, FORWARD, LANES, RECOMPUTE, WAIT, Pass
 
 SECOND_NS = 10**9
 
@@ -61,8 +63,8 @@ def test_nothing_foretold_and_drag_below_nothing() -> None:
 # ---- sums of steps ----
 
 
-def event(lane: int, begin: float, end: float) -> tuple[int, int, int, int, int, int]:
-    return round(begin * SECOND_NS), round(end * SECOND_NS), 0, 0, lane, 0
+def event(lane: int, begin: float, end: float, kind: int = FORWARD) -> tuple[int, int, int, int, int, int]:
+    return round(begin * SECOND_NS), round(end * SECOND_NS), 0, 0, lane, kind
 
 
 def pass_of(begin: float, over: float) -> Pass:
@@ -74,15 +76,28 @@ def test_waits_are_in_no_sum() -> None:
         event(COMPUTE, 1, 5), event(WAIT, 0.5, 1.5), event(WAIT, 2, 2.5), event(WAIT, 2.25, 2.75), event(WAIT, 9.5, 11),
         event(LANES.index("read"), 1, 5),
     ]  # fmt: skip
-    found = sum_of(events, [pass_of(1, 5), pass_of(6, 8)], 0, 10 * SECOND_NS)
+    found = sum_of(events, [pass_of(1, 5), pass_of(6, 8)], 0, 10 * SECOND_NS, ["keep"])
     assert found is not None
     assert found.passes_seconds == pytest.approx(4 - 0.5 - 0.75 + 2)
     assert found.rest_seconds == pytest.approx(10 - 6 - 0.5 - 0.5)
 
 
-def test_a_step_without_whole_passes_has_no_sum() -> None:
-    assert sum_of([], [], 0, 10 * SECOND_NS) is None
-    assert sum_of([], [pass_of(1, 5), pass_of(6, 11)], 0, 10 * SECOND_NS) is None
+@pytest.mark.parametrize(
+    ("events", "passes"),
+    [
+        ([event(COMPUTE, 1, 5)], []),
+        ([event(COMPUTE, 1, 5)], [pass_of(1, 5), pass_of(6, 11)]),
+        ([event(COMPUTE, 1, 5)], [pass_of(1, 5), Pass(6 * SECOND_NS)]),
+        ([], [pass_of(1, 5)]),  # the ring has lost them: waits are not known
+        ([event(COMPUTE, 1, 2, RECOMPUTE)], [pass_of(1, 5)]),
+    ],
+    ids=["no pass", "ends too late", "no end", "no events", "recomputed against its mode"],
+)
+def test_a_step_that_tells_nothing(events: list[Any], passes: list[Pass]) -> None:
+    whole = [event(COMPUTE, 1, 5)]
+    assert sum_of(whole, [pass_of(1, 5)], 0, 10 * SECOND_NS, ["keep"]) is not None
+    assert sum_of([event(COMPUTE, 1, 2, RECOMPUTE)], [pass_of(1, 5)], 0, 10 * SECOND_NS, ["checkpoint_swap"]) is not None
+    assert sum_of(events, passes, 0, 10 * SECOND_NS, ["keep"]) is None
 
 
 def test_the_middle_is_of_each() -> None:
@@ -125,6 +140,65 @@ def test_the_steps_after_a_plan_correct_what_it_foretells(gpt2: Any, token_batch
     assert planned * 1.01 < corrected < 0.11
     for _ in range(3 * pacing.CONFIRMING_STEPS):
         assert after(0.11) == corrected  # the plan stayed: nothing is left to learn
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("what", ["passes", "rates", "neither"])
+def test_steps_that_did_not_run_as_simulated_confirm_nothing(
+    what: str, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer passes than were planned for, whose step is no departure; and updates in the open that were to be behind backward."""
+    lane = Speed(1e11, 1e11, 0.0)
+    machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "sum_of", lambda *_: Sum(1.0, 0.0))
+    clock, passes = Clock(monkeypatch), 1 if what == "rates" else 6
+    model = gpt2()
+    clock.block_seconds = 0.1
+    clock.slow(model.transformer.h[1])
+    model, optimizer = protrain.wrap(
+        model, adamw(model), memory=28 * MIB, accumulate=passes, max_grad_norm=None if what == "rates" else 1.0
+    )
+    planned = []
+    for number in range(pacing.PROFILED_STEPS + pacing.CONFIRMING_STEPS + 1):
+        fewer = what == "passes" and number >= pacing.PROFILED_STEPS
+        for ids in token_batches(passes - 1 if fewer else passes):
+            loss_of(model, ids).backward()
+        if what == "rates":
+            optimizer.param_groups[0]["lr"] = 1e-4 * (1 + number % 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        planned.append(protrain.status(model).plan.step_seconds)
+    assert planned[-2] == planned[pacing.PROFILED_STEPS - 1] > 0
+    assert (planned[-1] == planned[-2]) == (what != "neither")
+    protrain.unwrap(model)
+
+
+def test_a_plan_that_cannot_be_carried_out_leaves_the_profile_as_it_was(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
+    (ids,) = token_batches(1, length=32)
+    clock.block_seconds = 0.1
+    for _ in range(pacing.PROFILED_STEPS):
+        step(model, optimizer, ids)
+    session = session_of(model)
+    pacer, plan = session.pacer, session.homes.arrangement.plan
+    times = pacer._times
+
+    def fail(_: Any) -> None:
+        raise protrain.DiskError("it is full")
+
+    monkeypatch.setattr(session.homes, "rearrange", fail)
+    clock.block_seconds = 0.11
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4 * (pacing.CONFIRMING_STEPS + 1)):
+            step(model, optimizer, ids)
+    assert len([w for w in said if "it is full" in str(w.message)]) == pacing.MOST_CONFIRMED
+    assert pacer._times == times
+    assert pacer._drag_factor == 1.0
+    assert session.homes.arrangement.plan == plan
     protrain.unwrap(model)
 
 

@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Generator
 from contextlib import closing
+from itertools import takewhile
 from typing import Any
 
 from benchmarks.papers.protrain import figure6_prediction_error as planned
@@ -60,9 +61,13 @@ def training(shape: Shape, way: Way, n_steps: int) -> dict[str, Any]:
 def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
     """Steps behind those that a plan follows from, and one in which homes may have moved."""
     plan, first = found["plans"][-1], found["plans"][PROFILED_STEPS - 1]
-    seconds = found["step_seconds"][-MEASURED_STEPS:]
+    by_last = (
+        sum(1 for _ in takewhile(lambda other: other == plan, reversed(found["plans"]))) - 1
+    )  # steps that it was made before
+    seconds = found["step_seconds"][-min(MEASURED_STEPS, max(by_last, 1)) :]
     ratios = [plan["step_seconds"] / taken for taken in seconds]
-    stayed = all(plan[name] == first[name] for name in ("n_persist", "n_buffer", "block_modes"))
+    decided = ("n_persist", "n_buffer", "block_modes")
+    stayed = all(one[name] == first[name] for one in found["plans"][PROFILED_STEPS:] for name in decided)
     planned_bytes = max(other["peak_bytes"] for other in found["plans"])
     return {
         "case": shape.name,
@@ -102,7 +107,7 @@ def body(record: dict[str, Any]) -> str:
     before = [abs(case["first_step_ratio"] - 1) for case in record["cases"] if case["first_step_ratio"] is not None]
     about = (
         f"Three budgets for each model: {', '.join(map(str, planned.SHARES))} of what training in memory takes, or the smallest "
-        f"that works. Ratios: foretold by `status` when the plan was confirmed, to the median of {record['steps']} later steps, "
+        f"that works. Ratios: foretold by `status` in the end, to the median of {record['steps']} later steps, "
         "in brackets from quartile to quartile; and foretold to counted peak of all steps."
     )
     if before:
