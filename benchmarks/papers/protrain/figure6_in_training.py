@@ -61,9 +61,8 @@ def training(shape: Shape, way: Way, n_steps: int) -> dict[str, Any]:
 def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
     """Steps behind those that a plan follows from, and one in which homes may have moved."""
     plan, first = found["plans"][-1], found["plans"][PROFILED_STEPS - 1]
-    by_last = (
-        sum(1 for _ in takewhile(lambda other: other == plan, reversed(found["plans"]))) - 1
-    )  # steps that it was made before
+    same = [None for _ in takewhile(lambda other: other == plan, reversed(found["plans"]))]
+    by_last = len(same) - 1  # it was made at the end of the first of them
     seconds = found["step_seconds"][-min(MEASURED_STEPS, max(by_last, 1)) :]
     ratios = [plan["step_seconds"] / taken for taken in seconds]
     decided = ("n_persist", "n_buffer", "block_modes")
