@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from protrain import _core
 from protrain.blocks import find_blocks
 from protrain.dryrun import DryRun, DryRunError, dry_run
+from protrain.workspace import workspace_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,6 +184,60 @@ def test_operations_alone_are_predicted(operation: Callable[[torch.Tensor], torc
     model.operation = operation
     predicted, real = predict(model, args).keep_peak_bytes, real_peak(arena, model, args, {}, False)
     assert 0.99 * real <= predicted <= 1.02 * real + (16 << 10), (predicted, real)
+
+
+def own_workspace(arena: _core.Engine, operation: Any, *inputs: Any) -> tuple[int, int]:
+    """What the kernel held beside its outputs, and what the table says."""
+    arena.mark()
+    before = arena.stats()["live_bytes"]
+    made = operation(*inputs)
+    held = arena.mark() - before
+    outputs = [t for t in (made if isinstance(made, tuple) else (made,)) if t is not None]
+    return held - sum(t.untyped_storage().nbytes() for t in outputs), workspace_bytes(operation._schema.name, inputs, outputs)
+
+
+measured_kernels = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported(),
+    reason="the table was measured with the kernels of AVX-512",
+)
+
+
+@measured_kernels
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_table_of_workspaces_bounds_products_of_16_bit_numbers(threads: int, arena: _core.Engine) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, inner, columns in ((512, 512, 128), (512, 128, 128), (100, 30, 300), (768, 768, 1024), (2048, 4096, 96)):
+            for transposed in (False, True):
+                first = torch.zeros((inner, rows) if transposed else (rows, inner), dtype=torch.bfloat16)
+                second = torch.zeros(inner, columns, dtype=torch.bfloat16)
+                real, told = own_workspace(arena, torch.ops.aten.mm.default, first.t() if transposed else first, second)
+                assert real <= told, (rows, inner, columns, transposed, real, told)
+    finally:
+        torch.set_num_threads(before)
+
+
+@measured_kernels
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_table_of_workspaces_bounds_normed_images(layout: torch.memory_format, arena: _core.Engine) -> None:
+    """Batch norm, and convolutions whose channels fill the library's blocks."""
+    for channels, size in ((64, 16), (256, 4)):
+        x, weight = torch.zeros(4, channels, size, size), torch.zeros(channels, channels, 3, 3)
+        x, weight = x.to(memory_format=layout), weight.to(memory_format=layout)
+        ones = torch.ones(channels)
+        aten = torch.ops.aten
+        found = [
+            own_workspace(arena, aten.native_batch_norm.default, x, ones, ones, ones, ones, True, 0.1, 1e-5),
+            own_workspace(
+                arena, aten.native_batch_norm_backward.default, x, x, ones, ones, ones, ones, ones, True, 1e-5, [True] * 3
+            ),
+            own_workspace(
+                arena, aten.convolution_backward.default,
+                x, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False],
+            ),
+        ]  # fmt: skip
+        assert all(real <= told for real, told in found), found
 
 
 def test_phases_accesses_and_completion() -> None:
