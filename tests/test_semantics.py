@@ -644,7 +644,7 @@ def test_training_in_eval_mode() -> None:
 def test_a_step_between_a_forward_and_its_backward_is_noticed(mode: str | None) -> None:
     """What the graph saved of parameters is gone, and autograd says so by their versions. With torch's fused kernels, which leave
     versions alone, plain torch goes on with the new values, and so does a wrapped model but for blocks that would be recomputed
-    with them."""
+    with them, as a plan of its own (None) may have some."""
 
     def late_backward(fused: bool | None, wrap: bool) -> list[Any]:
         model = Chain()
@@ -667,11 +667,16 @@ def test_a_step_between_a_forward_and_its_backward_is_noticed(mode: str | None) 
     for wrap in (False, True):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version \d+; expected version"):
             late_backward(None, wrap)
-    if mode is not None and mode.startswith("checkpoint"):
-        with pytest.raises(RuntimeError, match=r"block blocks\.7 is recomputed, and optimizer\.step\(\) changed its parameters"):
-            late_backward(True, True)
+    try:
+        found: Any = late_backward(True, True)
+    except RuntimeError as error:
+        found = str(error)
+    if mode is not None:
+        assert isinstance(found, str) == mode.startswith("checkpoint")
+    if isinstance(found, str):
+        assert "is recomputed, and optimizer.step() changed its parameters" in found
     else:
-        assert late_backward(True, True) == late_backward(True, False)
+        assert found == late_backward(True, False)
 
 
 class Apart(nn.Module):
