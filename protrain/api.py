@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +20,7 @@ from .blocks import find_blocks
 from .calibration import measure_device, measure_machine
 from .compiled import check_compiled
 from .compute import Accelerator, Compute, choose
-from .counting import counted
+from .counting import counted, counted_alone
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import DiskError, Error, PlanError, StepError
 from .footprint import Footprint
@@ -34,6 +35,7 @@ from .rehearsal import RehearsalError, rehearse
 from .session import Session, takes_use_cache
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
 from .timeline import StepTrace, Timeline
+from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Settings, Wrapped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -410,8 +412,11 @@ def profile(
     modules = [block for _, block in find_blocks(model)]
     layout = make_layout(named, groups, modules, budget, None, dtype)
     chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
+    workspace: Workspace = workspace_bytes
+    if not compute.separate:
+        workspace = MeasuredWorkspace(partial(counted_alone, folder, default_memory_bytes()))
     try:
-        run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes)
+        run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
     return Profile(

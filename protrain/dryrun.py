@@ -3,7 +3,7 @@
 A twin of the model, of fake tensors that have shapes and no data, runs forward and backward twice: with every block's activations
 kept, and with every block recomputed in backward. Each new storage is counted when an operation returns it and discounted when it
 dies, so the live bytes are those of the real step: activations, temporaries, gradients until their chunk is complete. What CPU
-kernels allocate inside themselves is not seen by fake tensors and comes from one table (workspace.py).
+kernels allocate inside themselves is not seen by fake tensors; it is measured or comes from a table (workspace.py).
 
 The real model is only read: its values, gradients, flags, hooks and torch's random state stay as they are.
 """
@@ -33,11 +33,9 @@ from .compiled import CALL, eager, find_compiled
 from .errors import Error
 from .flops import flops_of
 from .sizes import stash_least_bytes
-from .workspace import HIDDEN_OUTPUTS, workspace_bytes
+from .workspace import HIDDEN_OUTPUTS, Workspace, workspace_bytes
 
 Rounding = Callable[[int], int]
-#: As `workspace_bytes`: what the kernel of an operation holds beside its outputs, from its name, inputs and outputs.
-Workspace = Callable[[str, Sequence[Any], Sequence[torch.Tensor]], int]
 
 
 class DryRunError(Error):
@@ -52,8 +50,9 @@ class DryRunError(Error):
 class Phase:
     """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
     recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself, and what a block
-    saved there that swap leaves in memory, as it is too small. `block` is the number of the block, -1 outside of blocks. flops,
-    moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
+    saved there that swap leaves in memory, as it is too small; and by how much it stays below its highest in both runs, once the
+    gradients of a chunk are complete in it. `block` is the number of the block, -1 outside of blocks. flops, moved_bytes and
+    operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
     multiply-add is two), read and write, and how many they are."""
 
     block: int
@@ -67,6 +66,7 @@ class Phase:
     flops: int = 0
     moved_bytes: int = 0
     operations: int = 0
+    fall_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,16 @@ class _Segment:
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
+    late: int | None = None  # the highest since the gradients of a chunk were complete in it; None: they were not
+
+    @property
+    def fall(self) -> int:
+        """By how much it stays below its highest once gradients are complete."""
+        return 0 if self.late is None else self.peak - self.late
 
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
+        self.late = end.late if self.late is None else max(self.late, end.peak)
         self.peak, self.working = max(self.peak, end.peak), max(self.working, end.working)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
@@ -244,9 +251,11 @@ class _Meter(TorchDispatchMode):
             raise DryRunError(f"{func._schema.name} keeps memory whose size only a real run shows")
         for tensor in outputs:
             self._count(tensor)
-        workspace = self.workspace(func._schema.name, inputs, outputs)
+        workspace = self.workspace(func, args, kwargs or {}, outputs)
         segment = self.segments[-1]
         segment.peak = max(segment.peak, self.live_bytes + workspace)
+        if segment.late is not None:
+            segment.late = max(segment.late, self.live_bytes + workspace)
         segment.working = max(segment.working, segment.born + workspace)
         if not func.is_view:
             segment.operations += 1
@@ -406,6 +415,8 @@ class _Gradients:
                     for parameter in self.members[group]:
                         if all(self.missing[other] == 0 for other in self.groups[id(parameter)]):
                             parameter.grad = None
+            if self.missing[chunk] == 0 and self.meter.segments[-1].late is None:
+                self.meter.segments[-1].late = self.meter.live_bytes
 
         return hook
 
@@ -625,9 +636,12 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
     phases = tuple(
-        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations)
+        Phase(
+            a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations,
+            min(a.fall, b.fall),
+        )
         for a, b in zip(keep.segments, recompute.segments, strict=True)
-    )
+    )  # fmt: skip
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(

@@ -12,12 +12,14 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from . import _core
 from .activations import no_outer_hooks, release_failed_backward
+from .counting import counted
 from .dryrun import DryRun, DryRunError, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
@@ -25,6 +27,7 @@ from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import format_bytes
 from .tiers import host_room, place_away
+from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Wrapped
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -109,6 +112,9 @@ class Fitter:
         self.planned = False
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self._measured_bytes = 0
+        self._workspace: Workspace = workspace_bytes
+        if not wrapped.compute.separate:
+            self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
 
     # ---- deciding ----
 
@@ -171,7 +177,7 @@ class Fitter:
                 run: DryRun | None = dry_run(
                     wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
                     {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                    round_bytes=_core.rounded_bytes,
+                    round_bytes=_core.rounded_bytes, workspace=self._workspace,
                 )  # fmt: skip
         except DryRunError as error:
             run = None

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import _core
+from .counting import counted_alone
 from .errors import BudgetError, PlanError
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
 from .strides import dense_like, dense_strides
@@ -364,7 +365,7 @@ class _Watch(TorchDispatchMode):
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided]
         for tensor in made:
             self._count(tensor.untyped_storage())
-        inside = workspace_bytes(func._schema.name, [*args, *(kwargs or {}).values()], made) if made else 0
+        inside = workspace_bytes(func, args, kwargs or {}, made) if made else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
         return result
 
@@ -400,19 +401,6 @@ def _measure(optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, devi
     tensors = tensors_of(state)
     large = sum(_bytes_of(tensor) for tensor in tensors if is_large(tensor))
     return large, sum(_bytes_of(tensor) for tensor in tensors if not is_large(tensor)), watch.peak_bytes
-
-
-@contextmanager
-def _counted(folder: str, budget_bytes: int) -> Iterator[None]:
-    """Memory taken inside counts against a budget of its own."""
-    engine = _core.Engine(folder, budget_bytes, [], [], 1, 0)
-    before = _core.swap_account(None)
-    try:
-        engine.use_account(True)
-        yield
-    finally:
-        _core.swap_account(before)
-        engine.close()
 
 
 def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], folder: str, budget_bytes: int) -> Footprint:
@@ -453,7 +441,7 @@ def _measured(
     except Exception:  # it looks at values, or has a kernel of its own
         pass
     try:
-        with _counted(folder, budget_bytes):
+        with counted_alone(folder, budget_bytes):
             return _measure(optimizer, group, p, "cpu")
     except BudgetError:
         raise

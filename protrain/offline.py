@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,18 @@ _ENDLESS_BYTES = 1 << 50
 # ---- memory ----
 
 
-def gpu_workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+def gpu_workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
     """What a GPU's kernel of an operation holds beside its outputs while it runs, where it grows with the batch. Matrix products
     have workspaces of a fixed size, which reserved_bytes is for; a convolution's is the library's choice: the CPU's stands here.
     """
-    match name:
+    match operation._schema.name:
         case "aten::_scaled_dot_product_flash_attention_for_cpu_backward":  # the gradient of queries, summed in fp32; a sum a row
-            batch, heads, rows, size = inputs[1].shape
+            batch, heads, rows, size = args[1].shape
             return 4 * batch * heads * (-(-rows // 128) * 128) * (-(-size // 32) * 32 + 1)
         case "aten::embedding_dense_backward":  # indices, sorted, with their origins
-            return 4 * inputs[1].numel() * inputs[1].element_size()
+            return 4 * args[1].numel() * args[1].element_size()
         case "aten::convolution" | "aten::convolution_backward":
-            return workspace_bytes(name, inputs, outputs)
+            return workspace_bytes(operation, args, kwargs, outputs)
     return 0
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dryrun import DryRun, Phase, Rounding, Workspace, dry_run
+from .dryrun import DryRun, Phase, Rounding, dry_run
 from .layout import Chunks
-from .workspace import workspace_bytes
+from .workspace import Workspace, workspace_bytes
 
 #: Blocks that run: the first, three of the middle, the last.
 N_RUN = 5

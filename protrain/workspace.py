@@ -1,15 +1,28 @@
 """What CPU kernels of torch allocate inside themselves, which fake tensors do not show.
 
-One entry for each operation where it matters, found by comparing live bytes of real and fake runs operation by operation
+A table has it for each operation where it matters, found by comparing live bytes of real and fake runs operation by operation
 (tests/test_dryrun.py does so again). Entries are upper bounds; an operation that is not named allocates its outputs alone.
+
+For some operations a library chooses among many kernels, by shape, layout, type, instructions and threads: convolutions, and
+products and attention of 16-bit numbers. Bounds by formula were wrong by megabytes there, so these run once, with tensors of the
+same geometry, and what the kernel took is counted. It repeats to the byte. Where there is nothing to run them on (planning for
+other hardware), or not the memory, the table stands for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from . import _core
+
+#: What the kernel of an operation holds beside its outputs: of the operation, its arguments by place and by name, its outputs.
+Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
 
 #: Operations with outputs that live on and whose true size fake tensors do not show.
 HIDDEN_OUTPUTS = {"aten::mkldnn_rnn_layer"}
@@ -42,10 +55,10 @@ def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> in
     return min(most, threads * (2 << 20)) + (threads * sums if divided else 0)
 
 
-def workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
     """What the CPU kernel of an operation allocates beside its outputs while it runs: the one table, found by measurement."""
-    threads = torch.get_num_threads()
-    match name:
+    threads, inputs = torch.get_num_threads(), [*args, *kwargs.values()]
+    match operation._schema.name:
         case "aten::_scaled_dot_product_flash_attention_for_cpu":  # a block of scores and of output for each thread
             queries, keys = _attention_split(inputs[0], inputs[1])
             return threads * 4 * queries * (keys + 2 + inputs[0].shape[-1])
@@ -70,3 +83,71 @@ def workspace_bytes(name: str, inputs: Sequence[Any], outputs: Sequence[torch.Te
             first, second = [t for t in inputs if isinstance(t, torch.Tensor)][-2:]  # numbers to scale them by may follow
             return _packed_bytes(first, second, threads)
     return 0
+
+
+# ---- measured ----
+
+_CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
+_OF_16_BITS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+_found: dict[Hashable, int] = {}  # of this process: what was measured once is so again
+
+
+def _is_chosen(name: str, outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a library chooses the kernel, so that no formula tells what it takes."""
+    return name in _CONVOLUTIONS or (name in _OF_16_BITS and outputs[0].element_size() == 2)
+
+
+def _described(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(entry) for entry in value)
+    return type(value), value
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros that lie as this tensor's numbers do, also where several are one in memory."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.zeros(reach + 1 if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class MeasuredWorkspace:
+    """A `Workspace` by the table, and by a run of the operation where a library chooses its kernel.
+
+    Args:
+        counted: tensors made inside count in the engine that it yields. What its budget refuses is left to the table.
+    """
+
+    def __init__(self, counted: Callable[[], AbstractContextManager[_core.Engine]]) -> None:
+        self._counted = counted
+
+    def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
+        if not _is_chosen(operation._schema.name, outputs):
+            return workspace_bytes(operation, args, kwargs, outputs)
+        key = (
+            operation, _described(args), _described(sorted(kwargs.items())), torch.get_num_threads(),
+            torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
+        )  # fmt: skip
+        if key not in _found:
+            try:
+                _found[key] = self._measure(operation, args, kwargs)
+            except Exception:  # no memory for it now
+                return workspace_bytes(operation, args, kwargs, outputs)
+        return _found[key]
+
+    def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        with unset_fake_temporarily(), self._counted() as engine:
+            given, named = tree_map_only(torch.Tensor, _like, (tuple(args), dict(kwargs)))
+            engine.mark()
+            before_bytes = engine.stats()["live_bytes"]
+            made = operation(*given, **named)
+            highest_bytes = engine.mark() - before_bytes
+            storages = {t.untyped_storage() for t in tree_leaves(made) if isinstance(t, torch.Tensor)}
+            return max(highest_bytes - sum(_core.rounded_bytes(s.nbytes()) for s in storages if s.nbytes()), 0)

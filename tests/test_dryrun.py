@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from protrain import _core
+from protrain import _core, workspace
 from protrain.blocks import find_blocks
+from protrain.counting import counted_alone
 from protrain.dryrun import DryRun, DryRunError, dry_run
-from protrain.workspace import workspace_bytes
+from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,9 +34,17 @@ def chunks_of(model: nn.Module) -> dict[int, int]:
     return chunks
 
 
-def predict(model: nn.Module, args: tuple[Any, ...] = (), rounding: Callable[[int], int] | None = None, **kwargs: Any) -> DryRun:
+def predict(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    rounding: Callable[[int], int] | None = None,
+    workspace: Workspace = workspace_bytes,
+    **kwargs: Any,
+) -> DryRun:
     blocks = [block for _, block in find_blocks(model)]
-    return dry_run(model, args, kwargs, blocks, chunks_of(model), round_bytes=rounding or _core.rounded_bytes)
+    return dry_run(
+        model, args, kwargs, blocks, chunks_of(model), round_bytes=rounding or _core.rounded_bytes, workspace=workspace
+    )
 
 
 @pytest.fixture
@@ -193,7 +204,7 @@ def own_workspace(arena: _core.Engine, operation: Any, *inputs: Any) -> tuple[in
     made = operation(*inputs)
     held = arena.mark() - before
     outputs = [t for t in (made if isinstance(made, tuple) else (made,)) if t is not None]
-    return held - sum(t.untyped_storage().nbytes() for t in outputs), workspace_bytes(operation._schema.name, inputs, outputs)
+    return held - sum(t.untyped_storage().nbytes() for t in outputs), workspace_bytes(operation, inputs, {}, outputs)
 
 
 measured_kernels = pytest.mark.skipif(
@@ -205,17 +216,13 @@ measured_kernels = pytest.mark.skipif(
 @measured_kernels
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_table_of_workspaces_bounds_products_of_16_bit_numbers(threads: int, arena: _core.Engine) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_of(threads):
         for rows, inner, columns in ((512, 512, 128), (512, 128, 128), (100, 30, 300), (768, 768, 1024), (2048, 4096, 96)):
             for transposed in (False, True):
                 first = torch.zeros((inner, rows) if transposed else (rows, inner), dtype=torch.bfloat16)
                 second = torch.zeros(inner, columns, dtype=torch.bfloat16)
                 real, told = own_workspace(arena, torch.ops.aten.mm.default, first.t() if transposed else first, second)
                 assert real <= told, (rows, inner, columns, transposed, real, told)
-    finally:
-        torch.set_num_threads(before)
 
 
 @measured_kernels
@@ -238,6 +245,71 @@ def test_the_table_of_workspaces_bounds_normed_images(layout: torch.memory_forma
             ),
         ]  # fmt: skip
         assert all(real <= told for real, told in found), found
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+IMAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "channels that fill no block": (lambda: nn.Conv2d(20, 40, 3, padding=1), (4, 20, 48, 48)),
+    "patches": (lambda: nn.Conv2d(3, 192, 16, stride=16), (4, 3, 160, 160)),
+    "a first layer": (lambda: nn.Conv2d(3, 32, 7, stride=2, padding=3), (2, 3, 128, 128)),
+    "each channel by itself": (lambda: nn.Conv2d(48, 48, 3, padding=1, groups=48), (4, 48, 32, 32)),
+    "transposed": (lambda: nn.ConvTranspose2d(24, 12, 4, stride=2), (4, 24, 32, 32)),
+    "a line": (lambda: nn.Conv1d(30, 50, 5), (8, 30, 500)),
+    "a volume": (lambda: nn.Conv3d(4, 12, 3), (2, 4, 16, 24, 24)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", IMAGES)
+def test_convolutions_are_predicted_from_what_they_take(
+    name: str, layout: torch.memory_format, dtype: torch.dtype, arena: _core.Engine, disk: Path
+) -> None:
+    """A library chooses among kernels whose workspaces differ tenfold; run once, they tell."""
+    build, shape = IMAGES[name]
+    if layout is torch.channels_last and len(shape) != 4:
+        return
+    measured = MeasuredWorkspace(partial(counted_alone, str(disk), 1 << 40))
+    for threads in (1, 3):
+        with threads_of(threads):
+            model = nn.Sequential(nn.ReLU(), build(), nn.ReLU(), nn.Flatten()).to(dtype)
+            if layout is torch.channels_last:
+                model.to(memory_format=layout)
+            args = (torch.randn(shape, dtype=dtype).contiguous(memory_format=layout).requires_grad_(),)
+            predicted, real = predict(model, args, workspace=measured).keep_peak_bytes, real_peak(arena, model, args, {}, False)
+            assert 0.99 * real <= predicted <= 1.01 * real + (16 << 10), (threads, predicted, real)
+
+
+def test_what_is_measured_repeats_and_counts_nowhere_else(arena: _core.Engine, disk: Path) -> None:
+    aten = torch.ops.aten
+    x, weight = torch.zeros(2, 3, 64, 64), torch.zeros(32, 3, 8, 8)
+    given = x, weight, None, [8, 8], [0, 0], [1, 1], False, [0, 0], 1
+    output = aten.convolution.default(*given)
+    live, peak = arena.stats()["live_bytes"], arena.stats()["peak_bytes"]
+    told = set()
+    for _ in range(3):
+        workspace._found.clear()
+        told.add(MeasuredWorkspace(partial(counted_alone, str(disk), 1 << 40))(aten.convolution.default, given, {}, [output]))
+    assert len(told) == 1
+    assert (arena.stats()["live_bytes"], arena.stats()["peak_bytes"]) == (live, peak)
+
+
+def test_what_the_budget_refuses_is_left_to_the_table(disk: Path) -> None:
+    aten = torch.ops.aten
+    x, weight = torch.zeros(2, 5, 512, 512), torch.zeros(8, 5, 3, 3)
+    given = x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    output = aten.convolution.default(*given)
+    told = MeasuredWorkspace(partial(counted_alone, str(disk), 4 << 20))(aten.convolution.default, given, {}, [output])
+    assert told == workspace_bytes(aten.convolution.default, given, {}, [output])
 
 
 def test_phases_accesses_and_completion() -> None:
