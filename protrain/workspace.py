@@ -5,8 +5,9 @@ A table has it for each operation where it matters, found by comparing live byte
 
 For some operations a library chooses among many kernels, by shape, layout, type, instructions and threads: convolutions, and
 products and attention of 16-bit numbers. Bounds by formula were wrong by megabytes there, so these run once, with tensors of the
-same geometry, and what the kernel took is counted. It repeats to the byte. Where there is nothing to run them on (planning for
-other hardware), or not the memory, the table stands for them.
+same geometry, and what the kernel took is counted. It repeats to the byte, but for attention's backward, where it hangs on which
+threads are inside of a product at once: there the table counts as well. Where there is nothing to run them on (planning for other
+hardware), or not the memory, the table stands for them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def _attention_split(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(key.shape[-2], 512)
 
 
+def _product_bytes(queries: int, keys: int, size: int) -> int:
+    """What one thread packs for the products of 16-bit numbers inside of attention's backward: a bound for AVX-512."""
+    return 4 * keys * size + 2 * queries * keys + (96 << 10)
+
+
 def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> int:
     """What threads pack of the operands of a product of 16-bit numbers: each its blocks of the second, and of the first where its
     rows do not lie in a row, or are so far apart that they would share a place in the cache. Four threads and more may divide
@@ -61,10 +67,16 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
     match operation._schema.name:
         case "aten::_scaled_dot_product_flash_attention_for_cpu":  # a block of scores and of output for each thread
             queries, keys = _attention_split(inputs[0], inputs[1])
-            return threads * 4 * queries * (keys + 2 + inputs[0].shape[-1])
+            bytes_each = 4 * queries * (keys + 2 + inputs[0].shape[-1])
+            if outputs[0].element_size() == 2:  # the scores, narrowed
+                bytes_each += 2 * queries * keys
+            return threads * bytes_each + _SMALL_BYTES
         case "aten::_scaled_dot_product_flash_attention_for_cpu_backward":  # scores and their gradients
             queries, keys = _attention_split(inputs[1], inputs[2])
-            return threads * 4 * queries * (2 * keys + 1)
+            bytes_each = 4 * queries * (2 * keys + 1)
+            if outputs[0].element_size() == 2:
+                bytes_each += 4 * queries * keys + _product_bytes(queries, keys, inputs[1].shape[-1])
+            return threads * bytes_each
         case "aten::convolution":  # the library's own layout of output and weight
             return _bytes(outputs[0], inputs[1]) + _SMALL_BYTES
         case "aten::convolution_backward":  # and of gradient, input, weight and the weight's gradient
@@ -96,6 +108,7 @@ _OF_16_BITS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }
+_BY_CHANCE = {"aten::_scaled_dot_product_flash_attention_for_cpu_backward"}  # threads that meet hold more than others
 _found: dict[Hashable, int] = {}  # of this process: what was measured once is so again
 
 
@@ -129,8 +142,9 @@ class MeasuredWorkspace:
         self._counted = counted
 
     def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
-        if not _is_chosen(operation._schema.name, outputs):
-            return workspace_bytes(operation, args, kwargs, outputs)
+        name, told_bytes = operation._schema.name, workspace_bytes(operation, args, kwargs, outputs)
+        if not _is_chosen(name, outputs):
+            return told_bytes
         key = (
             operation, _described(args), _described(sorted(kwargs.items())), torch.get_num_threads(),
             torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
@@ -139,8 +153,8 @@ class MeasuredWorkspace:
             try:
                 _found[key] = self._measure(operation, args, kwargs)
             except Exception:  # no memory for it now
-                return workspace_bytes(operation, args, kwargs, outputs)
-        return _found[key]
+                return told_bytes
+        return max(_found[key], told_bytes) if name in _BY_CHANCE else _found[key]
 
     def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         with unset_fake_temporarily(), self._counted() as engine:
@@ -149,5 +163,6 @@ class MeasuredWorkspace:
             before_bytes = engine.stats()["live_bytes"]
             made = operation(*given, **named)
             highest_bytes = engine.mark() - before_bytes
-            storages = {t.untyped_storage() for t in tree_leaves(made) if isinstance(t, torch.Tensor)}
-            return max(highest_bytes - sum(_core.rounded_bytes(s.nbytes()) for s in storages if s.nbytes()), 0)
+            storages = [t.untyped_storage() for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+            sizes = {storage._cdata: storage.nbytes() for storage in storages if storage.nbytes()}
+            return max(highest_bytes - sum(_core.rounded_bytes(size) for size in sizes.values()), 0)

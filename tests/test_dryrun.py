@@ -289,6 +289,32 @@ def test_convolutions_are_predicted_from_what_they_take(
             assert 0.99 * real <= predicted <= 1.01 * real + (16 << 10), (threads, predicted, real)
 
 
+class Attending(nn.Module):
+    """Attention between two layers of the size given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(size, 3 * size), nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.first(x).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.second(found.transpose(1, 2).flatten(2)).float().mean()
+
+
+@pytest.mark.parametrize(("size", "shape"), [(256, (2, 96)), (320, (3, 200)), (512, (1, 800))])
+def test_attention_of_16_bit_numbers_is_predicted_from_what_it_takes(
+    size: int, shape: tuple[int, int], arena: _core.Engine, disk: Path
+) -> None:
+    measured = MeasuredWorkspace(partial(counted_alone, str(disk), 1 << 40))
+    for threads in (1, 3):
+        with threads_of(threads):
+            model, args = Attending(size).bfloat16(), (torch.randn(*shape, size, dtype=torch.bfloat16),)
+            predicted, real = predict(model, args, workspace=measured).keep_peak_bytes, real_peak(arena, model, args, {}, False)
+            by_chance = threads * (512 << 10)  # what threads pack, if all do at once
+            assert real - (16 << 10) <= predicted <= 1.01 * real + by_chance, (threads, predicted, real)
+
+
 def test_what_is_measured_repeats_and_counts_nowhere_else(arena: _core.Engine, disk: Path) -> None:
     aten = torch.ops.aten
     x, weight = torch.zeros(2, 3, 64, 64), torch.zeros(32, 3, 8, 8)

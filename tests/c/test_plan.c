@@ -71,9 +71,12 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
       -1, false, (uint64_t)kept, (uint64_t)kept + head, (uint64_t)dropped, (uint64_t)dropped + head + upto(random, 2048)};
   for (uint32_t i = n_blocks; i-- > 0;) {
     uint64_t work = upto(random, 1 << 18);
-    phases[n_phases++] = (ptn_phase){(int32_t)i,        true,
-                                     (uint64_t)kept,    (uint64_t)kept + work,
-                                     (uint64_t)dropped, (uint64_t)(dropped + keep[i] - drop[i]) + work,
+    phases[n_phases++] = (ptn_phase){(int32_t)i,
+                                     true,
+                                     (uint64_t)kept,
+                                     (uint64_t)kept + work,
+                                     (uint64_t)dropped,
+                                     (uint64_t)(dropped + keep[i] - drop[i]) + work,
                                      .fall_bytes = alike ? work / 2 : upto(random, (uint64_t)dropped + work)};
     kept -= keep[i];
     dropped -= drop[i];
