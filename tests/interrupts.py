@@ -191,7 +191,8 @@ class Run:
         self.optimizer.zero_grad()
         self.steps = protrain.status(self.model).steps
         assert self.steps in after, f"{self.steps} steps are counted, there were {before}"
-        params, states = seen(self.model, self.optimizer)
+        with uncounted():  # the interrupted step may still have its memory
+            params, states = seen(self.model, self.optimizer)
         want = self.plain.after(self.steps)
         assert params == want[0], f"the parameters are not those after step {self.steps}"
         assert states == want[1], f"the states are not those after step {self.steps}"
