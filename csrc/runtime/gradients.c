@@ -205,10 +205,10 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *
   chunk *chunk = &engine->chunks[engine->params[number].chunk];
   if (use != PTN_GRADIENT_UPDATE) PTN_TRY(reserve_grads(engine, chunk));
   if (engine->over.device) return take_from_device(engine, number, data, owner, use);
+  wait_for_room(engine);
   ptn_lock(&engine->mutex);
   ptn_status status = hold(engine, number, data, owner, use);
   ptn_unlock(&engine->mutex);
-  wait_for_room(engine); /* now: until the next gradient comes autograd makes other tensors, and it */
   return status;
 }
 
