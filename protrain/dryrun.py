@@ -50,9 +50,8 @@ class DryRunError(Error):
 class Phase:
     """One phase of a step (csrc/plan/plan.h): bytes when it began and at its highest, in the run that keeps and in the one that
     recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself, and what a block
-    saved there that swap leaves in memory, as it is too small; and by how much it stays below its highest in both runs, once the
-    gradients of a chunk are complete in it. `block` is the number of the block, -1 outside of blocks. flops, moved_bytes and
-    operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
+    saved there that swap leaves in memory, as it is too small. `block` is the number of the block, -1 outside of blocks. flops,
+    moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
     multiply-add is two), read and write, and how many they are."""
 
     block: int
@@ -66,7 +65,6 @@ class Phase:
     flops: int = 0
     moved_bytes: int = 0
     operations: int = 0
-    fall_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,16 +113,9 @@ class _Segment:
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
-    late: int | None = None  # the highest since the gradients of a chunk were complete in it; None: they were not
-
-    @property
-    def fall(self) -> int:
-        """By how much it stays below its highest once gradients are complete."""
-        return 0 if self.late is None else self.peak - self.late
 
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
-        self.late = end.late if self.late is None else max(self.late, end.peak)
         self.peak, self.working = max(self.peak, end.peak), max(self.working, end.working)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
@@ -254,8 +245,6 @@ class _Meter(TorchDispatchMode):
         workspace = self.workspace(func, args, kwargs or {}, outputs)
         segment = self.segments[-1]
         segment.peak = max(segment.peak, self.live_bytes + workspace)
-        if segment.late is not None:
-            segment.late = max(segment.late, self.live_bytes + workspace)
         segment.working = max(segment.working, segment.born + workspace)
         if not func.is_view:
             segment.operations += 1
@@ -415,8 +404,6 @@ class _Gradients:
                     for parameter in self.members[group]:
                         if all(self.missing[other] == 0 for other in self.groups[id(parameter)]):
                             parameter.grad = None
-            if self.missing[chunk] == 0 and self.meter.segments[-1].late is None:
-                self.meter.segments[-1].late = self.meter.live_bytes
 
         return hook
 
@@ -636,12 +623,9 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
     phases = tuple(
-        Phase(
-            a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations,
-            min(a.fall, b.fall),
-        )
+        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations)
         for a, b in zip(keep.segments, recompute.segments, strict=True)
-    )  # fmt: skip
+    )
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(

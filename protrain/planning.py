@@ -311,14 +311,14 @@ def arrange(
     )
 
 
-_Phase = tuple[int, bool, int, int, int, int, int, int, int]
+_Phase = tuple[int, bool, int, int, int, int, int, int]
 
 
 def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
     """The last phase, with an update behind it that takes so much beside what is still there."""
-    block, backward, keep_entry, keep_peak, entry, peak, working, small, _ = tail
+    block, backward, keep_entry, keep_peak, entry, peak, working, small = tail
     keep_peak, peak = max(keep_peak, keep_entry + step_bytes), max(peak, entry + step_bytes)
-    return block, backward, keep_entry, keep_peak, entry, peak, working, small, 0
+    return block, backward, keep_entry, keep_peak, entry, peak, working, small
 
 
 def _phases(run: DryRun) -> list[_Phase]:
@@ -332,7 +332,6 @@ def _phases(run: DryRun) -> list[_Phase]:
             p.checkpoint_peak_bytes,
             p.keep_working_bytes,
             p.small_bytes,
-            p.fall_bytes,
         )
         for p in run.phases
     ]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import protrain
 from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
@@ -287,6 +288,35 @@ def test_convolutions_are_predicted_from_what_they_take(
             args = (torch.randn(shape, dtype=dtype).contiguous(memory_format=layout).requires_grad_(),)
             predicted, real = predict(model, args, workspace=measured).keep_peak_bytes, real_peak(arena, model, args, {}, False)
             assert 0.99 * real <= predicted <= 1.01 * real + (16 << 10), (threads, predicted, real)
+
+
+class Patches(nn.Module):
+    """An image in patches, and a layer behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layer = nn.Conv2d(3, 384, 16, stride=16), nn.Linear(384, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.patches(x).relu().mean((2, 3))).logsumexp(-1).mean()
+
+
+def test_the_smallest_budget_of_convolutions_works(disk: Path) -> None:
+    """A session measures for itself, within its budget."""
+    x = torch.randn(4, 3, 224, 224, requires_grad=True)
+    with threads_of(2):
+        with pytest.raises(protrain.BudgetError) as refused:
+            protrain.plan(Patches(), (x,), memory="1MiB", disk=str(disk))
+        memory = refused.value.smallest_bytes * 101 // 100  # a session counts some numbers of its own
+        workspace._found.clear()
+        model = Patches()
+        model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory=memory, disk=str(disk))
+        for _ in range(3):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert protrain.status(model).peak_memory_bytes <= memory
+        protrain.unwrap(model)
 
 
 class Attending(nn.Module):

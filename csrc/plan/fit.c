@@ -177,7 +177,7 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   size_t phases = request->n_phases, chunks = (size_t)request->n_chunks + 1;
   fit->consumer_of_phase = calloc(phases, sizeof *fit->consumer_of_phase);
   fit->phase_bytes = calloc(phases, sizeof *fit->phase_bytes);
-  fit->stretch_bytes = calloc(phases + 1, sizeof *fit->stretch_bytes);
+  fit->stretch_bytes = calloc(phases, sizeof *fit->stretch_bytes);
   fit->slot_of_chunk = calloc(chunks, sizeof *fit->slot_of_chunk);
   fit->slot_bytes = calloc(chunks, sizeof *fit->slot_bytes);
   if (!fit->consumer_of_phase || !fit->phase_bytes || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes) {

@@ -58,8 +58,7 @@ void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
 /* The peak of each phase, without parameters, for these modes. */
 void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phase_bytes);
 
-/* The highest phase of each stretch from where gradients are complete to where the next are; n_phases + 1 entries have room for
- * all. A phase in which gradients are completed is in the stretch before with all of it, and in the next with what is behind. */
+/* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);
 
 /* All that counts for the candidate except slots and ring. */

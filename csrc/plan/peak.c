@@ -24,12 +24,10 @@
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the phase that
  * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
  * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
- * is allowed for; the runtime holds backward back before there would be two. Until they are complete gradients are in the runs. So
- * the phase that completes them counts twice: with all of its peak before, and after with what the runs then held at most. A phase
- * of backward is at its highest while what was saved is there, its gradients come at its end.
+ * is allowed for; the runtime holds backward back before there would be two.
  *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
- * change only where a chunk is complete: between two such places the highest phase is the one that counts, whatever is persistent.
+ * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
  */
 #include <stdlib.h>
 
@@ -55,8 +53,7 @@ struct ptn_peak {
   composed_phase *phases;
   completion *completions; /* in the order of their phases */
   uint32_t n_completions;
-  uint32_t *stretch_begins; /* the first phase of each, which is the last of the one before; n_stretches + 1 entries. Each but the
-                             * first begins inside it, where gradients are complete. */
+  uint32_t *stretch_begins; /* the first phase of each, n_stretches + 1 entries; each but the first begins with a completion */
   uint32_t n_stretches;
   int64_t *always_bytes; /* of so many persistent chunks, with what is fixed */
 };
@@ -121,12 +118,10 @@ static void read_completions(ptn_peak *peak) {
   peak->n_stretches = 1;
   for (uint32_t i = 0; i < peak->n_completions; i++) { /* from the number of its phase to that of its stretch */
     uint32_t phase = peak->completions[i].stretch;
-    if (peak->n_stretches == 1 || phase != peak->stretch_begins[peak->n_stretches - 1]) {
-      peak->stretch_begins[peak->n_stretches++] = phase;
-    }
+    if (phase != peak->stretch_begins[peak->n_stretches - 1]) peak->stretch_begins[peak->n_stretches++] = phase;
     peak->completions[i].stretch = peak->n_stretches - 1;
   }
-  peak->stretch_begins[peak->n_stretches] = request->n_phases - 1;
+  peak->stretch_begins[peak->n_stretches] = request->n_phases;
 }
 
 static void read_chunks(ptn_peak *peak) {
@@ -209,10 +204,9 @@ void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phas
 }
 
 void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes) {
-  for (uint32_t s = 0; s < peak->n_stretches; s++) {
-    uint32_t i = peak->stretch_begins[s];
-    int64_t highest = phase_bytes[i] - (s > 0 ? (int64_t)peak->request->phases[i].fall_bytes : 0);
-    for (i++; i <= peak->stretch_begins[s + 1]; i++) highest = higher(highest, phase_bytes[i]);
+  for (uint32_t s = 0, i = 0; s < peak->n_stretches; s++) {
+    int64_t highest = phase_bytes[i];
+    for (i++; i < peak->stretch_begins[s + 1]; i++) highest = higher(highest, phase_bytes[i]);
     stretch_bytes[s] = highest;
   }
 }

@@ -59,7 +59,6 @@ typedef struct ptn_phase {
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
   uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
   uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
-  uint64_t fall_bytes; /* so far below its peak the phase stays in both runs, once gradients of a chunk are complete in it */
 } ptn_phase;
 
 typedef struct ptn_plan_request {

@@ -31,8 +31,6 @@ static ptn_status check_phases(const ptn_plan_request *request) {
       return ptn_fail(PTN_INVALID, "phase %u enters with more bytes than its peak, or peaks above %llu bytes", i,
                       (unsigned long long)PTN_PLAN_MOST_BYTES);
     }
-    if (phase->fall_bytes > ptn_min_u64(phase->keep_peak_bytes, phase->checkpoint_peak_bytes))
-      return ptn_fail(PTN_INVALID, "phase %u falls by more bytes than its peak", i);
   }
   return PTN_OK;
 }

@@ -321,16 +321,13 @@ static void find_room(ptn_course *course) {
   for (uint32_t c = 0; c < candidate->n_persist && request->grads_outlive_backward; c++)
     always_bytes += (double)request->chunks[c].grad_bytes;
   for (uint32_t p = 0; p < request->n_phases; p++) {
-    double phase_bytes = (double)candidate->phase_bytes[p];
-    double before_bytes = phase_bytes + complete_bytes + pending_bytes;
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
       if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, grad_bytes);
       else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
     }
-    double after_bytes = phase_bytes - (double)request->phases[p].fall_bytes + complete_bytes + pending_bytes;
-    double used_bytes = always_bytes + ptn_most(before_bytes, after_bytes);
+    double used_bytes = always_bytes + complete_bytes + pending_bytes + (double)candidate->phase_bytes[p];
     course->room_bytes[p] = ptn_most((double)candidate->above_static_bytes - used_bytes, 0);
   }
 }

@@ -111,9 +111,9 @@ static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
 static int read_phases(PyObject *list, ptn_phase *phases) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     int block, backward;
-    unsigned long long entry[2], peak[2], working = 0, small = 0, fall = 0;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
-                          &working, &small, &fall))
+    unsigned long long entry[2], peak[2], working = 0, small = 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
+                          &working, &small))
       return 0;
     phases[i] = (ptn_phase){.block = block,
                             .backward = backward != 0,
@@ -121,7 +121,6 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
                             .keep_peak_bytes = peak[0],
                             .keep_working_bytes = working,
                             .small_bytes = small,
-                            .fall_bytes = fall,
                             .checkpoint_entry_bytes = entry[1],
                             .checkpoint_peak_bytes = peak[1]};
   }

@@ -103,10 +103,7 @@ static inline void model_phases(model *out, uint64_t *random, bool alike) {
                               .keep_entry_bytes = kept,
                               .keep_peak_bytes = kept + work,
                               .checkpoint_entry_bytes = dropped,
-                              .checkpoint_peak_bytes = dropped + keep[b] - drop[b] + work,
-                              .fall_bytes = keep[b] % 3 == 1   ? work + drop[b]
-                                            : keep[b] % 3 == 2 ? work / 2
-                                                               : 0};
+                              .checkpoint_peak_bytes = dropped + keep[b] - drop[b] + work};
     kept -= keep[b];
     dropped -= drop[b];
   }

@@ -71,13 +71,9 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
       -1, false, (uint64_t)kept, (uint64_t)kept + head, (uint64_t)dropped, (uint64_t)dropped + head + upto(random, 2048)};
   for (uint32_t i = n_blocks; i-- > 0;) {
     uint64_t work = upto(random, 1 << 18);
-    phases[n_phases++] = (ptn_phase){(int32_t)i,
-                                     true,
-                                     (uint64_t)kept,
-                                     (uint64_t)kept + work,
-                                     (uint64_t)dropped,
-                                     (uint64_t)(dropped + keep[i] - drop[i]) + work,
-                                     .fall_bytes = alike ? work / 2 : upto(random, (uint64_t)dropped + work)};
+    phases[n_phases++] = (ptn_phase){(int32_t)i,        true,
+                                     (uint64_t)kept,    (uint64_t)kept + work,
+                                     (uint64_t)dropped, (uint64_t)(dropped + keep[i] - drop[i]) + work};
     kept -= keep[i];
     dropped -= drop[i];
   }
@@ -137,12 +133,11 @@ static uint64_t plain_peak(const model *of, const answer *given) {
   const ptn_plan_request *request = &of->request;
   uint64_t highest = 0, always = request->fixed_bytes + (request->ring_host_bytes > 0 ? 0 : given->plan.ring_bytes);
   for (uint32_t i = 0; i < given->plan.n_buffer; i++) always += given->slot_bytes[i];
-  for (uint32_t twice = 0; twice < 2 * request->n_phases; twice++) { /* before gradients are complete in the phase, and after */
-    uint32_t at = twice / 2;
-    uint64_t now = (uint64_t)plain_phase(of, given->modes, at) - (twice % 2 ? of->phases[at].fall_bytes : 0), pending = 0;
+  for (uint32_t at = 0; at < request->n_phases; at++) {
+    uint64_t now = (uint64_t)plain_phase(of, given->modes, at), pending = 0;
     for (uint32_t c = 0; c < request->n_chunks; c++) {
       const ptn_plan_chunk *chunk = &of->chunks[c];
-      bool complete = twice % 2 ? chunk->complete_phase <= at : chunk->complete_phase < at;
+      bool complete = chunk->complete_phase <= at;
       if (c < given->plan.n_persist) {
         now += chunk->param_bytes + chunk->state_bytes;
         if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
@@ -305,7 +300,7 @@ static void check_brute_force(const model *of) {
   ask(of, 0, &lowest);
   uint64_t smallest = ptn_last_error()->smallest_bytes;
   uint32_t consumers[MOST_PHASES];
-  int64_t phase_bytes[MOST_PHASES], stretch_bytes[MOST_PHASES + 1];
+  int64_t phase_bytes[MOST_PHASES], stretch_bytes[MOST_PHASES];
   ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
   CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));

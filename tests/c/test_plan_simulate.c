@@ -542,7 +542,6 @@ static void random_phases(uint32_t n) {
     phase->checkpoint_entry_bytes = checkpoint;
     phase->keep_peak_bytes = keep + below(8 * PTN_MIB);
     phase->checkpoint_peak_bytes = checkpoint + below(8 * PTN_MIB);
-    phase->fall_bytes = below(2) * below(ptn_min_u64(phase->keep_peak_bytes, phase->checkpoint_peak_bytes) + 1);
     if (p >= 1 && p <= n) keep += below(30 * PTN_MIB), checkpoint += below(3 * PTN_MIB);
     else if (p > n) keep = keep / 2, checkpoint = checkpoint / 2;
     times[p] = (ptn_phase_times){(int64_t)below(20) * MS, phase->block >= 0 && phase->backward ? (int64_t)below(9) * MS : 0};
