@@ -11,8 +11,9 @@ lane's processor time where no core is free, since the team waits for the member
 that time.
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
-what requests of two sizes take. A request costs compute what is expected of its processor time, whatever was seen: here the next
-one is always there, while in a training step it comes later and wakes a thread of the disk's that sleeps.
+what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
+the next one is always there, while in a training step it comes later, wakes a thread of the disk's that sleeps, and ends in an
+interrupt of a thread that computes, which is in no clock of the disk's threads and takes about as long as they do.
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
@@ -61,6 +62,7 @@ UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
 EXPECTED_DRAG = 3.5
+EXPECTED_REQUEST_DRAG = 7.0
 DOUBT = 1.5
 MOST_DRAG = 6.0
 #: Of the link to a device: transfers of each direction, and the size of each.
@@ -340,11 +342,12 @@ class _Calibration:
 
     def _by_request(self, read: Speed, write: Speed) -> tuple[float, Speed, Speed]:
         """The drag of a request, and the lanes with that of bytes alone, which is that of their checksums at least."""
-        request = EXPECTED_DRAG * self._request_seconds() if self.full else 0.0
+        request = EXPECTED_REQUEST_DRAG * self._request_seconds() if self.full else 0.0
 
         def of_bytes(lane: _Lane, speed: Speed) -> Speed:
             least = min(lane.checksum_seconds_per_byte, speed.drag_seconds_per_byte)
-            return replace(speed, drag_seconds_per_byte=max(speed.drag_seconds_per_byte - request / REQUEST_BYTES, least))
+            own = speed.drag_seconds_per_byte - request / REQUEST_BYTES
+            return replace(speed, drag_seconds_per_byte=max(own, least))
 
         return request, of_bytes(self.read, read), of_bytes(self.write, write)
 

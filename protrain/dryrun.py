@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .compiled import CALL, eager, find_compiled
 from .errors import Error
-from .flops import flops_of
+from .flops import flops_of, ordinary_seconds
 from .sizes import stash_least_bytes
 from .workspace import HIDDEN_OUTPUTS, Workspace, workspace_bytes
 
@@ -52,7 +52,9 @@ class Phase:
     recomputes; and, in the one that keeps, the most that was live at once of what was made in the phase itself, and what a block
     saved there that swap leaves in memory, as it is too small. `block` is the number of the block, -1 outside of blocks. flops,
     moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
-    multiply-add is two), read and write, and how many they are."""
+    multiply-add is two), read and write, and how many they are. Of a block's backward again_flops, again_moved_bytes and
+    again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, so it is less than its
+    forward; operations -1: not known."""
 
     block: int
     backward: bool
@@ -65,6 +67,9 @@ class Phase:
     flops: int = 0
     moved_bytes: int = 0
     operations: int = 0
+    again_flops: int = 0
+    again_moved_bytes: int = 0
+    again_operations: int = -1
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,37 @@ class DryRun:
     keep_peak_bytes: int
     checkpoint_peak_bytes: int
     record_bytes: int = 0
+
+    def calls(self) -> list[tuple[int, int, int]]:
+        """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""
+        forwards = [(phase.block, number) for number, phase in enumerate(self.phases) if phase.block >= 0 and not phase.backward]
+        backwards: dict[int, list[int]] = {}
+        for number, phase in enumerate(self.phases):
+            if phase.block >= 0 and phase.backward:
+                backwards.setdefault(phase.block, []).append(number)
+        # A block that is used twice runs backward in the reverse order.
+        return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
+
+    def recomputed(self) -> dict[int, tuple[int, int, int]]:
+        """Number of a block's backward -> what recomputation computes there, the bytes it reads and writes, and its operations:
+        those of the whole forward where they are not known."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for _, forward, backward in self.calls():
+            whole, part = self.phases[forward], self.phases[backward]
+            if backward and part.again_operations >= 0:
+                found[backward] = (part.again_flops, part.again_moved_bytes, part.again_operations)
+            elif backward:
+                found[backward] = (whole.flops, whole.moved_bytes, whole.operations)
+        return found
+
+    def recomputed_parts(self) -> dict[int, float]:
+        """Number of a block's backward -> the part of its forward's time that recomputation takes, as counted operations do."""
+        forward = {backward: self.phases[number] for _, number, backward in self.calls()}
+        parts: dict[int, float] = {}
+        for number, again in self.recomputed().items():
+            whole = ordinary_seconds(forward[number].flops, forward[number].moved_bytes, forward[number].operations)
+            parts[number] = min(ordinary_seconds(*again) / whole, 1.0) if whole > 0 else 1.0
+        return parts
 
 
 # ---- counting ----
@@ -613,6 +649,21 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
     return tree_map_only(torch.Tensor, convert, (args, kwargs))  # type: ignore[no-any-return]
 
 
+def _phase(keep: _Segment, recompute: _Segment) -> Phase:
+    phase = Phase(
+        keep.block, keep.backward, keep.entry, keep.peak, recompute.entry, recompute.peak, keep.working, keep.small,
+        keep.flops, keep.moved, keep.operations,
+    )  # fmt: skip
+    if keep.block < 0 or not keep.backward:
+        return phase
+    return replace(
+        phase,
+        again_flops=max(recompute.flops - keep.flops, 0),
+        again_moved_bytes=max(recompute.moved - keep.moved, 0),
+        again_operations=max(recompute.operations - keep.operations, 0),
+    )
+
+
 def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     """The two runs side by side.
 
@@ -622,10 +673,7 @@ def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
     order = [(segment.block, segment.backward) for segment in keep.segments]
     if order != [(segment.block, segment.backward) for segment in recompute.segments]:
         raise DryRunError("its blocks run in another order when they are recomputed")
-    phases = tuple(
-        Phase(a.block, a.backward, a.entry, a.peak, b.entry, b.peak, a.working, a.small, a.flops, a.moved, a.operations)
-        for a, b in zip(keep.segments, recompute.segments, strict=True)
-    )
+    phases = tuple(_phase(a, b) for a, b in zip(keep.segments, recompute.segments, strict=True))
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(

@@ -1,5 +1,5 @@
 """How many floating-point operations an operation of torch makes: torch's own table, and fused attention on the CPU, which is not
-in it. A multiply-add is two; operations that are no products of matrices count as none."""
+in it. A multiply-add is two; operations that are no products of matrices count as none. And about how long such counts take."""
 
 from __future__ import annotations
 
@@ -35,3 +35,12 @@ def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Of one call; operation is an overload packet, as torch.ops.aten.mm."""
     count = flop_registry.get(operation) or _OF_CPU.get(operation)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+#: Of an ordinary processor: operations a second, bytes a second, seconds for each operation.
+FLOPS_PER_SECOND, BYTES_PER_SECOND, OPERATION_SECONDS = 1e11, 1e10, 5e-6
+
+
+def ordinary_seconds(flops: int, moved_bytes: int, operations: int) -> float:
+    """About what counted operations take on an ordinary processor: for dividing a time that was measured, not for one alone."""
+    return flops / FLOPS_PER_SECOND + moved_bytes / BYTES_PER_SECOND + operations * OPERATION_SECONDS

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .dryrun import DryRun
+from .flops import ordinary_seconds
 from .profiles import Machine, Times
 from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union
-
-#: For dividing a whole alone: operations a second, bytes a second, seconds for each operation, of an ordinary processor.
-FLOPS_PER_SECOND, BYTES_PER_SECOND, OPERATION_SECONDS = 1e11, 1e10, 5e-6
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,19 @@ def _phases(computed: list[Raw], waits: list[Interval], one: Pass, run: DryRun) 
 
 
 def _with_recomputation(found: list[tuple[float, float]], run: DryRun) -> list[tuple[float, float]]:
-    """A block that was not recomputed would take its forward's time."""
-    forward: dict[int, float] = {}
-    for (compute, _), phase in zip(found, run.phases, strict=True):
-        if phase.block >= 0 and not phase.backward:
-            forward.setdefault(phase.block, compute)
+    """A block that was not recomputed would take its forward's time, as far as recomputation goes."""
+    parts = run.recomputed_parts()
+    forward = {backward: found[number][0] for _, number, backward in run.calls()}
     return [
-        (compute, (again or forward.get(phase.block, 0.0)) if phase.backward and phase.block >= 0 else 0.0)
-        for (compute, again), phase in zip(found, run.phases, strict=True)
+        (compute, (again or forward.get(number, 0.0) * parts[number]) if number in parts else 0.0)
+        for number, (compute, again) in enumerate(found)
     ]
 
 
 def _divided(waits: list[Interval], one: Pass, run: DryRun) -> list[tuple[float, float]]:
     span = [(float(one.forward_ns), float(one.over_ns))]
     seconds = (length(span) - length(both(waits, span))) / 1e9
-    weights = [
-        p.flops / FLOPS_PER_SECOND + p.moved_bytes / BYTES_PER_SECOND + p.operations * OPERATION_SECONDS for p in run.phases
-    ]
+    weights = [ordinary_seconds(phase.flops, phase.moved_bytes, phase.operations) for phase in run.phases]
     total = sum(weights) or 1.0
     return _with_recomputation([(seconds * weight / total, 0.0) for weight in weights], run)
 

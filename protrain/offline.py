@@ -118,23 +118,20 @@ def _built(model_or_config: Any, dtype: torch.dtype) -> nn.Module:
 
 def counted_times(run: DryRun, hardware: Hardware, precision: str = "mixed") -> Times:
     """What each phase takes, in seconds: its matrix products at the device's rate or its bytes at the rate of its memory,
-    whichever is more, and what lies between operations. Recomputation is the block's forward again.
+    whichever is more, and what lies between operations. Recomputation is the forward up to the last tensor that the block saved.
 
     Raises:
         PlanError: the file has no rate for the precision.
     """
     rate = hardware.device.flops(_operand_type(hardware, precision), hardware.source or hardware.name)
     memory, between = hardware.device.memory_bytes_per_second, hardware.device.operation_seconds
-    seconds = [max(p.flops / rate, p.moved_bytes / memory) + p.operations * between for p in run.phases]
-    forward: dict[int, list[float]] = {}
-    for phase, taken in zip(run.phases, seconds, strict=True):
-        if phase.block >= 0 and not phase.backward:
-            forward.setdefault(phase.block, []).append(taken)
-    found = []
-    for phase, taken in zip(run.phases, seconds, strict=True):
-        again = phase.block >= 0 and phase.backward and forward.get(phase.block)
-        found.append((taken, forward[phase.block].pop() if again else 0.0))  # the last use in forward is the first in backward
-    return Times(tuple(found))
+
+    def seconds(flops: int, moved_bytes: int, operations: int) -> float:
+        return max(flops / rate, moved_bytes / memory) + operations * between
+
+    again = {number: seconds(*counts) for number, counts in run.recomputed().items()}
+    own = [seconds(phase.flops, phase.moved_bytes, phase.operations) for phase in run.phases]
+    return Times(tuple((taken, again.get(number, 0.0)) for number, taken in enumerate(own)))
 
 
 def _operand_type(hardware: Hardware, precision: str) -> str:

@@ -47,6 +47,9 @@ LEAST_PASSES, LEAST_SECONDS = 3, 0.5
 #: Where passes differ by more than this part, others follow, for about so many seconds at most.
 STEADY, MORE_SECONDS = 0.03, 2.0
 
+#: Of a phase: its own part, what follows it, and recomputation.
+Seconds = tuple[float, float, float]
+
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _now_ns = time.perf_counter_ns
 
@@ -113,7 +116,7 @@ def _find_alike(blocks: Sequence[nn.Module], run: DryRun) -> list[list[int]]:
     """Numbers of forward calls of blocks in a step, in groups of those whose blocks and whose operations are alike."""
     described = [_describe(block) for block in blocks]
     groups: dict[Hashable, list[int]] = {}
-    calls = _calls_of(run)
+    calls = run.calls()
     for number, (block, forward, backward) in enumerate(calls):
         figures = [(run.phases[i].flops, run.phases[i].moved_bytes, run.phases[i].operations) for i in (forward, backward) if i]
         groups.setdefault((described[block][0], tuple(figures)), []).append(number)
@@ -127,17 +130,6 @@ def _find_alike(blocks: Sequence[nn.Module], run: DryRun) -> list[list[int]]:
             alike.setdefault(tuple(number for number, counts in rest if not counts), []).append(call)
         found += alike.values()
     return found
-
-
-def _calls_of(run: DryRun) -> list[tuple[int, int, int]]:
-    """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""
-    forwards = [(phase.block, number) for number, phase in enumerate(run.phases) if phase.block >= 0 and not phase.backward]
-    backwards: dict[int, list[int]] = {}
-    for number, phase in enumerate(run.phases):
-        if phase.block >= 0 and phase.backward:
-            backwards.setdefault(phase.block, []).append(number)
-    # A block that is used twice runs backward in the reverse order.
-    return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
 
 @dataclass(frozen=True)
@@ -249,13 +241,13 @@ class _Clock:
             span.recomputed = [(times[begin], times[end]) for begin, end in span.recomputed]
         self.end_ns = times[self.end_ns]
 
-    def seconds(self) -> list[tuple[float, float]]:
-        """Of each span: its own part, and what followed; recomputation is left out."""
+    def seconds(self) -> list[Seconds]:
+        """Of each span: its own part without recomputation, what followed, and recomputation."""
         found = []
         for span, end in zip(self.spans, [*(after.begin_ns for after in self.spans[1:]), self.end_ns], strict=True):
             own_end = min(span.own_end_ns or end, end)
             again = sum(last - first for first, last in span.recomputed)
-            found.append(((own_end - span.begin_ns - again) / 1e9, (end - own_end) / 1e9))
+            found.append(((own_end - span.begin_ns - again) / 1e9, (end - own_end) / 1e9, again / 1e9))
         return found
 
 
@@ -272,7 +264,7 @@ class _Rehearsal:
         accelerator: Accelerator | None,
     ) -> None:
         self.twin, self.run, self.recompute, self.accelerator = twin, run, recompute, accelerator
-        self.calls = _calls_of(run)
+        self.calls = run.calls()
         self.group_of: dict[int, _Group] = {}
         self.stands_for: dict[int, list[int]] = {}  # a call that does not run -> those like it that do
         for calls in groups:
@@ -299,7 +291,7 @@ class _Rehearsal:
         self.forwards.clear()
         del self.twin
 
-    def one_pass(self, args: Any, kwargs: dict[str, Any]) -> list[tuple[float, float]]:
+    def one_pass(self, args: Any, kwargs: dict[str, Any]) -> list[Seconds]:
         """Forward and backward; seconds of each phase, as `_Clock.seconds` gives them."""
         clock = self.clock = _Clock(self.accelerator)
         with torch.enable_grad():
@@ -386,7 +378,7 @@ def _needed_bytes(run: DryRun, passed_by: Sequence[int], recompute: bool) -> int
     """The highest live bytes of a pass beside the parameters, at most: the dry run's, less what blocks that do not run keep."""
     entries = [phase.checkpoint_entry_bytes if recompute else phase.keep_entry_bytes for phase in run.phases]
     peaks = [phase.checkpoint_peak_bytes if recompute else phase.keep_peak_bytes for phase in run.phases]
-    calls = _calls_of(run)
+    calls = run.calls()
     for call in passed_by:
         _, forward, backward = calls[call]
         held = max(entries[forward + 1] - entries[forward], 0) if backward else 0
@@ -398,12 +390,13 @@ def _needed_bytes(run: DryRun, passed_by: Sequence[int], recompute: bool) -> int
 # ---- the times ----
 
 
-def _medians(passes: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+def _medians(passes: list[list[Seconds]]) -> list[Seconds]:
     return [tuple(statistics.median(part) for part in zip(*phase, strict=True)) for phase in zip(*passes, strict=True)]  # type: ignore[misc]
 
 
-def _make_times(rehearsal: _Rehearsal, passes: list[list[tuple[float, float]]]) -> Times:
-    """The medians; a block that did not run computes as long as the median of those that stand for it."""
+def _make_times(rehearsal: _Rehearsal, passes: list[list[Seconds]]) -> Times:
+    """The medians; a block that did not run computes as long as the median of those that stand for it. Recomputation takes what
+    it took; where blocks were kept, the part of their forward that it comes to."""
     phases = _medians(passes)
     spans = [(number, span) for number, span in enumerate(rehearsal.clock.spans) if span.call >= 0]
     forward = {span.call: number for number, span in spans if not span.backward}
@@ -411,20 +404,23 @@ def _make_times(rehearsal: _Rehearsal, passes: list[list[tuple[float, float]]]) 
     for call, others in rehearsal.stands_for.items():
         for numbers in (forward, backward):
             if call in numbers:
-                own = statistics.median(phases[numbers[other]][0] for other in others)
-                phases[numbers[call]] = (own, phases[numbers[call]][1])
-    again = {number: phases[forward[call]][0] for call, number in backward.items()}
-    return Times(tuple((own + after, again.get(number, 0.0)) for number, (own, after) in enumerate(phases)))
+                own, again = (statistics.median(phases[numbers[other]][part] for other in others) for part in (0, 2))
+                phases[numbers[call]] = (own, phases[numbers[call]][1], again)
+    if not rehearsal.recompute:
+        parts = rehearsal.run.recomputed_parts()
+        for call, number in backward.items():
+            phases[number] = (*phases[number][:2], phases[forward[call]][0] * parts[number])
+    return Times(tuple((own + after, again) for own, after, again in phases))
 
 
-def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any], device: torch.device) -> list[list[tuple[float, float]]]:
+def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any], device: torch.device) -> list[list[Seconds]]:
     """Passes, after one that does not count, until they are enough."""
     rehearsal.one_pass(*copy_batch(batch, memo, device))
-    passes: list[list[tuple[float, float]]] = []
+    passes: list[list[Seconds]] = []
     lengths: list[float] = []
     while True:
         passes.append(rehearsal.one_pass(*copy_batch(batch, memo, device)))
-        lengths.append(sum(own + after for own, after in passes[-1]))
+        lengths.append(sum(own + after for own, after, _ in passes[-1]))
         most = max(LEAST_SECONDS, sum(lengths[:LEAST_PASSES])) + MORE_SECONDS
         steady = statistics.median(lengths) <= (1 + STEADY) * min(lengths)
         over = sum(lengths) >= LEAST_SECONDS and (steady or sum(lengths) + min(lengths) > most)

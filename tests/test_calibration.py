@@ -187,9 +187,9 @@ def test_what_a_request_costs_follows_from_two_sizes(bench: _core.MachineBench) 
         fill(lane, calibration.REQUEST_BYTES)
     fill(found.small, calibration.SMALL_REQUEST_BYTES)
     assert found._request_seconds() * 1e9 == pytest.approx(request_ns, rel=1e-3)
-    of_request = calibration.EXPECTED_DRAG * request_ns / calibration.REQUEST_BYTES  # ns a byte
+    of_request = calibration.EXPECTED_REQUEST_DRAG * request_ns / calibration.REQUEST_BYTES  # ns a byte
     request, read, write = found._by_request(Speed(1e9, 1e9, (of_request + 0.08) * 1e-9), Speed(1e9, 1e9, 0.01e-9))
-    assert request * 1e9 == pytest.approx(calibration.EXPECTED_DRAG * request_ns, rel=1e-3)
+    assert request * 1e9 == pytest.approx(calibration.EXPECTED_REQUEST_DRAG * request_ns, rel=1e-3)
     assert read.drag_seconds_per_byte * 1e9 == pytest.approx(0.08, rel=1e-3)
     assert write.drag_seconds_per_byte == 0.01e-9  # it was less than a checksum's: it stays
     found.full = False
