@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.papers import __main__ as every  # noqa: E402
 from benchmarks.papers import beside, turns  # noqa: E402
 from benchmarks.papers.patrickstar import static_partition  # noqa: E402
-from benchmarks.papers.protrain import figure5_ablations  # noqa: E402
+from benchmarks.papers.placement import Placement, same_state  # noqa: E402
+from benchmarks.papers.protrain import figure5_ablations, figure6_in_training  # noqa: E402
 from benchmarks.papers.records import Experiment, Settings  # noqa: E402
 from benchmarks.papers.ssdtrain import lifespan, rok_curve  # noqa: E402
 from benchmarks.papers.training import Shape, Way, train  # noqa: E402
@@ -106,6 +107,45 @@ def test_the_curve_is_made_of_what_bench_activations_writes(tmp_path: Path) -> N
 def test_readme_has_every_script_and_no_other() -> None:
     lines = (ROOT / "benchmarks/papers/README.md").read_text().splitlines()
     assert sorted(line.split("`")[1] for line in lines if line.startswith("| `")) == sorted(every.names())
+
+
+# ---- where the machine's cores are ----
+
+
+def test_copies_tell_two_states_apart() -> None:
+    assert same_state([1.1, 1.2, 1.1], [1.2, 9.0, 1.1])  # one that something came between is no state
+    assert not same_state([1.1, 1.2, 1.1], [1.8, 1.8, 1.1])
+    assert 0 < Placement().seconds() < 10
+
+
+@pytest.mark.parametrize(
+    ("profiled", "confirming", "measured", "steady"),
+    [(1.1, 1.1, 1.1, True), (1.8, 1.1, 1.1, False), (1.1, 1.1, 1.8, False), (1.8, 1.8, 1.8, True)],
+)
+def test_a_training_in_which_cores_were_moved_is_made_again(
+    profiled: float, confirming: float, measured: float, steady: bool, monkeypatch: pytest.MonkeyPatch, disk: Path
+) -> None:
+    copies = [profiled] * 2 + [confirming] * 9 + [measured] * figure6_in_training.MEASURED_STEPS
+    made: list[int] = []
+
+    class Process:
+        def __init__(self, *_words: Any) -> None:
+            made.append(0)
+
+        def __enter__(self) -> Process:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, word: tuple[int, int]) -> dict[str, Any]:
+            return {"copy_seconds": copies if word[1] > 1 else [1.0], "peak_bytes": 100}
+
+    monkeypatch.setattr(figure6_in_training, "Turns", Process)
+    monkeypatch.setattr(figure6_in_training, "case_of", lambda _shape, found: found["n_trainings"])
+    found = figure6_in_training.compared(TINY, Settings(disk=str(disk)))
+    assert found == [1 if steady else figure6_in_training.MOST_TRAININGS] * 3
+    assert len(made) == 1 + sum(found)
 
 
 # ---- taking turns ----

@@ -30,7 +30,7 @@ typedef struct ptn_lane_speed {
 
 typedef struct ptn_phase_times {
   int64_t compute_ns;   /* its operations, with all they need in place; of a backward without recomputation */
-  int64_t recompute_ns; /* of the backward of a block: running its forward again; 0 for other phases */
+  int64_t recompute_ns; /* of the backward of a block: what of its forward runs again; 0 for other phases */
 } ptn_phase_times;
 
 typedef struct ptn_profile {
