@@ -65,8 +65,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Times:
-    """For each phase of the dry run, in seconds: (its operations, with all they need in place; in the backward of a block, running
-    its forward again up to the last tensor that it saved). The second is 0.0 for all other phases."""
+    """For each phase of the dry run, in seconds: (its operations, with all they need in place; in a block's backward, running its
+    forward again up to the last tensor that it saved). The second is 0.0 for all other phases."""
 
     phases: tuple[tuple[float, float], ...]
 
