@@ -62,9 +62,10 @@ UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
 EXPECTED_DRAG = 3.5
-EXPECTED_REQUEST_DRAG = 7.0
 DOUBT = 1.5
 MOST_DRAG = 6.0
+#: The drag of a request beside its bytes, in parts of its processor time: expected, not seen, so no part of what is doubted.
+EXPECTED_REQUEST_DRAG = 7.0
 #: Of the link to a device: transfers of each direction, and the size of each.
 LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
 #: Of parameters and state at home on a device, where no step has told.
@@ -346,8 +347,7 @@ class _Calibration:
 
         def of_bytes(lane: _Lane, speed: Speed) -> Speed:
             least = min(lane.checksum_seconds_per_byte, speed.drag_seconds_per_byte)
-            own = speed.drag_seconds_per_byte - request / REQUEST_BYTES
-            return replace(speed, drag_seconds_per_byte=max(own, least))
+            return replace(speed, drag_seconds_per_byte=max(speed.drag_seconds_per_byte - request / REQUEST_BYTES, least))
 
         return request, of_bytes(self.read, read), of_bytes(self.write, write)
 

@@ -53,8 +53,8 @@ class Phase:
     saved there that swap leaves in memory, as it is too small. `block` is the number of the block, -1 outside of blocks. flops,
     moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
     multiply-add is two), read and write, and how many they are. Of a block's backward again_flops, again_moved_bytes and
-    again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, so it is less than its
-    forward; operations -1: not known."""
+    again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, but for one that is
+    compiled, which runs to its end; operations -1: not known."""
 
     block: int
     backward: bool

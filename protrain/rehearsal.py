@@ -3,7 +3,7 @@
 A twin of the model runs forward and backward on the real batch, with real gradients that are dropped as they come. It has the
 model's classes and structure, and parameters that share a little memory (ring.py). Of blocks that are alike only a few run; the
 others hand their input on and get the times of those that ran. Where kept activations would not fit, blocks are recomputed in
-backward, and what that took is taken off again.
+backward; what that took is no part of the backward's time.
 
 Passes repeat, and a phase's time is the median of its times. Phases are cut as the dry run cuts them and must be the same ones.
 Over a device the twin is there, and times are those of its stream.
@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from .compiled import eager
+from .compiled import eager, find_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
 from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, watch_backward
@@ -262,8 +262,10 @@ class _Rehearsal:
         groups: list[list[int]],
         recompute: bool,
         accelerator: Accelerator | None,
+        compiled: set[int],
     ) -> None:
         self.twin, self.run, self.recompute, self.accelerator = twin, run, recompute, accelerator
+        self.compiled = compiled  # numbers of blocks that are, or have a part that is: they are recomputed to their end
         self.calls = run.calls()
         self.group_of: dict[int, _Group] = {}
         self.stands_for: dict[int, list[int]] = {}  # a call that does not run -> those like it that do
@@ -337,16 +339,19 @@ class _Rehearsal:
             if group.through is None or (self.first_pass and group.given != _kind_of(given)):
                 raise _UnlikeError(f"forward {call} of a block is not like those before it")
             return group.through.make(given[0])
-        output = self._run(forward, args, kwargs)
+        output = self._run(call, forward, args, kwargs)
         if group is not None and self.first_pass:
             self._learn(call, group, args, kwargs, output)
         return output
 
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recompute:
             return forward(*args, **kwargs)
         timed = partial(self._timed, forward)
-        return checkpoint(timed, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False, **kwargs)
+        return checkpoint(
+            timed, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
+            early_stop=self.calls[call][0] not in self.compiled, **kwargs,
+        )  # fmt: skip
 
     def _timed(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() == -1:
@@ -396,7 +401,7 @@ def _medians(passes: list[list[Seconds]]) -> list[Seconds]:
 
 def _make_times(rehearsal: _Rehearsal, passes: list[list[Seconds]]) -> Times:
     """The medians; a block that did not run computes as long as the median of those that stand for it. Recomputation takes what
-    it took; where blocks were kept, the part of their forward that it comes to."""
+    it took; where blocks were kept, the part of their forward's phase that it comes to."""
     phases = _medians(passes)
     spans = [(number, span) for number, span in enumerate(rehearsal.clock.spans) if span.call >= 0]
     forward = {span.call: number for number, span in spans if not span.backward}
@@ -409,7 +414,7 @@ def _make_times(rehearsal: _Rehearsal, passes: list[list[Seconds]]) -> Times:
     if not rehearsal.recompute:
         parts = rehearsal.run.recomputed_parts()
         for call, number in backward.items():
-            phases[number] = (*phases[number][:2], phases[forward[call]][0] * parts[number])
+            phases[number] = (*phases[number][:2], sum(phases[forward[call]][:2]) * parts[number])
     return Times(tuple((own + after, again) for own, after, again in phases))
 
 
@@ -456,7 +461,9 @@ def _attempt(
 ) -> Times:
     with torch.no_grad(), DisableTorchFunction():
         twin, memo = make_twin(model, ring)
-    rehearsal = _Rehearsal(twin, [memo[id(block)] for block in blocks], run, groups, recompute, accelerator)
+    parts = {id(part) for _, part in find_compiled(model)}
+    compiled = {number for number, block in enumerate(blocks) if any(id(module) in parts for module in block.modules())}
+    rehearsal = _Rehearsal(twin, [memo[id(block)] for block in blocks], run, groups, recompute, accelerator, compiled)
     try:
         return _make_times(rehearsal, _repeat(rehearsal, batch, memo, ring.device))
     finally:

@@ -120,12 +120,21 @@ def test_copies_tell_two_states_apart() -> None:
 
 @pytest.mark.parametrize(
     ("profiled", "confirming", "measured", "steady"),
-    [(1.1, 1.1, 1.1, True), (1.8, 1.1, 1.1, False), (1.1, 1.1, 1.8, False), (1.8, 1.8, 1.8, True)],
+    [
+        (1.1, 1.1, (1.1, 1.1), True),
+        (1.8, 1.8, (1.8, 1.8), True),
+        (1.8, 1.1, (1.1, 1.1), False),
+        (1.1, 1.8, (1.1, 1.1), False),
+        (1.1, 1.1, (1.8, 1.8), False),
+        (1.1, 1.1, (1.1, 1.8), False),
+        (1.1, 1.1, (1.8, 1.1), False),
+    ],
 )
 def test_a_training_in_which_cores_were_moved_is_made_again(
-    profiled: float, confirming: float, measured: float, steady: bool, monkeypatch: pytest.MonkeyPatch, disk: Path
+    profiled: float, confirming: float, measured: tuple[float, float], steady: bool, monkeypatch: pytest.MonkeyPatch, disk: Path
 ) -> None:
-    copies = [profiled] * 2 + [confirming] * 9 + [measured] * figure6_in_training.MEASURED_STEPS
+    half = figure6_in_training.MEASURED_STEPS // 2
+    copies = [profiled] * 2 + [confirming] * 9 + [measured[0]] * half + [measured[1]] * (half + 1)
     made: list[int] = []
 
     class Process:

@@ -1,9 +1,9 @@
 """Where a virtual machine's cores are, as far as it can be told from inside.
 
 A host may move the cores of a virtual machine, to one group of cores that share a cache, or apart; nothing inside says so. On 2
-cores of an EPYC a copy of 32 MiB took 1.1 ms in the one state and 1.8 ms in the other, and a step of a small model 0.182 s and
-0.156 s, for seconds or minutes at a time: cores that are apart have more bandwidth together, and each barrier between them takes
-longer. A time measured in one state says nothing of the other.
+cores of an EPYC a copy of 32 MiB between two steps took 1.1 ms in the one state and 1.8 ms in the other (1.5 and 2.2 ms beside
+what a session reads ahead then), and a step of a small model 0.184 s and 0.156 s, for seconds or minutes at a time: cores that
+are apart have more bandwidth together, and each barrier between them takes longer. A time of one state says nothing of the other.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ class Placement:
 
 
 def same_state(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether most of two series of copies were made in one state."""
+    """Whether the middles of two series of copies are of one state."""
     one, other = statistics.median(first), statistics.median(second)
     return max(one, other) <= APART * min(one, other)

@@ -16,12 +16,12 @@ import statistics
 import sys
 from collections.abc import Generator
 from contextlib import closing
-from itertools import takewhile
+from itertools import combinations, takewhile
 from typing import Any
 
 from benchmarks.papers.placement import Placement, same_state
 from benchmarks.papers.protrain import figure6_prediction_error as planned
-from benchmarks.papers.records import Experiment, Settings, say
+from benchmarks.papers.records import Experiment, Settings, mib, say
 from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import Turns, quartiles
 
@@ -65,11 +65,14 @@ def training(shape: Shape, way: Way, n_steps: int) -> dict[str, Any]:
     }
 
 
-def steady(found: dict[str, Any]) -> bool:
-    """Whether the steps that are compared were made where those were that the plan follows from."""
-    first, second = found["copy_seconds"][:-MEASURED_STEPS], found["copy_seconds"][-MEASURED_STEPS:]
-    profiled = first[:PROFILED_STEPS]
-    return not first or (same_state(first, second) and same_state(profiled, second))
+def steady(copy_seconds: list[float]) -> bool:
+    """Whether the steps that are compared were made in one state of the machine, that of those that the plan follows from."""
+    first, second = copy_seconds[:-MEASURED_STEPS], copy_seconds[-MEASURED_STEPS:]
+    if not first:
+        return True
+    half = MEASURED_STEPS // 2
+    parts = (first[:PROFILED_STEPS], first, second[:half], second[-half:])
+    return all(same_state(one, other) for one, other in combinations(parts, 2))
 
 
 def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def compared(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
             with Turns(trainings, shape, settings.disk, settings.device) as process:
                 answer = process.ask((budget_bytes, n_steps))
             answer["n_trainings"] = number + 1
-            if steady(answer):
+            if steady(answer["copy_seconds"]):
                 break
             say(f"{shape.name}: the machine's cores were moved")
         found.append(answer)
@@ -137,9 +140,13 @@ def body(record: dict[str, Any]) -> str:
             f" {len(before)} plans were still in use that the first {PROFILED_STEPS} steps had led to; what was foretold with "
             f"those alone is within {planned.STEP_WITHIN:.0%} for {within}, its median error {statistics.median(before):.1%}."
         )
+    moved = [case for case in record["cases"] if not steady(case["copy_seconds"])]
     again = sum(case["n_trainings"] > 1 for case in record["cases"])
     if again:
         about += f" The machine's cores were moved in the first training of {again} cases, which were trained again."
+    if moved:
+        names = ", ".join(f"{case['case']} in {mib(case['plan']['budget_bytes'])} MiB" for case in moved)
+        about += f" They were moved in the last training of {len(moved)} too, whose steps mean less: {names}."
     return planned.page_of(record["cases"], about)
 
 

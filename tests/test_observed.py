@@ -1,0 +1,55 @@
+"""What a step is seen to compute in each phase, from made-up events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protrain.dryrun import DryRun, Phase
+from protrain.observed import observe
+from protrain.timeline import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, Pass, Raw
+
+
+def phase(block: int, backward: bool, flops: int = 1000, again: tuple[int, int, int] = (0, 0, -1)) -> Phase:
+    return Phase(block, backward, 0, 0, 0, 0, 0, 0, flops, 0, 0, *again)
+
+
+def run_of(order: list[tuple[int, bool]], again: tuple[int, int, int]) -> DryRun:
+    phases = [phase(block, backward, again=again if backward and block >= 0 else (0, 0, -1)) for block, backward in order]
+    return DryRun(tuple(phases), (), (), {}, 0, 1, 1, 0, 0)
+
+
+ONE = [(-1, False), (0, False), (-1, False), (0, True), (-1, True)]
+#: One block twice in a step: its backwards come in the reverse order.
+TWICE = [(-1, False), (0, False), (0, False), (-1, False), (0, True), (0, True), (-1, True)]
+
+
+def event(start: int, end: int, kind: int, block: int = 0) -> Raw:
+    return (start * 10**9, end * 10**9, 0, block, COMPUTE, kind)
+
+
+def observed(events: list[Raw], end: int, run: DryRun) -> list[tuple[float, float]]:
+    found = observe(events, [Pass(0, end * 10**9)], 0, end * 10**9, run)
+    assert found is not None
+    return list(found.times.phases)
+
+
+@pytest.mark.parametrize(("again", "part"), [((0, 0, -1), 1.0), ((750, 0, 0), 0.75), ((0, 0, 0), 0.0)])
+def test_a_block_that_was_kept_would_be_recomputed_as_far_as_it_was_counted(again: tuple[int, int, int], part: float) -> None:
+    events = [event(1, 5, FORWARD), event(7, 12, BACKWARD)]
+    found = observed(events, 13, run_of(ONE, again))
+    assert [compute for compute, _ in found] == [1.0, 4.0, 2.0, 5.0, 1.0]
+    assert [recomputed for _, recomputed in found] == [0.0, 0.0, 0.0, pytest.approx(4.0 * part), 0.0]
+
+
+def test_a_block_that_was_recomputed_took_what_it_took() -> None:
+    events = [event(1, 5, FORWARD), event(7, 8, BACKWARD), event(8, 10, RECOMPUTE), event(10, 12, BACKWARD)]
+    assert observed(events, 13, run_of(ONE, (750, 0, 0)))[3] == (3.0, 2.0)
+
+
+def test_a_block_that_is_used_twice_recomputes_each_of_its_forwards() -> None:
+    run = run_of(TWICE, (500, 0, 0))
+    assert run.calls() == [(0, 1, 5), (0, 2, 4)]
+    run = replace(run, phases=(*run.phases[:2], replace(run.phases[2], flops=2000), *run.phases[3:]))
+    assert run.recomputed_parts() == {5: 0.5, 4: 0.25}
