@@ -87,7 +87,7 @@ def _with_recomputation(found: list[tuple[float, float]], run: DryRun) -> list[t
     parts = run.recomputed_parts()
     forward = {backward: found[number][0] for _, number, backward in run.calls()}
     return [
-        (compute, (again or forward.get(number, 0.0) * parts[number]) if number in parts else 0.0)
+        (compute, (again or forward[number] * parts[number]) if number in parts else 0.0)
         for number, (compute, again) in enumerate(found)
     ]
 

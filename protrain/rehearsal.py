@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from .compiled import eager, find_compiled
+from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
 from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, watch_backward
@@ -461,8 +461,7 @@ def _attempt(
 ) -> Times:
     with torch.no_grad(), DisableTorchFunction():
         twin, memo = make_twin(model, ring)
-    parts = {id(part) for _, part in find_compiled(model)}
-    compiled = {number for number, block in enumerate(blocks) if any(id(module) in parts for module in block.modules())}
+    compiled = {number for number, block in enumerate(blocks) if has_compiled(block)}
     rehearsal = _Rehearsal(twin, [memo[id(block)] for block in blocks], run, groups, recompute, accelerator, compiled)
     try:
         return _make_times(rehearsal, _repeat(rehearsal, batch, memo, ring.device))
