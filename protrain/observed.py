@@ -104,6 +104,7 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
     """What the passes of a step lost to its lanes, by the machine's figures."""
     inside = union((float(one.forward_ns), float(one.over_ns)) for one in passes)
     lost = 0.0
+    requests: set[tuple[int, int, int]] = set()  # what begins and ends together is one
     for start, end, size, _, lane, kind in events:
         if lane not in (READ, WRITE, UPDATE) or end <= start:
             continue
@@ -112,7 +113,9 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
         per_byte = speed.drag_seconds_per_byte + (machine.stash_drag_seconds_per_byte if kind == ACTIVATIONS else 0.0)
-        lost += share * (size * per_byte + (machine.request_drag_seconds if lane != UPDATE else 0.0))
+        known = lane == UPDATE or (start, end, lane) in requests
+        requests.add((start, end, lane))
+        lost += share * (size * per_byte + (0.0 if known else machine.request_drag_seconds))
     return lost
 
 

@@ -2,8 +2,9 @@
 
 A request takes a disk thread's time beside that of its bytes: system calls, an interrupt, and the waking of threads that compute
 shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
-byte, given to it, has in it the drag of the requests that carry so many of this model's bytes: chunks as they are fetched,
-their state in pieces of the update lane's ring, activations a record each.
+byte, given to it, has in it the drag of the requests that carry so many of this model's bytes: chunks as they are fetched, their
+state in pieces of the update lane's ring, records of activations. What lies side by side on the disk and is short goes together:
+the arrays of a chunk that is one piece of the ring, and as many records as the store moves at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from .profiles import Machine, Speed
 from .sizes import KIB, MIB
 
-#: Of the store: a larger request is made as several.
+#: Of the store: a larger request is made as several, smaller ones side by side as one.
 PIECE_BYTES = 4 * MIB
 #: Of the update lane's ring, as csrc/plan/fit.c has it: the largest piece that a budget of so many of it allows.
 LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
@@ -34,12 +35,13 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
         return machine
     ring_piece = _ring_piece_bytes(budget_bytes)
     fetches = sum(_requests(size, PIECE_BYTES) for size in chunk_bytes)
-    updates = sum(_requests(size, ring_piece) for size in chunk_bytes)
+    state_reads = sum(_of_arrays(size, n_states, ring_piece) for size in chunk_bytes)
+    writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
     # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
-    read = request * (2 * fetches + n_states * updates) / ((2 + n_states) * total)
-    write = request * updates / total
+    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
+    write = request * writes / ((1 + n_states) * total)
     disk_read, disk_write = _more(machine.disk_read, read), _more(machine.disk_write, write)
-    of_record = request / min(record_bytes, PIECE_BYTES) if record_bytes else (read + write) / 2
+    of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
     stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + write) / 2, least)
     return replace(
@@ -49,6 +51,16 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
 
 def _requests(size: int, most: int) -> int:
     return -(-size // most)
+
+
+def _of_arrays(size: int, n_arrays: int, ring_piece: int) -> int:
+    """Requests for the arrays of a chunk of `size` bytes each."""
+    return _requests(n_arrays * size, PIECE_BYTES) if size <= ring_piece else n_arrays * _requests(size, ring_piece)
+
+
+def _gathered_bytes(record: int) -> int:
+    """Of activations, in a request: whole records, or parts of one."""
+    return PIECE_BYTES // record * record if record <= PIECE_BYTES else -(-record // _requests(record, PIECE_BYTES))
 
 
 def _ring_piece_bytes(budget_bytes: int) -> int:

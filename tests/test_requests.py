@@ -38,8 +38,27 @@ def test_each_byte_has_its_part_of_its_request() -> None:
     read, write, stash = drags(with_requests(MACHINE, [6 * MIB] * 2, 2, 512 * KIB, 200 * MIB))
     assert read == pytest.approx(1e-10 + REQUEST * (2 * 2 + 2 * 6) / (4 * 6 * MIB))
     assert write == pytest.approx(1e-10 + REQUEST / MIB)
-    # What a byte of activations costs is that of a record's request, in place of a chunk's.
-    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / (512 * KIB))
+    # What a byte of activations costs is that of a request for eight records, in place of a chunk's.
+    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / (4 * MIB))
+
+
+def test_short_ones_side_by_side_are_one_request() -> None:
+    # Chunks of 1 MiB are whole pieces of the ring: two arrays of state are read at once, and three written.
+    read, write, _ = drags(with_requests(MACHINE, [MIB] * 3, 2, MIB, 200 * MIB))
+    assert read == pytest.approx(1e-10 + REQUEST * (2 + 1) / (4 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST / (3 * MIB))
+    # Of 2 MiB, with a master beside them, four arrays are two requests.
+    _, write, _ = drags(with_requests(MACHINE, [2 * MIB], 3, MIB, 400 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST * 2 / (8 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("record", "request_bytes"),
+    [(MIB, 4 * MIB), (3 * MIB, 3 * MIB), (3 * MIB // 2, 3 * MIB), (4 * MIB, 4 * MIB), (6 * MIB, 3 * MIB), (9 * MIB, 3 * MIB)],
+)
+def test_records_go_together_as_far_as_they_fit(record: int, request_bytes: int) -> None:
+    read, write, stash = drags(with_requests(MACHINE, [6 * MIB], 2, record, 200 * MIB))
+    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / request_bytes)
 
 
 def test_more_memory_never_makes_requests_dearer() -> None:

@@ -14,21 +14,27 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 #include "base/status.h"
 #include "disk/store.h"
 
+#define PTN_PIECE_PARTS 64 /* at most */
+
+/* One stretch of the file, whose bytes lie in memory in one part or in several. */
 typedef struct ptn_piece ptn_piece;
 struct ptn_piece {
-  void *memory; /* memory, offset and bytes: multiples of PTN_PAGE_BYTES, bytes > 0 */
-  uint64_t offset, bytes;
+  struct iovec *parts; /* in the order of the file; where each begins and its bytes: multiples of PTN_PAGE_BYTES, bytes > 0 */
+  uint32_t parts_count;
+  uint64_t offset, bytes; /* bytes: of all parts */
   bool write;
   void (*finish)(ptn_piece *piece, int64_t result); /* result: bytes moved, or -errno */
   ptn_piece *next; /* the engine's between start and finish, else the store's */
   struct {         /* the store's own */
     ptn_store *store;
-    ptn_io *io;
-    uint64_t whole_bytes;         /* as it was cut: memory, offset and bytes are what is left of it */
+    ptn_io *io; /* the first of those that have bytes in it */
+    struct iovec parts[PTN_PIECE_PARTS];
+    uint64_t offset, bytes;       /* as it was cut: what stands above is what is left of it */
     uint32_t idle_attempts_count; /* attempts in a row that moved nothing */
   } own;
 };
@@ -54,6 +60,7 @@ typedef struct ptn_store_options {
   ptn_disk_engine engine;
   uint64_t piece_bytes; /* a multiple of PTN_PAGE_BYTES */
   uint32_t depth;       /* pieces in flight */
+  uint32_t parts_count; /* of a piece at most; 1: each request moves by itself */
   ptn_io_engine *(*wrap)(ptn_io_engine *inner, void *context); /* an engine around the one that was made, which it then owns */
   void *context;
 } ptn_store_options;

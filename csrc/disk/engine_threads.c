@@ -1,4 +1,4 @@
-/* The engine of plain calls: pread and pwrite on a few threads.
+/* The engine of plain calls: preadv and pwritev on a few threads.
  *
  * A thread that waits in a direct read costs no CPU time, so a handful of them keeps a disk busy; the price beside a ring is one
  * wake-up per piece. Pieces wait in one FIFO. A thread that ends a piece and finds another in the FIFO goes on with it
@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "base/threads.h"
@@ -25,8 +26,8 @@ typedef struct threads_engine {
 } threads_engine;
 
 static int64_t attempt(int fd, const ptn_piece *piece) {
-  ssize_t moved = piece->write ? pwrite(fd, piece->memory, (size_t)piece->bytes, (off_t)piece->offset)
-                               : pread(fd, piece->memory, (size_t)piece->bytes, (off_t)piece->offset);
+  ssize_t moved = piece->write ? pwritev(fd, piece->parts, (int)piece->parts_count, (off_t)piece->offset)
+                               : preadv(fd, piece->parts, (int)piece->parts_count, (off_t)piece->offset);
   return moved < 0 ? -(int64_t)errno : (int64_t)moved;
 }
 

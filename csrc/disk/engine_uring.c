@@ -125,12 +125,13 @@ static bool take_event(uring *ring, uring_event *out) {
   return true;
 }
 
-static uring_entry transfer_entry(int fd, bool write, void *memory, uint64_t bytes, uint64_t offset, uint64_t user_data) {
-  return (uring_entry){.opcode = write ? URING_OP_WRITE : URING_OP_READ,
+static uring_entry transfer_entry(int fd, bool write, const struct iovec *parts, uint32_t parts_count, uint64_t offset,
+                                  uint64_t user_data) {
+  return (uring_entry){.opcode = write ? URING_OP_WRITEV : URING_OP_READV,
                        .fd = fd,
                        .offset = offset,
-                       .address = (uint64_t)(uintptr_t)memory,
-                       .length = (uint32_t)bytes,
+                       .address = (uint64_t)(uintptr_t)parts,
+                       .length = parts_count,
                        .operation_flags = URING_RWF_NOWAIT,
                        .user_data = user_data};
 }
@@ -139,7 +140,8 @@ static uring_entry transfer_entry(int fd, bool write, void *memory, uint64_t byt
 static ptn_status try_ring(uring *ring, int fd) {
   void *page = aligned_alloc(PTN_PAGE_BYTES, PTN_PAGE_BYTES);
   if (!page) return ptn_fail(PTN_MEMORY, "no memory for a page");
-  order(ring, transfer_entry(fd, false, page, PTN_PAGE_BYTES, 0, 1));
+  struct iovec part = {.iov_base = page, .iov_len = PTN_PAGE_BYTES};
+  order(ring, transfer_entry(fd, false, &part, 1, 0, 1));
   int failure;
   do failure = enter(ring, 1);
   while (failure == EINTR);
@@ -172,7 +174,7 @@ static void order_pieces(uring_engine *engine) {
       continue;
     }
     order(&engine->ring,
-          transfer_entry(engine->fd, piece->write, piece->memory, piece->bytes, piece->offset, (uint64_t)(uintptr_t)piece));
+          transfer_entry(engine->fd, piece->write, piece->parts, piece->parts_count, piece->offset, (uint64_t)(uintptr_t)piece));
     engine->ordered_count++;
   }
   if (engine->polling || engine->broken) return;

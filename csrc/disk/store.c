@@ -5,10 +5,11 @@
  * calls, or a byte that is not what it was, has to become one clear error of the one request it belongs to.
  *
  * Design: two FIFO queues, urgent and rest. A request is cut into pieces only when there is room in flight, so an urgent one
- * waits for a few pieces at most, never for whole requests. The engine below makes single attempts; what a short transfer,
- * EINTR or EAGAIN means is decided here, in advance(). After the first failed piece of a request no more of it is started,
- * and done is called when the last of its pieces is back. A piece that has moved as a whole is summed or checked on the thread that
- * brought its end, with others still in flight.
+ * waits for a few pieces at most, never for whole requests, and what waited together can go together: a piece is a part of one
+ * request, or several whole ones. The engine below makes single attempts; what a short transfer, EINTR or EAGAIN means is decided
+ * here, in advance(). After the first failed piece of a request no more of it is started, and done is called when the last of its
+ * pieces is back. A piece that has moved as a whole is summed or checked on the thread that brought its end, with others still in
+ * flight.
  *
  * Invariants: a request is in a queue exactly while own.next_bytes < bytes; done is called by whoever brings
  * own.in_flight_count to 0 once it is in no queue; a piece is either in flight or in the list of free pieces. The queue lock
@@ -59,6 +60,7 @@ struct ptn_store {
   ptn_io_engine *engine;
   pid_t process;
   uint64_t piece_bytes;
+  uint32_t parts_count; /* of a piece at most */
 
   ptn_mutex mutex; /* of the following */
   ptn_condition idle;
@@ -109,20 +111,54 @@ static uint64_t flow_busy_ns(const flow *flow, int64_t now_ns) {
   return flow->busy_ns + (flow->in_flight_count > 0 ? (uint64_t)(now_ns - flow->since_ns) : 0);
 }
 
-/* Cuts the next piece off a request. */
-static void cut(ptn_store *store, ptn_io *io, ptn_piece *piece, int64_t now_ns) {
+/* Whether io lies beside a piece, at its end or, where it is taken backwards, at its begin. */
+static bool lies_beside(const ptn_piece *piece, const ptn_io *io, bool *backwards) {
+  bool behind = io->offset == piece->offset + piece->bytes, before = io->offset + io->bytes == piece->offset;
+  if (piece->parts_count == 1) *backwards = before;
+  return *backwards ? before : behind;
+}
+
+static void take(io_queue *queue, ptn_piece *piece, ptn_io *io, uint64_t bytes, int64_t now_ns) {
   uint64_t at = io->own.next_bytes;
-  piece->memory = (char *)io->memory + at;
-  piece->offset = io->offset + at;
-  piece->bytes = ptn_min_u64(store->piece_bytes, io->bytes - at);
+  piece->own.parts[piece->parts_count++] = (struct iovec){.iov_base = (char *)io->memory + at, .iov_len = (size_t)bytes};
+  piece->offset = piece->bytes > 0 ? ptn_min_u64(piece->offset, io->offset) : io->offset + at;
+  piece->bytes += bytes;
+  if (at == 0) io->start_ns = now_ns;
+  io->own.next_bytes += bytes;
+  io->own.in_flight_count++;
+  if (io->own.next_bytes == io->bytes) remove_from(queue, io);
+}
+
+static void turn_round(struct iovec *parts, uint32_t count) {
+  for (uint32_t i = 0; i < count / 2; i++) {
+    struct iovec part = parts[i];
+    parts[i] = parts[count - 1 - i];
+    parts[count - 1 - i] = part;
+  }
+}
+
+/* Cuts the next piece: of the first request as much as fits, and where that was all of it, those behind it that lie beside it. */
+static void cut(ptn_store *store, io_queue *queue, ptn_piece *piece, int64_t now_ns) {
+  ptn_io *io = queue->first, *last = io;
+  bool whole = io->own.next_bytes == 0, backwards = false;
+  piece->parts = piece->own.parts;
+  piece->parts_count = 0;
+  piece->bytes = 0;
   piece->write = io->write;
   piece->own.io = io;
-  piece->own.whole_bytes = piece->bytes;
   piece->own.idle_attempts_count = 0;
-  if (at == 0) io->start_ns = now_ns;
-  io->own.next_bytes += piece->bytes;
-  io->own.in_flight_count++;
-  if (io->own.next_bytes == io->bytes) remove_from(queue_of(store, io), io);
+  take(queue, piece, io, ptn_min_u64(store->piece_bytes, io->bytes - io->own.next_bytes), now_ns);
+  while (whole && queue->first && queue->first != last && piece->parts_count < store->parts_count) {
+    ptn_io *next = queue->first;
+    if (next->write != piece->write || next->bytes > store->piece_bytes - piece->bytes) break;
+    if (!lies_beside(piece, next, &backwards)) break;
+    last->own.beside = next;
+    last = next;
+    take(queue, piece, next, next->bytes, now_ns);
+  }
+  if (backwards) turn_round(piece->own.parts, piece->parts_count);
+  piece->own.offset = piece->offset;
+  piece->own.bytes = piece->bytes;
   flow_in(flow_of(store, io), now_ns);
 }
 
@@ -133,7 +169,7 @@ static ptn_piece *cut_all(ptn_store *store) {
   while (store->free_pieces && (store->urgent.first || store->rest.first)) {
     ptn_piece *piece = store->free_pieces;
     store->free_pieces = piece->next;
-    cut(store, store->urgent.first ? store->urgent.first : store->rest.first, piece, now_ns);
+    cut(store, store->urgent.first ? &store->urgent : &store->rest, piece, now_ns);
     piece->next = NULL;
     *end = piece;
     end = &piece->next;
@@ -158,12 +194,6 @@ static void end_io(ptn_store *store, ptn_io *io) {
   ptn_unlock(&store->mutex);
 }
 
-/* How a piece went: an errno of the system, or a page that is not what was written. */
-typedef struct outcome {
-  int sys_errno;
-  uint64_t bad_offset; /* with EBADMSG; otherwise PTN_PAGE_SUMS_ALL_GOOD */
-} outcome;
-
 static ptn_status fail_page(const ptn_store *store, uint64_t bad_offset) {
   const char *folder = store->file.folder;
   ptn_status status = ptn_fail_disk(EBADMSG, folder, PTN_PAGE_BYTES, "read");
@@ -175,31 +205,41 @@ static ptn_status fail_page(const ptn_store *store, uint64_t bad_offset) {
   return status;
 }
 
-static void fail_io(const ptn_store *store, ptn_io *io, const ptn_piece *piece, outcome outcome) {
-  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) io->status = fail_page(store, outcome.bad_offset);
-  else io->status = ptn_fail_disk(outcome.sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
+/* Under the lock. A request has its first failure; no more of it is started. */
+static void fail_io(ptn_store *store, ptn_io *io, const ptn_piece *piece, int sys_errno) {
+  if (io->status != PTN_OK) return;
+  if (sys_errno == EBADMSG && io->own.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) io->status = fail_page(store, io->own.bad_offset);
+  else io->status = ptn_fail_disk(sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
   ptn_error_save(&io->error);
+  if (io->own.next_bytes < io->bytes) remove_from(queue_of(store, io), io);
+  io->own.next_bytes = io->bytes;
 }
 
-static void piece_ended(ptn_piece *piece, outcome outcome) {
+/* sys_errno: of the system, for all that have bytes in it; a request whose page is not what was written fails of itself. */
+static void piece_ended(ptn_piece *piece, int sys_errno) {
   ptn_store *store = piece->own.store;
-  ptn_io *io = piece->own.io;
+  ptn_io *ended = NULL, **end = &ended;
   ptn_lock(&store->mutex);
   int64_t now_ns = ptn_now_ns();
-  if (outcome.sys_errno != 0 && io->status == PTN_OK) {
-    fail_io(store, io, piece, outcome);
-    if (io->own.next_bytes < io->bytes) remove_from(queue_of(store, io), io);
-    io->own.next_bytes = io->bytes;
+  flow_out(flow_of(store, piece->own.io), now_ns);
+  for (ptn_io *io = piece->own.io; io; io = io->own.beside) {
+    if (sys_errno != 0) fail_io(store, io, piece, sys_errno);
+    else if (io->own.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) fail_io(store, io, piece, EBADMSG);
+    if (--io->own.in_flight_count > 0 || io->own.next_bytes < io->bytes) continue;
+    io->end_ns = now_ns;
+    *end = io;
+    end = &io->own.beside;
   }
-  flow_out(flow_of(store, io), now_ns);
-  bool ended = --io->own.in_flight_count == 0 && io->own.next_bytes == io->bytes;
-  if (ended) io->end_ns = now_ns;
   piece->next = store->free_pieces;
   store->free_pieces = piece;
   ptn_piece *more = cut_all(store);
   ptn_unlock(&store->mutex);
   start_all(store, more);
-  if (ended) end_io(store, io);
+  while (ended) {
+    ptn_io *io = ended;
+    ended = io->own.beside;
+    end_io(store, io);
+  }
 }
 
 static void count_bytes(ptn_store *store, const ptn_piece *piece, int64_t bytes) {
@@ -210,31 +250,42 @@ static void count_bytes(ptn_store *store, const ptn_piece *piece, int64_t bytes)
 
 static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL); }
 
-/* All of a piece has been moved: its sums are kept, or compared. */
-static void piece_moved(ptn_piece *piece) {
-  ptn_store *store = piece->own.store;
-  if (piece->own.io->caller_sums) {
-    piece_ended(piece, (outcome){.bad_offset = PTN_PAGE_SUMS_ALL_GOOD});
-    return;
-  }
-  uint64_t bytes = piece->own.whole_bytes, begin = bytes - piece->bytes, unwritten_bytes = 0;
-  char *memory = (char *)piece->memory - begin;
-  uint64_t offset = piece->offset - begin;
-  outcome outcome = {.bad_offset = PTN_PAGE_SUMS_ALL_GOOD};
+/* Of one request, what it has in a piece that was moved: its sums are kept, or compared. */
+static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io) {
+  uint64_t begin = ptn_max_u64(io->offset, piece->own.offset);
+  uint64_t bytes = ptn_min_u64(io->offset + io->bytes, piece->own.offset + piece->own.bytes) - begin;
+  uint64_t unwritten_bytes = 0, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
+  char *memory = (char *)io->memory + (begin - io->offset);
   int64_t begin_ns = ptn_thread_processor_ns();
-  if (piece->write) ptn_page_sums_note(&store->sums, memory, offset, bytes);
-  else outcome.bad_offset = ptn_page_sums_check(&store->sums, memory, offset, bytes, &unwritten_bytes);
+  if (piece->write) ptn_page_sums_note(&store->sums, memory, begin, bytes);
+  else bad_offset = ptn_page_sums_check(&store->sums, memory, begin, bytes, &unwritten_bytes);
   int64_t end_ns = ptn_thread_processor_ns();
-  if (outcome.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) outcome.sys_errno = EBADMSG;
   ptn_lock(&store->mutex);
   store->checksum_ns += end_ns - begin_ns;
   store->unwritten_bytes += unwritten_bytes;
+  io->own.bad_offset = ptn_min_u64(io->own.bad_offset, bad_offset);
   ptn_unlock(&store->mutex);
-  piece_ended(piece, outcome);
 }
 
-static void piece_failed(ptn_piece *piece, int sys_errno) {
-  piece_ended(piece, (outcome){.sys_errno = sys_errno, .bad_offset = PTN_PAGE_SUMS_ALL_GOOD});
+static void piece_moved(ptn_piece *piece) {
+  for (ptn_io *io = piece->own.io; io; io = io->own.beside)
+    if (!io->caller_sums) sum(piece->own.store, piece, io);
+  piece_ended(piece, 0);
+}
+
+static void drop_front(ptn_piece *piece, uint64_t bytes) {
+  piece->offset += bytes;
+  piece->bytes -= bytes;
+  while (bytes > 0) {
+    struct iovec *part = piece->parts;
+    size_t gone = (size_t)ptn_min_u64(part->iov_len, bytes);
+    part->iov_base = (char *)part->iov_base + gone;
+    part->iov_len -= gone;
+    bytes -= gone;
+    if (part->iov_len > 0) return;
+    piece->parts++;
+    piece->parts_count--;
+  }
 }
 
 /* What an attempt has come to: the rest is attempted again, or the piece ends. Direct I/O goes on at a page boundary, so a
@@ -253,19 +304,17 @@ static void advance(ptn_piece *piece, int64_t result) {
     sys_errno = (int)-result;
   }
   if (sys_errno != 0) {
-    piece_failed(piece, sys_errno);
+    piece_ended(piece, sys_errno);
     return;
   }
   if (moved_bytes == piece->bytes) {
     piece_moved(piece);
     return;
   }
-  piece->memory = (char *)piece->memory + moved_bytes;
-  piece->offset += moved_bytes;
-  piece->bytes -= moved_bytes;
+  drop_front(piece, moved_bytes);
   piece->own.idle_attempts_count = moved_bytes > 0 ? 0 : piece->own.idle_attempts_count + 1;
   if (piece->own.idle_attempts_count > IDLE_ATTEMPTS_LIMIT) {
-    piece_failed(piece, result < 0 ? (int)-result : EIO);
+    piece_ended(piece, result < 0 ? (int)-result : EIO);
     return;
   }
   if (piece->own.idle_attempts_count > 2) nap();
@@ -291,23 +340,36 @@ static ptn_status check_io(const ptn_store *store, const ptn_io *io) {
   return PTN_OK;
 }
 
-void ptn_store_submit(ptn_store *store, ptn_io *io) {
+/* A request that is wrong, or has nothing to move, has ended. */
+static bool begin_io(const ptn_store *store, ptn_io *io) {
   memset(&io->error, 0, sizeof io->error);
   memset(&io->own, 0, sizeof io->own);
+  io->own.bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
   io->status = check_io(store, io);
   if (io->status != PTN_OK) ptn_error_save(&io->error);
-  if (io->status != PTN_OK || io->bytes == 0) {
-    io->start_ns = io->end_ns = ptn_now_ns();
-    io->done(io);
-    return;
-  }
+  if (io->status == PTN_OK && io->bytes > 0) return true;
+  io->start_ns = io->end_ns = ptn_now_ns();
+  io->done(io);
+  return false;
+}
+
+void ptn_store_submit_all(ptn_store *store, ptn_io *const *ios, size_t count) {
+  io_queue waiting = {0};
+  for (size_t i = 0; i < count; i++)
+    if (begin_io(store, ios[i])) append(&waiting, ios[i]);
+  if (!waiting.first) return;
   ptn_lock(&store->mutex);
-  store->outstanding_count++;
-  append(queue_of(store, io), io);
+  for (ptn_io *io = waiting.first, *next; io; io = next) {
+    next = io->own.next;
+    store->outstanding_count++;
+    append(queue_of(store, io), io);
+  }
   ptn_piece *pieces = cut_all(store);
   ptn_unlock(&store->mutex);
   start_all(store, pieces);
 }
+
+void ptn_store_submit(ptn_store *store, ptn_io *io) { ptn_store_submit_all(store, &io, 1); }
 
 typedef struct waiter {
   ptn_mutex mutex;
@@ -480,6 +542,7 @@ ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_
   store->file.fd = -1;
   store->process = getpid();
   store->piece_bytes = options->piece_bytes ? options->piece_bytes : PIECE_BYTES;
+  store->parts_count = options->parts_count ? options->parts_count : PTN_PIECE_PARTS;
   ptn_mutex_create(&store->mutex);
   ptn_condition_create(&store->idle);
   ptn_mutex_create(&store->space_mutex);
@@ -516,6 +579,7 @@ void ptn_store_destroy(ptn_store *store) {
 }
 
 const char *ptn_store_folder(const ptn_store *store) { return store->file.folder; }
+uint64_t ptn_store_gathered_bytes(const ptn_store *store) { return store->parts_count > 1 ? store->piece_bytes : 0; }
 const char *ptn_store_engine_name(const ptn_store *store) { return store->engine->kind->name; }
 
 void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out) {

@@ -12,8 +12,9 @@
  * them in its caches: a request then leaves that to its caller.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
- * pieces are in flight. Requests of one urgency are started in the order they came, urgent ones first; they may finish in
- * any order, so one that must follow another is submitted after the other has finished.
+ * pieces are in flight. Short ones that come one behind the other, lie side by side in the file and go the same way are one
+ * piece: a system call and an interrupt take as long for a page as for a MiB. Requests of one urgency are started in the order they
+ * came, urgent ones first; they may finish in any order, so one that must follow another is submitted after the other has finished.
  */
 #ifndef PTN_DISK_STORE_H
 #define PTN_DISK_STORE_H
@@ -50,9 +51,10 @@ struct ptn_io {
   ptn_error error;            /* where status is not PTN_OK */
   int64_t start_ns, end_ns;   /* when the first piece started and the last ended, by ptn_now_ns */
   struct {                    /* the store's own */
-    ptn_io *next;
+    ptn_io *next, *beside;    /* in the queue; in the same piece */
     uint64_t next_bytes;      /* how much has been started */
     uint32_t in_flight_count;
+    uint64_t bad_offset;      /* of a page that is not what was written; otherwise PTN_PAGE_SUMS_ALL_GOOD */
   } own;
 };
 
@@ -84,6 +86,11 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);
 
 /* Starts io; never fails itself: failures arrive in io->status. What lies outside of the reserved space is PTN_INVALID. */
 void ptn_store_submit(ptn_store *store, ptn_io *io);
+/* The same for several, in this order, before any of them is started: those that lie side by side in the file, in either order, are
+ * moved as one piece where they are short enough. What fails then fails for each of them. */
+void ptn_store_submit_all(ptn_store *store, ptn_io *const *ios, size_t count);
+/* Short requests that lie side by side are best submitted together until they have so many bytes; 0: each is moved by itself. */
+uint64_t ptn_store_gathered_bytes(const ptn_store *store);
 /* Reads or writes and waits; not urgent-aware callers (tools, tests, state_dict) use this. */
 ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write);
 /* For requests with caller_sums; on the threads that the caller computes with (base/openmp.h). No request for these pages is in

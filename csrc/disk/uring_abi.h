@@ -9,7 +9,7 @@ enum { /* system calls: the same numbers on every architecture but alpha */
        URING_CALL_SETUP = 425,
        URING_CALL_ENTER = 426,
 };
-enum { URING_OP_POLL_ADD = 6, URING_OP_READ = 22, URING_OP_WRITE = 23 };
+enum { URING_OP_READV = 1, URING_OP_WRITEV = 2, URING_OP_POLL_ADD = 6 };
 enum { URING_ENTER_GETEVENTS = 1 };
 enum { URING_RWF_NOWAIT = 8 };
 enum { URING_FEATURE_SINGLE_MMAP = 1, URING_FEATURE_NODROP = 2 };
@@ -21,8 +21,8 @@ typedef struct uring_entry { /* one order */
   uint16_t priority;
   int32_t fd;
   uint64_t offset;
-  uint64_t address;
-  uint32_t length;
+  uint64_t address; /* of an array of struct iovec */
+  uint32_t length;  /* its elements */
   uint32_t operation_flags; /* RWF_* of a read or write, the events of a poll */
   uint64_t user_data;
   uint64_t unused[3];

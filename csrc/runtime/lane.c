@@ -179,8 +179,11 @@ static void prepare_io(piece *piece, uint32_t array, void *memory, uint64_t arra
 
 /* Unlocked: submits the requests that `mask` names; in_flight was set before, since the first may finish at once. */
 static void submit_piece(ptn_engine *engine, piece *piece, uint32_t mask) {
+  ptn_io *ios[PIECE_ARRAYS];
+  size_t count = 0;
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
-    if (mask >> a & 1) ptn_store_submit(engine->store, &piece->io[a]);
+    if (mask >> a & 1) ios[count++] = &piece->io[a];
+  ptn_store_submit_all(engine->store, ios, count);
 }
 
 static uint32_t bits(uint32_t mask) { return (uint32_t)__builtin_popcount(mask); }

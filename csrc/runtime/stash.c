@@ -438,7 +438,7 @@ static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
       stash->stats.forwarded_bytes += record->block.bytes;
       return check(stash, record, *memory);
     }
-    if (record->state == RECORD_ON_DISK) PTN_TRY(ptn_stash_read(stash, record, true));
+    if (record->state == RECORD_ON_DISK) PTN_TRY(ptn_stash_read(stash, record));
     else ptn_stash_wait(stash, PTN_TRACE_ACTIVATIONS, record->number);
   }
 }

@@ -81,6 +81,7 @@ struct ptn_stash {
   pass *passes, *current;
   pass *backward; /* whose records were asked for last */
   ptn_record *queue_first, *queue_last;
+  uint64_t queued_bytes;
   traffic writes, reads;
   uint64_t ended_count; /* writes and reads */
   uint32_t reads_moving_count; /* of reads.in_flight_count: those that end without anybody's help */
@@ -102,7 +103,7 @@ struct ptn_stash {
 void ptn_stash_enqueue(ptn_stash *stash, ptn_record *record);
 void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record);
 void ptn_stash_write(ptn_stash *stash, bool pressed); /* starts writes; unlocks meanwhile */
-ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record, bool urgent); /* ON_DISK to READING; unlocks meanwhile */
+ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record); /* urgently: ON_DISK to READING; unlocks meanwhile */
 void ptn_stash_advance(ptn_stash *stash); /* reads ahead; unlocks meanwhile */
 void ptn_stash_new_window(ptn_stash *stash);
 void ptn_stash_wait(ptn_stash *stash, ptn_trace_kind kind, int32_t number); /* for `changed`, counted */

@@ -5,6 +5,10 @@
  * Reading ahead walks the records from the last back to the first and stops where the account has no room under its goal beside
  * what an operation may need; each record that backward asks for moves it on. Backward that asks for records in another order is
  * served as well, only later.
+ *
+ * Each request interrupts those who compute, twice, however short it is. So short records go together, as many as the store moves
+ * at once: a write waits for those that come next, a read until there is room for several, as long as memory and what was read ahead
+ * allow it.
  */
 #include <string.h>
 
@@ -21,10 +25,14 @@
 /* A window that moved less says nothing about the disk. */
 #define TELLING_BYTES (8 * PTN_MIB)
 
+/* Records that are moved together, at most. */
+#define MOST_TOGETHER 64
+
 static void write_done(ptn_io *io);
 
-/* On a thread of the store, inside a callback: it must not wait for what only it can end. */
-static _Thread_local bool on_store_thread;
+/* On a thread of the store, inside a callback, or with requests that are still to be submitted: it must not wait for what only it can
+ * end. */
+static _Thread_local bool must_not_wait;
 
 /* ---- traffic ---- */
 
@@ -75,13 +83,46 @@ void ptn_stash_enqueue(ptn_stash *stash, ptn_record *record) {
   record->queue_after = NULL;
   *(stash->queue_last ? &stash->queue_last->queue_after : &stash->queue_first) = record;
   stash->queue_last = record;
+  stash->queued_bytes += record->block.bytes;
 }
 
 void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record) {
   *(record->queue_before ? &record->queue_before->queue_after : &stash->queue_first) = record->queue_after;
   *(record->queue_after ? &record->queue_after->queue_before : &stash->queue_last) = record->queue_before;
+  stash->queued_bytes -= record->block.bytes;
   record->queue_before = record->queue_after = NULL;
   record->state = RECORD_IN_MEMORY;
+}
+
+/* Whether the queue is better left until more has come: short records, with memory to spare. Half of the room may be waited for. */
+static bool wait_for_more(const ptn_stash *stash) {
+  uint64_t room_bytes = ptn_account_room(stash->account);
+  uint64_t enough_bytes = ptn_min_u64(ptn_store_gathered_bytes(stash->store), room_bytes / 2);
+  return stash->queued_bytes + stash->queue_last->block.bytes <= enough_bytes; /* the next is taken to be as long as the last */
+}
+
+/* Whether a write is started now; begun_bytes: of those that it would be submitted with. */
+static bool may_write(const ptn_stash *stash, uint64_t begun_bytes) {
+  const ptn_record *record = stash->queue_first;
+  if (!record || stash->closed) return false;
+  uint64_t bytes = record->block.bytes;
+  if (begun_bytes > 0) return begun_bytes + bytes <= ptn_store_gathered_bytes(stash->store);
+  if (stash->writes.in_flight_count > 0 && stash->writes.in_flight_bytes + bytes > WRITES_IN_FLIGHT_BYTES) return false;
+  if (stash->pressed) return true;
+  return stash->turned ? ptn_account_room(stash->account) < stash->headroom_bytes : !wait_for_more(stash);
+}
+
+static void begin_write(ptn_stash *stash, ptn_record *record) {
+  ptn_stash_unqueue(stash, record);
+  record->state = RECORD_WRITING;
+  record->io = (ptn_io){.memory = record->block.memory,
+                        .offset = record->extent.offset,
+                        .bytes = record->block.bytes,
+                        .write = true,
+                        .caller_sums = record->summed,
+                        .done = write_done,
+                        .context = record};
+  traffic_in(&stash->writes, record->block.bytes);
 }
 
 void ptn_stash_write(ptn_stash *stash, bool pressed) {
@@ -91,24 +132,19 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
   stash->starting = true;
   while (stash->start_again) {
     stash->start_again = false;
-    ptn_record *record = stash->queue_first;
-    if (!record || stash->closed) break;
-    uint64_t bytes = record->block.bytes;
-    if (stash->writes.in_flight_count > 0 && stash->writes.in_flight_bytes + bytes > WRITES_IN_FLIGHT_BYTES) break;
-    if (stash->turned && !stash->pressed && ptn_account_room(stash->account) >= stash->headroom_bytes) break;
-    ptn_stash_unqueue(stash, record);
-    record->state = RECORD_WRITING;
-    record->io = (ptn_io){.memory = record->block.memory,
-                          .offset = record->extent.offset,
-                          .bytes = bytes,
-                          .write = true,
-                          .caller_sums = record->summed,
-                          .done = write_done,
-                          .context = record};
-    traffic_in(&stash->writes, bytes);
+    ptn_io *ios[MOST_TOGETHER];
+    uint64_t bytes = 0;
+    size_t count = 0;
+    while (count < MOST_TOGETHER && may_write(stash, bytes)) {
+      ptn_record *record = stash->queue_first;
+      begin_write(stash, record);
+      bytes += record->block.bytes;
+      ios[count++] = &record->io;
+    }
+    if (count == 0) break;
     stash->start_again = true;
     ptn_unlock(&stash->mutex);
-    ptn_store_submit(stash->store, &record->io);
+    ptn_store_submit_all(stash->store, ios, count);
     ptn_lock(&stash->mutex);
   }
   stash->starting = stash->pressed = false;
@@ -119,10 +155,10 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
 static void end_of_io(ptn_stash *stash, traffic *traffic, uint64_t bytes) {
   traffic_out(traffic, bytes);
   stash->finishing_count++; /* close waits: the lock is given up in between */
-  on_store_thread = true;
+  must_not_wait = true;
   ptn_stash_write(stash, false);
   ptn_stash_advance(stash);
-  on_store_thread = false;
+  must_not_wait = false;
   stash->finishing_count--;
   ptn_broadcast(&stash->changed);
 }
@@ -186,13 +222,14 @@ static void read_done(ptn_io *io) {
 
 /* ---- reads ---- */
 
-ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record, bool urgent) {
+/* From ON_DISK to READING, with memory for it and its request made, but not submitted. Unlocks meanwhile. */
+static ptn_status begin_read(ptn_stash *stash, ptn_record *record, bool urgent) {
   uint64_t bytes = record->block.bytes;
   void *memory = NULL;
   ptn_block block;
   record->state = RECORD_READING;
   traffic_in(&stash->reads, bytes); /* from here on close waits */
-  bool waits = !on_store_thread;    /* where memory is short */
+  bool waits = !must_not_wait;      /* where memory is short */
   if (!waits) stash->reads_moving_count++;
   ptn_unlock(&stash->mutex);
   ptn_status status = ptn_arena_alloc(stash->account, bytes, &memory);
@@ -223,6 +260,11 @@ ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record, bool urgent) {
                         .done = read_done,
                         .context = record};
   if (waits) stash->reads_moving_count++;
+  return PTN_OK;
+}
+
+ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record) {
+  PTN_TRY(begin_read(stash, record, true));
   ptn_unlock(&stash->mutex);
   ptn_store_submit(stash->store, &record->io); /* the record may be gone after this */
   ptn_lock(&stash->mutex);
@@ -236,8 +278,24 @@ static uint64_t most_ahead_bytes(const ptn_stash *stash) {
   return bytes > (double)LEAST_AHEAD_BYTES ? (uint64_t)bytes : LEAST_AHEAD_BYTES;
 }
 
+/* Whether a record is read ahead now; begun_bytes: of those that it would be submitted with. As long as there is enough ahead, it is
+ * only begun where there is room for as much as is moved at once. */
+static bool may_read(const ptn_stash *stash, uint64_t bytes, uint64_t begun_bytes) {
+  uint64_t gathered_bytes = ptn_store_gathered_bytes(stash->store), held_bytes = stash->stats.memory_bytes;
+  uint64_t room_bytes = ptn_account_room(stash->account);
+  room_bytes -= ptn_min_u64(room_bytes, stash->headroom_bytes);
+  if (begun_bytes > 0) {
+    if (begun_bytes + bytes > gathered_bytes) return false;
+  } else if (held_bytes >= ptn_min_u64(2 * gathered_bytes, held_bytes / 2 + room_bytes / 2)) {
+    bytes = ptn_max_u64(bytes, gathered_bytes);
+  }
+  if (stash->reads.in_flight_count > 0 && stash->reads.in_flight_bytes + bytes > READS_IN_FLIGHT_BYTES) return false;
+  if (held_bytes > 0 && held_bytes + bytes > most_ahead_bytes(stash)) return false;
+  return bytes <= room_bytes;
+}
+
 /* The next record to read ahead, or NULL where there is none, no room or enough under way. */
-static ptn_record *next_ahead(ptn_stash *stash) {
+static ptn_record *next_ahead(ptn_stash *stash, uint64_t begun_bytes) {
   pass *pass = stash->backward;
   if (!stash->turned || stash->closed || stash->hold_back || !pass) return NULL;
   for (ptn_record *record; (record = pass->ahead); pass->ahead = record->before) {
@@ -249,15 +307,34 @@ static ptn_record *next_ahead(ptn_stash *stash) {
       stash->stats.forwarded_bytes += record->block.bytes;
       continue;
     }
-    uint64_t bytes = record->block.bytes;
-    if (stash->reads.in_flight_count > 0 && stash->reads.in_flight_bytes + bytes > READS_IN_FLIGHT_BYTES) return NULL;
-    if (stash->stats.memory_bytes > 0 && stash->stats.memory_bytes + bytes > most_ahead_bytes(stash)) return NULL;
-    uint64_t room_bytes = ptn_account_room(stash->account);
-    if (room_bytes < bytes || room_bytes - bytes < stash->headroom_bytes) return NULL;
+    if (!may_read(stash, record->block.bytes, begun_bytes)) return NULL;
     pass->ahead = record->before;
     return record;
   }
   return NULL;
+}
+
+/* Begins and submits what is read together; false where nothing was. Others that took the room meanwhile end it: what is not read is
+ * read when it is asked for. */
+static bool read_some(ptn_stash *stash) {
+  ptn_io *ios[MOST_TOGETHER];
+  ptn_record *record;
+  uint64_t bytes = 0;
+  size_t count = 0;
+  bool inside = must_not_wait, begun = true;
+  must_not_wait = true;
+  while (count < MOST_TOGETHER && (record = next_ahead(stash, bytes))) {
+    bytes += record->block.bytes;
+    begun = begin_read(stash, record, false) == PTN_OK; /* else it may be gone */
+    if (!begun) break;
+    ios[count++] = &record->io;
+  }
+  must_not_wait = inside;
+  if (count == 0) return false;
+  ptn_unlock(&stash->mutex);
+  ptn_store_submit_all(stash->store, ios, count); /* the records may be gone after this */
+  ptn_lock(&stash->mutex);
+  return begun;
 }
 
 void ptn_stash_advance(ptn_stash *stash) {
@@ -266,9 +343,8 @@ void ptn_stash_advance(ptn_stash *stash) {
   stash->advancing = true;
   while (stash->advance_again) {
     stash->advance_again = false;
-    ptn_record *record;
-    while ((record = next_ahead(stash)))
-      if (ptn_stash_read(stash, record, false) != PTN_OK) break; /* others took the room: it is read when it is asked for */
+    while (read_some(stash)) {
+    }
   }
   stash->advancing = false;
 }
@@ -310,7 +386,7 @@ static void wait_for_one(ptn_stash *stash) {
 }
 
 bool ptn_stash_relieve(ptn_stash *stash, bool must) {
-  if (on_store_thread) return false;
+  if (must_not_wait) return false;
   bool something = true;
   ptn_lock(&stash->mutex);
   stash->hold_back |= must && stash->turned;

@@ -1,6 +1,6 @@
 /* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
  *
- * Calls are numbered by kind from the moment of disk_tell on: those about the store's file (made with O_TMPFILE, or under the
+ * Calls are numbered by kind from the moment of disk_tell on (pread and pwrite: of several parts): those about the store's file (made with O_TMPFILE, or under the
  * store's name); from write on, about what is being written beside its target (files, their folder, its making, its taking the
  * target's name, the folder of both); open and read, about the files of a checkpoint. Those from first to last go wrong; all
  * others are the kernel's. The program asks by ctypes.
@@ -20,6 +20,8 @@
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "parts.h"
 
 #define SHOWN __attribute__((visibility("default")))
 
@@ -119,13 +121,13 @@ SHOWN int close(int fd) {
   return (int)syscall(SYS_close, fd);
 }
 
-SHOWN ssize_t pread(int fd, void *memory, size_t bytes, off_t offset) {
+SHOWN ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset) {
   int fault = is_ours(fd) ? fault_of(PREAD) : NONE;
   if (fault == FAIL) return failed();
   if (fault == NOTHING) return 0;
-  ssize_t moved = syscall(SYS_pread64, fd, memory, bytes, offset);
-  if (fault == WRONG && moved > 0) ((unsigned char *)memory)[moved / 3] ^= 4;
-  return fault == SHORT && moved > 0 ? (ssize_t)half(bytes) : moved;
+  ssize_t moved = syscall(SYS_preadv, fd, parts, (long)count, offset, 0L);
+  if (fault == WRONG && moved > 0) *parts_byte(parts, (size_t)moved / 3) ^= 4;
+  return fault == SHORT && moved > 0 ? (ssize_t)half(parts_bytes(parts, count)) : moved;
 }
 
 ssize_t read(int fd, void *memory, size_t bytes) {
@@ -138,23 +140,18 @@ ssize_t read(int fd, void *memory, size_t bytes) {
   return moved;
 }
 
-static ssize_t write_wrong(int fd, const void *memory, size_t bytes, off_t offset) {
-  unsigned char *other = aligned_alloc(PAGE_BYTES, bytes);
-  if (!other) abort();
-  memcpy(other, memory, bytes);
-  other[bytes / 3] ^= 4;
-  ssize_t moved = syscall(SYS_pwrite64, fd, other, bytes, offset);
-  free(other);
-  return moved;
-}
-
-SHOWN ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
+SHOWN ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset) {
   int fault = is_ours(fd) ? fault_of(PWRITE) : NONE;
+  size_t bytes = parts_bytes(parts, count);
   if (fault == FAIL) return failed();
   if (fault == NOTHING) return 0;
   if (fault == LOST) return (ssize_t)bytes;
-  if (fault == WRONG) return write_wrong(fd, memory, bytes, offset);
-  return syscall(SYS_pwrite64, fd, memory, fault == SHORT ? half(bytes) : bytes, offset);
+  if (fault != WRONG && fault != SHORT) return syscall(SYS_pwritev, fd, parts, (long)count, offset, 0L);
+  unsigned char *other = parts_gathered(parts, count);
+  if (fault == WRONG) other[bytes / 3] ^= 4;
+  ssize_t moved = syscall(SYS_pwrite64, fd, other, fault == SHORT ? half(bytes) : bytes, offset);
+  free(other);
+  return moved;
 }
 
 SHOWN int fallocate(int fd, int mode, off_t offset, off_t bytes) {

@@ -14,6 +14,7 @@
 #include "base/threads.h"
 #include "check.h"
 #include "disk/engine.h"
+#include "parts.h"
 
 #define FAULTY_LOG 4096
 
@@ -36,7 +37,8 @@ typedef enum faulty_direction { FAULTY_BOTH = 0, FAULTY_READS, FAULTY_WRITES } f
 
 typedef struct faulty_entry {
   uint64_t offset, bytes;
-  const void *memory;
+  const void *memory; /* of the first part */
+  uint32_t parts_count;
   bool write;
 } faulty_entry;
 
@@ -60,6 +62,7 @@ typedef struct faulty_engine {
 
 typedef struct faulty_attempt {
   ptn_piece inner; /* first member */
+  struct iovec parts[PTN_PIECE_PARTS];
   ptn_piece *outer;
   faulty_engine *engine;
   fault fault;
@@ -67,6 +70,15 @@ typedef struct faulty_attempt {
   void *scratch;
   struct faulty_attempt *next;
 } faulty_attempt;
+
+static inline void faulty_cut(ptn_piece *piece, uint64_t bytes) {
+  piece->bytes = bytes;
+  for (piece->parts_count = 0; bytes > 0; piece->parts_count++) {
+    struct iovec *part = &piece->parts[piece->parts_count];
+    part->iov_len = (size_t)ptn_min_u64(part->iov_len, bytes);
+    bytes -= part->iov_len;
+  }
+}
 
 static inline int64_t faulty_result(const faulty_attempt *attempt, int64_t result) {
   int64_t bytes = (int64_t)attempt->outer->bytes, page = (int64_t)PTN_PAGE_BYTES;
@@ -78,7 +90,7 @@ static inline int64_t faulty_result(const faulty_attempt *attempt, int64_t resul
     case FAULT_ZERO: return 0;
     case FAULT_EXCESS: return bytes + page;
     case FAULT_WRONG_BYTE:
-      if (!attempt->outer->write) ((unsigned char *)attempt->outer->memory)[bytes / 3] ^= 4;
+      if (!attempt->outer->write) *parts_byte(attempt->outer->parts, (size_t)bytes / 3) ^= 4;
       return result;
     case FAULT_LATE: nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL); return result;
     case FAULT_LOST:
@@ -94,11 +106,13 @@ static inline void faulty_divert(faulty_attempt *attempt) {
   ptn_piece *piece = &attempt->inner;
   uint64_t half_bytes = piece->bytes / 2 / PTN_PAGE_BYTES * PTN_PAGE_BYTES;
   bool torn = attempt->fault == FAULT_TORN && piece->write;
-  if (torn && half_bytes > 0) piece->bytes = half_bytes;
+  if (torn && half_bytes > 0) faulty_cut(piece, half_bytes);
   else if (torn || (attempt->fault == FAULT_LOST && piece->write)) {
     piece->write = false; /* the memory that was to be written may be in use: it is not touched */
-    piece->memory = attempt->scratch = aligned_alloc(PTN_PAGE_BYTES, (size_t)piece->bytes);
-    CHECK(piece->memory);
+    attempt->scratch = aligned_alloc(PTN_PAGE_BYTES, (size_t)piece->bytes);
+    CHECK(attempt->scratch);
+    piece->parts[0] = (struct iovec){.iov_base = attempt->scratch, .iov_len = (size_t)piece->bytes};
+    piece->parts_count = 1;
   } else if (attempt->fault == FAULT_ELSEWHERE) {
     piece->offset = piece->offset >= piece->bytes ? piece->offset - piece->bytes : piece->offset + piece->bytes;
   }
@@ -121,6 +135,8 @@ static inline void faulty_start(ptn_io_engine *base, ptn_piece *piece) {
   faulty_attempt *attempt = calloc(1, sizeof *attempt);
   CHECK(attempt);
   attempt->inner = *piece;
+  memcpy(attempt->parts, piece->parts, piece->parts_count * sizeof *piece->parts);
+  attempt->inner.parts = attempt->parts;
   attempt->inner.finish = faulty_finish;
   attempt->outer = piece;
   attempt->engine = engine;
@@ -129,7 +145,8 @@ static inline void faulty_start(ptn_io_engine *base, ptn_piece *piece) {
   uint64_t same_count = piece->write ? ++engine->write_count : ++engine->read_count;
   if (number <= FAULTY_LOG) {
     engine->log_offsets[number - 1] = piece->offset;
-    engine->log[number - 1] = (faulty_entry){piece->offset, piece->bytes, piece->memory, piece->write};
+    engine->log[number - 1] =
+        (faulty_entry){piece->offset, piece->bytes, piece->parts[0].iov_base, piece->parts_count, piece->write};
   }
   if (engine->direction != FAULTY_BOTH) number = (engine->direction == FAULTY_WRITES) == piece->write ? same_count : 0;
   attempt->fault = number > 0 && number >= engine->first && number <= engine->last ? engine->fault : FAULT_NONE;

@@ -26,6 +26,7 @@ typedef struct world_options {
   uint64_t limit_bytes;
   uint64_t piece_bytes; /* 0: one attempt for each record of up to 2 MiB */
   uint32_t depth;
+  bool together; /* short records may be one request; else each is one, which is what most tests count */
   ptn_trace *trace;
 } world_options;
 
@@ -62,8 +63,11 @@ static inline void world_open(world *world, world_options options) {
   atomic_store(&world->pressed_count, 0);
   atomic_store(&world->must_count, 0);
   atomic_store(&world->refused_count, 0);
-  ptn_store_options store_options = {
-      .piece_bytes = options.piece_bytes, .depth = options.depth, .wrap = faulty_wrap, .context = &world->disk};
+  ptn_store_options store_options = {.piece_bytes = options.piece_bytes,
+                                     .depth = options.depth,
+                                     .parts_count = options.together ? 0 : 1,
+                                     .wrap = faulty_wrap,
+                                     .context = &world->disk};
   CHECK_OK(ptn_store_create_with(&world->store, world_folder(), &store_options));
   CHECK_OK(ptn_account_create(&world->account, options.limit_bytes, world_press, world));
   CHECK_OK(ptn_stash_create(&world->stash, world->store, world->account, options.trace));

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "parts.h"
 #include "runtime/internal.h"
 
 enum { CHUNKS = 2, PER_CHUNK = 2, PARAMS = CHUNKS * PER_CHUNK, STATES = 2, STEPS = 2, OWN_PAGES = 3 };
@@ -42,25 +43,25 @@ static bool lies(bool write, size_t bytes, off_t offset) {
   return true;
 }
 
-ssize_t pread(int fd, void *memory, size_t bytes, off_t offset) {
-  ssize_t moved = syscall(SYS_pread64, fd, memory, bytes, offset);
-  if (lies(false, bytes, offset)) ((unsigned char *)memory)[bytes - 1] ^= 16;
+ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset) {
+  size_t bytes = parts_bytes(parts, count);
+  ssize_t moved = syscall(SYS_preadv, fd, parts, (long)count, offset, 0L);
+  if (lies(false, bytes, offset)) *parts_byte(parts, bytes - 1) ^= 16;
   return moved;
 }
 
-ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
-  if (!lies(true, bytes, offset)) return syscall(SYS_pwrite64, fd, memory, bytes, offset);
+ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset) {
+  size_t bytes = parts_bytes(parts, count);
+  if (!lies(true, bytes, offset)) return syscall(SYS_pwritev, fd, parts, (long)count, offset, 0L);
   lie kind = (lie)atomic_load(&lie_now);
   if (kind == WRITE_LOST) return (ssize_t)bytes;
   if (kind == WRITE_ELSEWHERE) {
     off_t other = offset >= (off_t)bytes ? offset - (off_t)bytes : offset + (off_t)bytes;
     atomic_store(&lie_begin, (uint64_t)(other < offset ? other : offset));
     atomic_store(&lie_end, (uint64_t)(other < offset ? offset : other) + bytes);
-    return syscall(SYS_pwrite64, fd, memory, bytes, other);
+    return syscall(SYS_pwritev, fd, parts, (long)count, other, 0L);
   }
-  unsigned char *copy = aligned_alloc(PTN_PAGE_BYTES, bytes);
-  CHECK(copy);
-  memcpy(copy, memory, bytes);
+  unsigned char *copy = parts_gathered(parts, count);
   copy[bytes / 2] ^= 1;
   ssize_t moved = syscall(SYS_pwrite64, fd, copy, bytes, offset);
   free(copy);

@@ -213,13 +213,14 @@ static void end_of_all(model *model) {
     if (model->memories[i].memory) tensor_free(&model->memories[i]);
 }
 
-static void run(uint64_t seed, uint64_t limit_pages, uint32_t depth, uint64_t piece_bytes, long most_pause_ns) {
+static void run(uint64_t seed, uint64_t limit_pages, uint32_t depth, uint64_t piece_bytes, bool together, long most_pause_ns) {
   static model model;
   memset(&model, 0, sizeof model);
   model.state = seed;
   model.limit_bytes = limit_pages * PAGE;
   model.next_seed = 1;
-  world_open(&model.world, (world_options){.limit_bytes = model.limit_bytes, .depth = depth, .piece_bytes = piece_bytes});
+  world_open(&model.world,
+             (world_options){.limit_bytes = model.limit_bytes, .depth = depth, .piece_bytes = piece_bytes, .together = together});
   faulty_shaker shaker;
   faulty_start_shaking(&shaker, &model.world.disk, seed, most_pause_ns);
   for (int call = 0; call < calls; call++) {
@@ -252,12 +253,14 @@ static void run(uint64_t seed, uint64_t limit_pages, uint32_t depth, uint64_t pi
 
 int main(void) {
   alarm(HUNG_SECONDS); /* a hang ends here */
-  run(1, 200, 6, 0, 100000);
-  run(2, 60, 2, 0, 100000);
-  run(3, 120, 1, 0, 50000);
-  run(4, 90, 4, 2 * PAGE, 50000);
-  run(5, 400, 6, 4 * PAGE, 400000);
-  run(6, 40, 3, 0, 20000);
+  run(1, 200, 6, 0, false, 100000);
+  run(2, 60, 2, 0, true, 100000);
+  run(3, 120, 1, 0, false, 50000);
+  run(4, 90, 4, 2 * PAGE, false, 50000);
+  run(5, 400, 6, 4 * PAGE, true, 400000);
+  run(6, 40, 3, 0, false, 20000);
+  run(7, 200, 2, 16 * PAGE, true, 50000);
+  run(8, 120, 4, 0, true, 100000);
   nothing_is_left();
   return 0;
 }

@@ -71,7 +71,9 @@ static void *ask_and_drop(void *argument) {
  * are on disk before the threads ask, in the last two there is memory for few of them. */
 static void the_same_blocks(void) {
   for (uint64_t round = 0; round < 4; round++) {
-    world_open(&here, (world_options){.limit_bytes = round >= 2 ? SHARED * BYTES : 0, .depth = round == 3 ? 1 : 0});
+    world_open(
+        &here,
+        (world_options){.limit_bytes = round >= 2 ? SHARED * BYTES : 0, .depth = round == 3 ? 1 : 0, .together = round % 2 == 0});
     faulty_start_shaking(&shaker, &here.disk, round, 60000);
     ptn_stash_begin(here.stash);
     atomic_store(&owner_count, 0);
@@ -193,7 +195,7 @@ static void memory_short_for_all(void) {
   for (int round = 0; round < 3; round++) {
     uint64_t limit_bytes = 96 * BYTES;
     share_bytes = limit_bytes / THREADS;
-    world_open(&here, (world_options){.limit_bytes = limit_bytes, .depth = depths[round]});
+    world_open(&here, (world_options){.limit_bytes = limit_bytes, .depth = depths[round], .together = round % 2 == 0});
     if (round == 2) ptn_account_set_goal(here.account, limit_bytes * 3 / 4);
     faulty_start_shaking(&shaker, &here.disk, (uint64_t)round, 50000);
     together(train);
