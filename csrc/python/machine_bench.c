@@ -14,6 +14,7 @@
 #include "base/bytes.h"
 #include "base/checksum.h"
 #include "base/openmp.h"
+#include "disk/engine.h"
 #include "memory/arena.h"
 #include "profile/measure.h"
 #include "python/binding.h"
@@ -108,7 +109,8 @@ static ptn_status open_bench(bench_object *self, const char *folder, uint64_t fi
   for (size_t i = 0; i < self->memory_bytes / sizeof(float); i++) self->memory[i] = 0.01f;
   ptn_hyper hyper = {.kind = PTN_ADAMW, .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   PTN_TRY(ptn_update_prepare(&self->update, &hyper, 100, 1.0f));
-  PTN_TRY(ptn_store_create(&self->store, folder, PTN_DISK_AUTO));
+  /* Each request by itself: what one of a size costs is what is asked. */
+  PTN_TRY(ptn_store_create_with(&self->store, folder, &(ptn_store_options){.parts_count = 1}));
   return ptn_traffic_create(&self->traffic, self->store, file_bytes, memory, self->memory_bytes, REQUEST_BYTES);
 }
 
