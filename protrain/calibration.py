@@ -65,7 +65,7 @@ EXPECTED_DRAG = 3.5
 DOUBT = 1.5
 MOST_DRAG = 6.0
 #: The drag of a request beside its bytes, in parts of its processor time: expected, not seen, so no part of what is doubted.
-EXPECTED_REQUEST_DRAG = 7.0
+EXPECTED_REQUEST_DRAG = 2.5
 #: Of the link to a device: transfers of each direction, and the size of each.
 LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
 #: Of parameters and state at home on a device, where no step has told.

@@ -109,6 +109,10 @@ class DryRun:
         # A block that is used twice runs backward in the reverse order.
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
+    def counted(self) -> list[tuple[int, int, int]]:
+        """Of each phase, nothing recomputed: what it computes, the bytes it reads and writes, and its operations."""
+        return [(phase.flops, phase.moved_bytes, phase.operations) for phase in self.phases]
+
     def recomputed(self) -> dict[int, tuple[int, int, int]]:
         """Number of a block's backward -> what recomputation computes there, the bytes it reads and writes, and its operations:
         those of the whole forward where they are not known."""

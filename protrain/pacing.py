@@ -30,6 +30,7 @@ from .fitting import Fitter, Shapes, covers, elements
 from .homes import Homes
 from .observed import drag_seconds, least, observe, of_whole, without_drag
 from .profiles import Machine, Times
+from .requests import with_memory
 from .timeline import BlockClock
 from .wrapped import Wrapped
 
@@ -218,7 +219,7 @@ class Pacer:
         if machine is None:
             return False
         rest = max(found.rest_seconds - update_seconds, 0.0)
-        lost = drag_seconds(events, step.passes, machine)
+        lost = drag_seconds(events, step.passes, with_memory(machine, run.counted()))
         times = of_whole(without_drag(found.times, lost, len(step.passes)), share)
         self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
         self._times = times if self._times is None else least(self._times, times)

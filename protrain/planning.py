@@ -19,7 +19,7 @@ from .footprint import Footprint
 from .layout import Chunks, Layout, pack
 from .profiles import LANES, Machine, Overhead, Profile, Times
 from .reading import parse, typed
-from .requests import with_requests
+from .requests import with_memory, with_requests
 from .sizes import format_bytes
 
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
@@ -268,7 +268,7 @@ def arrange(
         n_passes,
         host_budget_bytes,
         n_ranks,
-        _timed(times, with_requests(machine, chunks.sizes, n_states, run.record_bytes, budget_bytes))
+        _timed(times, with_requests(with_memory(machine, run.counted()), chunks.sizes, n_states, run.record_bytes, budget_bytes))
         if run and times and machine
         else None,
         ring_host_bytes,

@@ -1,4 +1,8 @@
-"""What a model's requests to the disk cost compute: as a part of what its bytes cost.
+"""What a model's bytes and requests to the disk cost its own compute.
+
+What goes to the disk goes through memory, and through caches that compute shares. Compute that waits for memory much of its
+time loses more by that than the products that lanes are measured beside. How much of a step that is follows from what the dry run
+counts.
 
 A request takes a disk thread's time beside that of its bytes: system calls, an interrupt, and the waking of threads that compute
 shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .flops import ordinary_seconds
 from .profiles import Machine, Speed
 from .sizes import KIB, MIB
 
@@ -19,6 +24,27 @@ from .sizes import KIB, MIB
 PIECE_BYTES = 4 * MIB
 #: Of the update lane's ring, as csrc/plan/fit.c has it: the largest piece that a budget of so many of it allows.
 LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
+
+
+#: The share of memory in what counted operations take, up to which a byte costs what was measured, and from which on it costs
+#: so much more, in parts of that. Steps of seven models, all swapped beside all kept: docs/decisions/0007-plans-by-time.md.
+LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE, MORE_BY_MEMORY = 0.16, 0.25, 1.2
+
+
+def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Machine:
+    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory.
+
+    Args:
+        counted: of each phase of a step: floating-point operations, bytes that operations read and write, operations.
+    """
+    flops, moved, operations = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0, 0)
+    whole = ordinary_seconds(flops, moved, operations)
+    share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
+    part = min(max((share - LEAST_MEMORY_SHARE) / (MOST_MEMORY_SHARE - LEAST_MEMORY_SHARE), 0.0), 1.0)
+    read, write = (
+        _more(lane, part * MORE_BY_MEMORY * lane.drag_seconds_per_byte) for lane in (machine.disk_read, machine.disk_write)
+    )
+    return replace(machine, disk_read=read, disk_write=write)
 
 
 def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:

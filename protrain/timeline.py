@@ -14,7 +14,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -473,14 +473,14 @@ def length(intervals: list[Interval]) -> float:
 def chrome_trace(timelines: Iterable[Timeline]) -> str:
     """Several steps as one Chrome trace, from the beginning of the first.
 
-    Events of a lane that overlap, as reads do, lie in rows (threads) of their own, so that viewers show them all. What belongs
-    to two steps, such as a chunk read ahead, is there once.
+    Events of a lane that overlap, as reads do, lie in rows (threads) of their own, so that viewers show them all. What one
+    request to the disk carried is one event. What belongs to two steps, such as a chunk read ahead, is there once.
     """
     steps = list(timelines)
     origin = min((t.began_ns for t in steps), default=0)
     lanes: dict[str, set[tuple[int, int, str, int]]] = {lane: set() for lane in LANES}
     for timeline in steps:
-        for event in timeline.events:
+        for event in requests(timeline.events):
             start, end = (timeline.began_ns - origin + round(t * 1e9) for t in (event.start_seconds, event.end_seconds))
             lanes[event.lane].add((start, end, event.name, event.bytes))
     first = min((event[0] for events in lanes.values() for event in events), default=0)
@@ -496,6 +496,18 @@ def chrome_trace(timelines: Iterable[Timeline]) -> str:
             out.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}})
             out += [_chrome_event(tid, lane, start - first, end - first, text, size) for start, end, text, size in row]
     return json.dumps({"traceEvents": out, "displayTimeUnit": "ms"})
+
+
+def requests(events: Iterable[Event]) -> list[Event]:
+    """The same events, but for those that one request to the disk carried, which begin and end together: these are one."""
+    found: dict[Any, list[Event]] = {}
+    for number, event in enumerate(events):
+        one = event.lane in ("read", "write")
+        found.setdefault((event.lane, event.start_seconds, event.end_seconds) if one else number, []).append(event)
+    return [
+        replace(group[0], name=", ".join(dict.fromkeys(event.name for event in group)), bytes=sum(event.bytes for event in group))
+        for group in found.values()
+    ]
 
 
 def _chrome_event(tid: int, lane: str, start: int, end: int, name: str, size: int) -> dict[str, Any]:

@@ -133,6 +133,26 @@ def short_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rehearsal, name, 0.0)
 
 
+def move_apart(apart: bool) -> None:
+    """What a small model saves is shorter than a request, and would stay in memory until more comes: apart, it goes at once."""
+    core = sys.modules.get("protrain._core")
+    if core:
+        core.move_apart(apart)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_apart() -> None:
+    move_apart(True)
+
+
+@pytest.fixture(autouse=True)
+def some_together(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As users have it: in tests marked `together`, and in processes of their own."""
+    move_apart(request.node.get_closest_marker("together") is None)
+    yield
+    move_apart(True)
+
+
 # The names under which model families keep one size: what a config does not know is left alone.
 SIZES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "word_embed_proj_dim"),

@@ -11,7 +11,7 @@ from twins import adamw, loss_of
 
 import protrain
 from protrain.profiles import Machine, Speed
-from protrain.requests import with_requests
+from protrain.requests import with_memory, with_requests
 from protrain.sizes import KIB, MIB
 
 REQUEST = 50e-6
@@ -31,6 +31,25 @@ def test_no_cost_of_requests_changes_nothing() -> None:
     free = Machine(disk_read=LANE, disk_write=LANE)
     assert with_requests(free, [MIB], 2, MIB, 100 * MIB) is free
     assert with_requests(MACHINE, [], 2, MIB, 100 * MIB) is MACHINE
+
+
+def counted(memory_share: float) -> list[tuple[int, int, int]]:
+    """Phases of a step of two seconds, as counted operations take: one of nothing but memory, one of nothing but products."""
+    return [(0, round(2e10 * memory_share), 0), (round(2e11 * (1 - memory_share)), 0, 0)]
+
+
+def test_compute_that_depends_on_memory_loses_more() -> None:
+    assert with_memory(MACHINE, counted(0.0)) == with_memory(MACHINE, counted(0.16)) == MACHINE
+    found = [drags(with_memory(MACHINE, counted(share)))[0] for share in (0.16, 0.19, 0.205, 0.22, 0.25, 0.4, 1.0)]
+    assert found == sorted(found)
+    assert found[2] == pytest.approx(1.6e-10)
+    assert found[4:] == pytest.approx([2.2e-10] * 3)
+    read, write, stash = drags(with_memory(MACHINE, counted(1.0)))
+    assert (read, stash) == (write, MACHINE.stash_drag_seconds_per_byte)
+
+
+def test_where_nothing_is_counted_memory_costs_nothing() -> None:
+    assert with_memory(MACHINE, []) == with_memory(MACHINE, [(0, 0, 0)] * 3) == MACHINE
 
 
 def test_each_byte_has_its_part_of_its_request() -> None:

@@ -24,6 +24,7 @@ from protrain import _core
 from protrain.activations import over_nothing
 from protrain.api import session_of
 from protrain.planning import plan_from_profile
+from protrain.timeline import requests
 
 N_BLOCKS = 4
 AMPLE = 1 << 30
@@ -123,6 +124,25 @@ def test_modes_are_exact(modes: list[str]) -> None:
     status = both(fit(4), modes)
     assert list(status.plan.block_modes) == modes
     assert (status.disk_write_bytes > 0) == any(mode.endswith("swap") for mode in modes)
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("modes", MIXES, ids=IDS)
+def test_short_records_go_and_come_together(modes: list[str]) -> None:
+    def loop(model: Any, optimizer: Any, plain: bool) -> Any:
+        found = fit(4)(model, optimizer, plain)
+        if plain or modes.count("swap") < N_BLOCKS:
+            return found
+        events = [event for event in protrain.status(model).timeline().events if event.name.startswith("activations")]
+        writes, reads = ([event for event in events if event.lane == lane] for lane in ("write", "read"))
+        assert writes
+        for moved in (writes, reads):
+            assert len(requests(moved)) <= max(len(moved) / 2, 1)
+            assert sum(event.bytes for event in requests(moved)) == sum(event.bytes for event in moved)
+        return found
+
+    status = both(loop, modes)
+    assert list(status.plan.block_modes) == modes
 
 
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)

@@ -22,7 +22,19 @@ from twins import MIB, adamw, loss_of
 import protrain
 from protrain import _core
 from protrain.api import session_of
-from protrain.timeline import LANES, TRANSFERS, BlockClock, Event, Timeline, both, chrome_trace, make_timeline, union, without
+from protrain.timeline import (
+    LANES,
+    TRANSFERS,
+    BlockClock,
+    Event,
+    Timeline,
+    both,
+    chrome_trace,
+    make_timeline,
+    requests,
+    union,
+    without,
+)  # fmt: skip
 
 MODES = ["keep", "checkpoint", "keep", "checkpoint"]
 
@@ -87,9 +99,20 @@ def test_the_chrome_trace_has_rows_without_overlap(trained: Any, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     check_trace(found)
-    assert len([event for event in found if event["ph"] == "X"]) == len(timeline.events)
+    assert len([event for event in found if event["ph"] == "X"]) == len(requests(timeline.events))
     reads = [event for event in found if event.get("cat") == "read"]
     assert all(event["args"]["GB/s"] == pytest.approx(event["args"]["bytes"] / event["dur"] / 1e3, abs=1e-3) for event in reads)
+
+
+def test_what_a_request_carried_is_one_event() -> None:
+    def event(lane: str, name: str, begin: float, end: float) -> Event:
+        return Event(lane, name, begin, end, 10)
+
+    together = [event("write", f"activations block {block}", 1.0, 2.0) for block in (3, 3, 4)]
+    others = [event("write", "activations block 4", 1.0, 2.5), event("read", "state chunk 1", 1.0, 2.0)]
+    computed = [event("compute", f"forward block {block}", 1.0, 2.0) for block in (0, 1)]
+    found = requests([others[0], *together, others[1], *computed])
+    assert found == [others[0], Event("write", "activations block 3, activations block 4", 1.0, 2.0, 30), others[1], *computed]
 
 
 def check_trace(found: list[dict[str, Any]]) -> None:

@@ -534,6 +534,10 @@ static ptn_status fill(ptn_store *store, const char *folder, const ptn_store_opt
   return PTN_OK;
 }
 
+static _Atomic uint32_t usual_parts_count = PTN_PIECE_PARTS;
+
+void ptn_store_set_parts(uint32_t parts_count) { atomic_store(&usual_parts_count, parts_count ? parts_count : PTN_PIECE_PARTS); }
+
 ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_store_options *options) {
   *out = NULL;
   uint32_t depth = options->depth ? options->depth : DEPTH;
@@ -542,7 +546,7 @@ ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_
   store->file.fd = -1;
   store->process = getpid();
   store->piece_bytes = options->piece_bytes ? options->piece_bytes : PIECE_BYTES;
-  store->parts_count = options->parts_count ? options->parts_count : PTN_PIECE_PARTS;
+  store->parts_count = options->parts_count ? options->parts_count : atomic_load(&usual_parts_count);
   ptn_mutex_create(&store->mutex);
   ptn_condition_create(&store->idle);
   ptn_mutex_create(&store->space_mutex);

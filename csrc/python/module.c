@@ -5,6 +5,7 @@
 #include "base/bytes.h"
 #include "base/checksum.h"
 #include "device/direct_storage.h"
+#include "disk/engine.h"
 #include "memory/arena.h"
 #include "python/binding.h"
 #include "torch/allocator.h"
@@ -57,6 +58,14 @@ static PyObject *trim(PyObject *module, PyObject *number) {
 }
 
 /* Runs what follows outside of any budget (True), or gives the account back (the capsule that it returned). */
+static PyObject *move_apart(PyObject *module, PyObject *apart) {
+  (void)module;
+  int wanted = PyObject_IsTrue(apart);
+  if (wanted < 0) return NULL;
+  ptn_store_set_parts(wanted ? 1 : 0);
+  Py_RETURN_NONE;
+}
+
 static PyObject *swap_account(PyObject *module, PyObject *capsule) {
   (void)module;
   ptn_account *account = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, "protrain.account");
@@ -119,6 +128,7 @@ static PyMethodDef module_methods[] = {
     {"memory_stats", memory_stats, METH_NOARGS, NULL},
     {"trim", trim, METH_O, NULL},
     {"swap_account", swap_account, METH_O, NULL},
+    {"move_apart", move_apart, METH_O, NULL},
     {"mark_static", mark_static, METH_O, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},

@@ -85,7 +85,8 @@ int main(int argc, char **argv) {
   }
   ptn_store_options options = {.engine = strcmp(argv[2], "threads") == 0 ? PTN_DISK_THREADS : PTN_DISK_URING,
                                .depth = (uint32_t)atoi(argv[3]),
-                               .piece_bytes = (uint64_t)atoi(argv[4]) << 10};
+                               .piece_bytes = (uint64_t)atoi(argv[4]) << 10,
+                               .parts_count = 1};
   uint64_t request_bytes = (uint64_t)atoi(argv[5]) << 10;
   size_t count = (size_t)(((uint64_t)atoi(argv[6]) << 20) / request_bytes);
   int rounds = argc > 7 ? atoi(argv[7]) : 1;
