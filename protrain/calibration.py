@@ -12,8 +12,8 @@ that time.
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
 what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
-the next one is always there, while in a training step it comes later, wakes a thread of the disk's that sleeps, and ends in an
-interrupt of a thread that computes, which is in no clock of the disk's threads and takes about as long as they do.
+the next one is always there, while in a training step it comes later, and wakes a thread of the disk's that sleeps. What bytes
+cost compute that depends on memory more than the products here do is added where the model is known (requests.py).
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
