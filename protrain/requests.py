@@ -22,6 +22,8 @@ from .sizes import KIB, MIB
 
 #: Of the store: a larger request is made as several, smaller ones side by side as one.
 PIECE_BYTES = 4 * MIB
+#: Of them in one, at most.
+MOST_PARTS = 64
 #: Of the update lane's ring, as csrc/plan/fit.c has it: the largest piece that a budget of so many of it allows.
 LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
 
@@ -32,11 +34,14 @@ LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE, MORE_BY_MEMORY = 0.16, 0.25, 1.2
 
 
 def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Machine:
-    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory.
+    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory. Of one whose
+    requests cost nothing, as where a core is free or a file describes it, all is as it was.
 
     Args:
         counted: of each phase of a step: floating-point operations, bytes that operations read and write, operations.
     """
+    if machine.request_drag_seconds == 0:
+        return machine
     flops, moved, operations = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0, 0)
     whole = ordinary_seconds(flops, moved, operations)
     share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
@@ -86,7 +91,9 @@ def _of_arrays(size: int, n_arrays: int, ring_piece: int) -> int:
 
 def _gathered_bytes(record: int) -> int:
     """Of activations, in a request: whole records, or parts of one."""
-    return PIECE_BYTES // record * record if record <= PIECE_BYTES else -(-record // _requests(record, PIECE_BYTES))
+    if record > PIECE_BYTES:
+        return -(-record // _requests(record, PIECE_BYTES))
+    return min(PIECE_BYTES // record, MOST_PARTS) * record
 
 
 def _ring_piece_bytes(budget_bytes: int) -> int:

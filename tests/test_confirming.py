@@ -207,7 +207,7 @@ def test_lanes_that_cost_more_than_was_measured_lead_to_another_plan(
 ) -> None:
     """The clock stands but in forwards of blocks, and the sums of the steps under a plan are made up: ten times the drag."""
     clock, plans = Clock(monkeypatch), []
-    lane = Speed(6e8, 6e8, 2.8e-10)
+    lane = Speed(6e8, 6e8, 6e-10)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e10, 1e10, 0.0), step_update_bytes_per_second=1e10)
     monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
     monkeypatch.setattr(pacing, "DEPARTURE", 1e9)

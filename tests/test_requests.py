@@ -50,6 +50,8 @@ def test_compute_that_depends_on_memory_loses_more() -> None:
 
 def test_where_nothing_is_counted_memory_costs_nothing() -> None:
     assert with_memory(MACHINE, []) == with_memory(MACHINE, [(0, 0, 0)] * 3) == MACHINE
+    described = Machine(disk_read=LANE, disk_write=LANE)
+    assert with_memory(described, counted(1.0)) is described
 
 
 def test_each_byte_has_its_part_of_its_request() -> None:
@@ -73,7 +75,15 @@ def test_short_ones_side_by_side_are_one_request() -> None:
 
 @pytest.mark.parametrize(
     ("record", "request_bytes"),
-    [(MIB, 4 * MIB), (3 * MIB, 3 * MIB), (3 * MIB // 2, 3 * MIB), (4 * MIB, 4 * MIB), (6 * MIB, 3 * MIB), (9 * MIB, 3 * MIB)],
+    [
+        (8 * KIB, MIB // 2),
+        (MIB, 4 * MIB),
+        (3 * MIB, 3 * MIB),
+        (3 * MIB // 2, 3 * MIB),
+        (4 * MIB, 4 * MIB),
+        (6 * MIB, 3 * MIB),
+        (9 * MIB, 3 * MIB),
+    ],
 )
 def test_records_go_together_as_far_as_they_fit(record: int, request_bytes: int) -> None:
     read, write, stash = drags(with_requests(MACHINE, [6 * MIB], 2, record, 200 * MIB))

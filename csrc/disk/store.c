@@ -2,7 +2,7 @@
  *
  * Problem: hundreds of transfers are ordered ahead of the computation that needs them; the one that it needs next must not
  * wait behind gigabytes of others, the disk must always have enough to do, and a failure of any one of thousands of system
- * calls, or a byte that is not what it was, has to become one clear error of the one request it belongs to.
+ * calls, or a byte that is not what it was, has to become one clear error of the requests it belongs to.
  *
  * Design: two FIFO queues, urgent and rest. A request is cut into pieces only when there is room in flight, so an urgent one
  * waits for a few pieces at most, never for whole requests, and what waited together can go together: a piece is a part of one
@@ -150,7 +150,8 @@ static void cut(ptn_store *store, io_queue *queue, ptn_piece *piece, int64_t now
   take(queue, piece, io, ptn_min_u64(store->piece_bytes, io->bytes - io->own.next_bytes), now_ns);
   while (whole && queue->first && queue->first != last && piece->parts_count < store->parts_count) {
     ptn_io *next = queue->first;
-    if (next->write != piece->write || next->bytes > store->piece_bytes - piece->bytes) break;
+    if (next->write != io->write || next->done != io->done) break; /* whose fail together are of one kind */
+    if (next->bytes > store->piece_bytes - piece->bytes) break;
     if (!lies_beside(piece, next, &backwards)) break;
     last->own.beside = next;
     last = next;
@@ -546,7 +547,8 @@ ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_
   store->file.fd = -1;
   store->process = getpid();
   store->piece_bytes = options->piece_bytes ? options->piece_bytes : PIECE_BYTES;
-  store->parts_count = options->parts_count ? options->parts_count : atomic_load(&usual_parts_count);
+  uint32_t parts_count = options->parts_count ? options->parts_count : atomic_load(&usual_parts_count);
+  store->parts_count = parts_count < PTN_PIECE_PARTS ? parts_count : PTN_PIECE_PARTS;
   ptn_mutex_create(&store->mutex);
   ptn_condition_create(&store->idle);
   ptn_mutex_create(&store->space_mutex);

@@ -2,7 +2,7 @@
  *
  * The file is made in the user's folder and unlinked at once, so that nothing is left whatever happens to the process.
  * Space is reserved before it is used: a write into an extent does not fail for lack of space. All I/O is direct: the page
- * cache would cost a core and twice the memory. An engine (threads with pread and pwrite, or io_uring) is chosen when the
+ * cache would cost a core and twice the memory. An engine (threads with blocking calls, or io_uring) is chosen when the
  * store is created; both give the same results.
  *
  * Every byte that comes back is what was written, or the request fails: pages have checksums in memory (page_sums.h), taken when a write
@@ -12,8 +12,8 @@
  * them in its caches: a request then leaves that to its caller.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
- * pieces are in flight. Short ones that come one behind the other, lie side by side in the file and go the same way are one
- * piece: a system call and an interrupt take as long for a page as for a MiB. Requests of one urgency are started in the order they
+ * pieces are in flight. Short ones that come one behind the other, lie side by side in the file, go the same way and have one done are one
+ * piece, and fail together: a system call and an interrupt take as long for a page as for a MiB. Requests of one urgency are started in the order they
  * came, urgent ones first; they may finish in any order, so one that must follow another is submitted after the other has finished.
  */
 #ifndef PTN_DISK_STORE_H

@@ -57,7 +57,6 @@ static PyObject *trim(PyObject *module, PyObject *number) {
   Py_RETURN_NONE;
 }
 
-/* Runs what follows outside of any budget (True), or gives the account back (the capsule that it returned). */
 static PyObject *move_apart(PyObject *module, PyObject *apart) {
   (void)module;
   int wanted = PyObject_IsTrue(apart);
@@ -66,6 +65,7 @@ static PyObject *move_apart(PyObject *module, PyObject *apart) {
   Py_RETURN_NONE;
 }
 
+/* Runs what follows outside of any budget (True), or gives the account back (the capsule that it returned). */
 static PyObject *swap_account(PyObject *module, PyObject *capsule) {
   (void)module;
   ptn_account *account = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, "protrain.account");

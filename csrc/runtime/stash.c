@@ -176,6 +176,7 @@ void ptn_stash_end(ptn_stash *stash) {
       stash->current->ahead = stash->current->last;
       stash->backward = stash->current;
     }
+    ptn_stash_write(stash, false); /* what waited for company goes where backward lacks room */
     ptn_stash_advance(stash);
   }
   ptn_unlock(&stash->mutex);

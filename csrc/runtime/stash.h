@@ -76,7 +76,8 @@ uint64_t ptn_record_bytes(const ptn_record *record);
 /* ---- memory and time ---- */
 
 /* For the account's pressure: makes some memory free, true when it may have; waits. must: also what was read ahead gives way, and is
- * read again later. On a thread of the store it does nothing. */
+ * read again later. On a thread of the store, and of one that is about to submit
+ * reads, it does nothing. */
 bool ptn_stash_relieve(ptn_stash *stash, bool must);
 /* What operations take while backward runs, in bytes; what is kept and what is read ahead leave so much room. */
 void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes);

@@ -27,6 +27,8 @@
 
 /* Records that are moved together, at most. */
 #define MOST_TOGETHER 64
+/* Records that are looked at to know how much is ahead. */
+#define MOST_LOOKED_AT 256
 
 static void write_done(ptn_io *io);
 
@@ -97,8 +99,9 @@ void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record) {
 /* Whether the queue is better left until more has come: short records, with memory to spare. Half of the room may be waited for. */
 static bool wait_for_more(const ptn_stash *stash) {
   uint64_t room_bytes = ptn_account_room(stash->account);
-  uint64_t enough_bytes = ptn_min_u64(ptn_store_gathered_bytes(stash->store), room_bytes / 2);
-  return stash->queued_bytes + stash->queue_last->block.bytes <= enough_bytes; /* the next is taken to be as long as the last */
+  uint64_t next_bytes = stash->queue_last->block.bytes; /* the next is taken to be as long as the last */
+  uint64_t enough_bytes = ptn_min_u64(ptn_store_gathered_bytes(stash->store), MOST_TOGETHER * next_bytes);
+  return stash->queued_bytes + next_bytes <= ptn_min_u64(enough_bytes, room_bytes / 2);
 }
 
 /* Whether a write is started now; begun_bytes: of those that it would be submitted with. */
@@ -148,6 +151,7 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
     ptn_lock(&stash->mutex);
   }
   stash->starting = stash->pressed = false;
+  if (stash->closed) ptn_broadcast(&stash->changed); /* all that was submitted may have ended meanwhile */
 }
 
 /* ---- what has ended, on a thread of the store ---- */
@@ -155,10 +159,11 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
 static void end_of_io(ptn_stash *stash, traffic *traffic, uint64_t bytes) {
   traffic_out(traffic, bytes);
   stash->finishing_count++; /* close waits: the lock is given up in between */
+  bool inside = must_not_wait;
   must_not_wait = true;
   ptn_stash_write(stash, false);
   ptn_stash_advance(stash);
-  must_not_wait = false;
+  must_not_wait = inside;
   stash->finishing_count--;
   ptn_broadcast(&stash->changed);
 }
@@ -278,15 +283,26 @@ static uint64_t most_ahead_bytes(const ptn_stash *stash) {
   return bytes > (double)LEAST_AHEAD_BYTES ? (uint64_t)bytes : LEAST_AHEAD_BYTES;
 }
 
-/* Whether a record is read ahead now; begun_bytes: of those that it would be submitted with. As long as there is enough ahead, it is
- * only begun where there is room for as much as is moved at once. */
-static bool may_read(const ptn_stash *stash, uint64_t bytes, uint64_t begun_bytes) {
-  uint64_t gathered_bytes = ptn_store_gathered_bytes(stash->store), held_bytes = stash->stats.memory_bytes;
-  uint64_t room_bytes = ptn_account_room(stash->account);
+/* Whether there are so many bytes in memory, or on their way, of what will be asked for before this record. */
+static bool is_ahead(const ptn_record *record, uint64_t bytes) {
+  uint64_t found_bytes = 0;
+  uint32_t looked_count = 0;
+  for (record = record->after; record && found_bytes < bytes && looked_count < MOST_LOOKED_AT; record = record->after) {
+    looked_count++;
+    if (!record->asked && (record_is_held(record) || record->state == RECORD_READING)) found_bytes += record->block.bytes;
+  }
+  return found_bytes >= bytes;
+}
+
+/* Whether a record is read ahead now; begun_bytes: of those that it would be submitted with. As long as there is more ahead than room,
+ * it is only begun where there is room for as much as is moved at once. */
+static bool may_read(const ptn_stash *stash, const ptn_record *record, uint64_t begun_bytes) {
+  uint64_t gathered_bytes = ptn_store_gathered_bytes(stash->store), bytes = record->block.bytes;
+  uint64_t held_bytes = stash->stats.memory_bytes, room_bytes = ptn_account_room(stash->account);
   room_bytes -= ptn_min_u64(room_bytes, stash->headroom_bytes);
   if (begun_bytes > 0) {
     if (begun_bytes + bytes > gathered_bytes) return false;
-  } else if (held_bytes >= ptn_min_u64(2 * gathered_bytes, held_bytes / 2 + room_bytes / 2)) {
+  } else if (is_ahead(record, ptn_min_u64(2 * gathered_bytes, room_bytes))) {
     bytes = ptn_max_u64(bytes, gathered_bytes);
   }
   if (stash->reads.in_flight_count > 0 && stash->reads.in_flight_bytes + bytes > READS_IN_FLIGHT_BYTES) return false;
@@ -307,15 +323,15 @@ static ptn_record *next_ahead(ptn_stash *stash, uint64_t begun_bytes) {
       stash->stats.forwarded_bytes += record->block.bytes;
       continue;
     }
-    if (!may_read(stash, record->block.bytes, begun_bytes)) return NULL;
+    if (!may_read(stash, record, begun_bytes)) return NULL;
     pass->ahead = record->before;
     return record;
   }
   return NULL;
 }
 
-/* Begins and submits what is read together; false where nothing was. Others that took the room meanwhile end it: what is not read is
- * read when it is asked for. */
+/* Begins and submits what is read together; false where that was all. Others that took the room meanwhile end it: what is not read
+ * is read when it is asked for. */
 static bool read_some(ptn_stash *stash) {
   ptn_io *ios[MOST_TOGETHER];
   ptn_record *record;
@@ -347,6 +363,7 @@ void ptn_stash_advance(ptn_stash *stash) {
     }
   }
   stash->advancing = false;
+  if (stash->closed) ptn_broadcast(&stash->changed);
 }
 
 /* ---- pressure ---- */

@@ -1,6 +1,6 @@
 /* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
  *
- * Calls are numbered by kind from the moment of disk_tell on (pread and pwrite: of several parts): those about the store's file (made with O_TMPFILE, or under the
+ * Calls are numbered by kind from the moment of disk_tell on (pread and pwrite with those of several parts): those about the store's file (made with O_TMPFILE, or under the
  * store's name); from write on, about what is being written beside its target (files, their folder, its making, its taking the
  * target's name, the folder of both); open and read, about the files of a checkpoint. Those from first to last go wrong; all
  * others are the kernel's. The program asks by ctypes.
@@ -152,6 +152,14 @@ SHOWN ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset
   ssize_t moved = syscall(SYS_pwrite64, fd, other, fault == SHORT ? half(bytes) : bytes, offset);
   free(other);
   return moved;
+}
+
+SHOWN ssize_t pread(int fd, void *memory, size_t bytes, off_t offset) {
+  return preadv(fd, &(struct iovec){.iov_base = memory, .iov_len = bytes}, 1, offset);
+}
+
+SHOWN ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
+  return pwritev(fd, &(struct iovec){.iov_base = (void *)(uintptr_t)memory, .iov_len = bytes}, 1, offset);
 }
 
 SHOWN int fallocate(int fd, int mode, off_t offset, off_t bytes) {

@@ -194,6 +194,108 @@ static void failures_are_told(void) {
   world_close(&here);
 }
 
+/* What waits for company when backward begins is written at once where backward needs its room, and not where it does not. */
+static void the_turn_looks_at_the_queue(void) {
+  for (int needed = 0; needed < 2; needed++) {
+    open_world(0);
+    put(0, 6, BYTES);
+    ptn_account_set_goal(here.account, 16 * BYTES);
+    ptn_stash_set_headroom(here.stash, (needed ? 12 : 4) * BYTES); /* of 10 that are left */
+    ptn_stash_end(here.stash);
+    if (needed) WAIT_UNTIL(world_stats(&here).written_bytes == 6 * BYTES);
+    world_settle(&here);
+    CHECK(writes() == (needed ? 1 : 0) && atomic_load(&here.pressed_count) == 0);
+    take_all(6);
+    world_close(&here);
+  }
+}
+
+/* What another pass has in memory is not ahead of this backward: that goes on reading in the room there is. */
+static void other_passes_are_not_ahead(void) {
+  static ptn_record *others[21];
+  open_world(0);
+  put(0, 32, BYTES);
+  WAIT_UNTIL(world_stats(&here).written_bytes == 32 * BYTES);
+  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  ptn_stash_begin(here.stash);
+  for (uint64_t i = 0; i < 21; i++) {
+    others[i] = put_and_free(&here, BYTES, 100 + i);
+    if (i % 7 < 6) continue;
+    for (uint64_t j = i - 6; j <= i; j++) get_and_free(others[j], true, 100 + j); /* before their write: they stay */
+  }
+  CHECK(world_stats(&here).memory_bytes == 21 * BYTES);
+  ptn_account_set_goal(here.account, world_account(&here).live_bytes + 5 * BYTES);
+  ptn_stash_end(here.stash);
+  for (uint64_t i = 32; i-- > 0;) {
+    get_and_free(records[i], true, i + 1);
+    ptn_record_drop(records[i], true);
+    world_settle(&here);
+  }
+  CHECK(reads() <= 16); /* several at a time, not one for each */
+  for (uint64_t i = 0; i < 21; i++) ptn_record_drop(others[i], true);
+  world_close(&here);
+}
+
+/* Everything that was submitted ends while the thread that submitted it is still on its way back: close comes to an end. */
+typedef struct slow_start {
+  ptn_io_engine base;
+  ptn_io_engine *inner;
+} slow_start;
+
+static void start_slowly(ptn_io_engine *base, ptn_piece *piece) {
+  slow_start *engine = (slow_start *)base;
+  engine->inner->kind->start(engine->inner, piece);
+  nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+}
+
+static void destroy_slow(ptn_io_engine *base) {
+  slow_start *engine = (slow_start *)base;
+  engine->inner->kind->destroy(engine->inner);
+}
+
+static ptn_io_engine *wrap_slow(ptn_io_engine *inner, void *context) {
+  static const ptn_io_engine_kind kind = {.name = "slow", .start = start_slowly, .destroy = destroy_slow};
+  slow_start *engine = context;
+  *engine = (slow_start){.base.kind = &kind, .inner = inner};
+  return &engine->base;
+}
+
+static void *close_it(void *argument) {
+  nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  ptn_stash_close(argument);
+  return NULL;
+}
+
+static void close_meets_a_submit(void) {
+  slow_start engine;
+  ptn_store *store;
+  ptn_stash *stash;
+  ptn_account *account;
+  pthread_t closer;
+  CHECK_OK(ptn_store_create_with(&store, world_folder(), &(ptn_store_options){.wrap = wrap_slow, .context = &engine}));
+  CHECK_OK(ptn_account_create(&account, 0, NULL, NULL));
+  for (int by_read = 0; by_read < 2; by_read++) {
+    CHECK_OK(ptn_stash_create(&stash, store, account, NULL));
+    here.stash = stash;
+    here.account = account;
+    ptn_stash_begin(stash);
+    tensor saved = tensor_make(&here, 8 * PTN_MIB, 1);
+    if (!by_read) CHECK_OK(ptn_thread_start(&closer, "closer", close_it, stash));
+    ptn_record *record = tensor_put(&here, &saved, true);
+    tensor_free(&saved);
+    if (by_read) {
+      WAIT_UNTIL(world_account(&here).live_bytes == 0);
+      CHECK_OK(ptn_thread_start(&closer, "closer", close_it, stash));
+      ptn_stash_end(stash);
+    }
+    ptn_thread_join(closer);
+    ptn_record_drop(record, false);
+    ptn_stash_release(stash);
+  }
+  ptn_store_destroy(store);
+  ptn_account_destroy(account);
+}
+
 /* Left before its end: what waits for company is neither written nor kept. */
 static void a_graph_that_is_dropped(void) {
   open_world(0);
@@ -219,6 +321,9 @@ int main(int count, char **words) {
                                     {"reads_wait_for_room", reads_wait_for_room},
                                     {"reads_in_little_room", reads_in_little_room},
                                     {"failures_are_told", failures_are_told},
+                                    {"the_turn_looks_at_the_queue", the_turn_looks_at_the_queue},
+                                    {"other_passes_are_not_ahead", other_passes_are_not_ahead},
+                                    {"close_meets_a_submit", close_meets_a_submit},
                                     {"a_graph_that_is_dropped", a_graph_that_is_dropped}};
   return run_cases(cases, sizeof cases / sizeof *cases, count, words);
 }

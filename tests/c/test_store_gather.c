@@ -28,6 +28,8 @@ static void done(ptn_io *io) {
   ptn_unlock(&mutex);
 }
 
+static void done_by_another(ptn_io *io) { done(io); }
+
 static void submit_all(size_t count) {
   left_count = count;
   failed_count = 0;
@@ -114,6 +116,10 @@ static void neighbours_are_one_attempt(ptn_disk_engine which) {
   requests[0] = make(0, 100, 2, false, 0); /* the other direction */
   requests[1] = make(1, 102, 2, true, 2);
   expect_attempts(2, 2, 2);
+  requests[0] = make(0, 4, 2, false, 0); /* of somebody else, who need not fail with it */
+  requests[1] = make(1, 6, 2, false, 0);
+  requests[1].done = done_by_another;
+  expect_attempts(2, 2, 0);
   requests[0] = make(0, 4, 2, false, 0); /* a more urgent one goes first, by itself */
   requests[1] = make(1, 6, 2, false, 0);
   requests[2] = make(2, 8, 2, false, 0);
