@@ -113,9 +113,10 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
         per_byte = speed.drag_seconds_per_byte + (machine.stash_drag_seconds_per_byte if kind == ACTIVATIONS else 0.0)
-        known = lane == UPDATE or (start, end, lane) in requests
-        requests.add((start, end, lane))
-        lost += share * (size * per_byte + (0.0 if known else machine.request_drag_seconds))
+        lost += share * size * per_byte
+        if lane != UPDATE and (start, end, lane) not in requests:
+            requests.add((start, end, lane))
+            lost += share * machine.request_drag_seconds
     return lost
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from protrain.dryrun import DryRun, Phase
-from protrain.observed import observe
+from protrain.observed import ACTIVATIONS, READ, WRITE, drag_seconds, observe
+from protrain.profiles import Machine, Speed
 from protrain.timeline import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, Pass, Raw
 
 
@@ -53,3 +54,14 @@ def test_a_block_that_is_used_twice_recomputes_each_of_its_forwards() -> None:
     assert run.calls() == [(0, 1, 5), (0, 2, 4)]
     run = replace(run, phases=(*run.phases[:2], replace(run.phases[2], flops=2000), *run.phases[3:]))
     assert run.recomputed_parts() == {5: 0.5, 4: 0.25}
+
+
+def test_what_a_request_carried_is_charged_for_one_request() -> None:
+    lane = Speed(1e9, 1e9, 1e-9)
+    machine = Machine(disk_read=lane, disk_write=lane, request_drag_seconds=1.0)
+
+    def moved(start: int, end: int, lane: int) -> Raw:
+        return (start * 10**9, end * 10**9, 10**9, 0, lane, ACTIVATIONS)
+
+    events = [moved(1, 2, WRITE), moved(1, 2, WRITE), moved(1, 3, WRITE), moved(1, 2, READ)]
+    assert drag_seconds(events, [Pass(0, 10 * 10**9)], machine) == pytest.approx(4 * 1.0 + 3 * 1.0)

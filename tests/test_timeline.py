@@ -34,7 +34,7 @@ from protrain.timeline import (
     requests,
     union,
     without,
-)  # fmt: skip
+)
 
 MODES = ["keep", "checkpoint", "keep", "checkpoint"]
 

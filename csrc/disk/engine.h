@@ -19,8 +19,6 @@
 #include "base/status.h"
 #include "disk/store.h"
 
-#define PTN_PIECE_PARTS 64 /* at most */
-
 /* One stretch of the file, whose bytes lie in memory in one part or in several. */
 typedef struct ptn_piece ptn_piece;
 struct ptn_piece {
@@ -64,7 +62,8 @@ typedef struct ptn_store_options {
   ptn_io_engine *(*wrap)(ptn_io_engine *inner, void *context); /* an engine around the one that was made, which it then owns */
   void *context;
 } ptn_store_options;
-/* What parts_count 0 means from now on; 0: PTN_PIECE_PARTS. Tests of small models would see nothing of a disk that only moves MiBs. */
+/* What parts_count 0 means from now on; 0: PTN_PIECE_PARTS. Tests of small models would see nothing of a disk that only moves
+ * MiBs. */
 void ptn_store_set_parts(uint32_t parts_count);
 ptn_status ptn_store_create_with(ptn_store **out, const char *folder, const ptn_store_options *options);
 

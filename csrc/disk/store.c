@@ -206,10 +206,10 @@ static ptn_status fail_page(const ptn_store *store, uint64_t bad_offset) {
   return status;
 }
 
-/* Under the lock. A request has its first failure; no more of it is started. */
+/* Under the lock. A request has its first failure; no more of it is started. sys_errno 0: a page is not what was written. */
 static void fail_io(ptn_store *store, ptn_io *io, const ptn_piece *piece, int sys_errno) {
   if (io->status != PTN_OK) return;
-  if (sys_errno == EBADMSG && io->own.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) io->status = fail_page(store, io->own.bad_offset);
+  if (sys_errno == 0) io->status = fail_page(store, io->own.bad_offset);
   else io->status = ptn_fail_disk(sys_errno, store->file.folder, piece->bytes, io->write ? "write" : "read");
   ptn_error_save(&io->error);
   if (io->own.next_bytes < io->bytes) remove_from(queue_of(store, io), io);
@@ -224,8 +224,7 @@ static void piece_ended(ptn_piece *piece, int sys_errno) {
   int64_t now_ns = ptn_now_ns();
   flow_out(flow_of(store, piece->own.io), now_ns);
   for (ptn_io *io = piece->own.io; io; io = io->own.beside) {
-    if (sys_errno != 0) fail_io(store, io, piece, sys_errno);
-    else if (io->own.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) fail_io(store, io, piece, EBADMSG);
+    if (sys_errno != 0 || io->own.bad_offset != PTN_PAGE_SUMS_ALL_GOOD) fail_io(store, io, piece, sys_errno);
     if (--io->own.in_flight_count > 0 || io->own.next_bytes < io->bytes) continue;
     io->end_ns = now_ns;
     *end = io;

@@ -12,9 +12,10 @@
  * them in its caches: a request then leaves that to its caller.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
- * pieces are in flight. Short ones that come one behind the other, lie side by side in the file, go the same way and have one done are one
- * piece, and fail together: a system call and an interrupt take as long for a page as for a MiB. Requests of one urgency are started in the order they
- * came, urgent ones first; they may finish in any order, so one that must follow another is submitted after the other has finished.
+ * pieces are in flight. Short ones that come one behind the other, lie side by side in the file, go the same way and have one
+ * done are one piece, and fail together: a system call and an interrupt take as long for a page as for a MiB. Requests of one
+ * urgency are started in the order they came, urgent ones first; they may finish in any order, so one that must follow another
+ * is submitted after the other has finished.
  */
 #ifndef PTN_DISK_STORE_H
 #define PTN_DISK_STORE_H
@@ -24,6 +25,8 @@
 #include <stdint.h>
 
 #include "base/status.h"
+
+#define PTN_PIECE_PARTS 64 /* short requests that are moved as one piece, at most */
 
 typedef struct ptn_store ptn_store;
 
@@ -86,8 +89,8 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);
 
 /* Starts io; never fails itself: failures arrive in io->status. What lies outside of the reserved space is PTN_INVALID. */
 void ptn_store_submit(ptn_store *store, ptn_io *io);
-/* The same for several, in this order, before any of them is started: those that lie side by side in the file, in either order, are
- * moved as one piece where they are short enough. What fails then fails for each of them. */
+/* The same for several, in this order, before any of them is started: those that lie side by side in the file, in either order,
+ * are moved as one piece where they are short enough. What fails then fails for each of them. */
 void ptn_store_submit_all(ptn_store *store, ptn_io *const *ios, size_t count);
 /* Short requests that lie side by side are best submitted together until they have so many bytes; 0: each is moved by itself. */
 uint64_t ptn_store_gathered_bytes(const ptn_store *store);

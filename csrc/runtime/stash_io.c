@@ -25,15 +25,13 @@
 /* A window that moved less says nothing about the disk. */
 #define TELLING_BYTES (8 * PTN_MIB)
 
-/* Records that are moved together, at most. */
-#define MOST_TOGETHER 64
 /* Records that are looked at to know how much is ahead. */
 #define MOST_LOOKED_AT 256
 
 static void write_done(ptn_io *io);
 
-/* On a thread of the store, inside a callback, or with requests that are still to be submitted: it must not wait for what only it can
- * end. */
+/* On a thread of the store, inside a callback, or with requests that are still to be submitted: it must not wait for what only
+ * it can end. */
 static _Thread_local bool must_not_wait;
 
 /* ---- traffic ---- */
@@ -100,7 +98,7 @@ void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record) {
 static bool wait_for_more(const ptn_stash *stash) {
   uint64_t room_bytes = ptn_account_room(stash->account);
   uint64_t next_bytes = stash->queue_last->block.bytes; /* the next is taken to be as long as the last */
-  uint64_t enough_bytes = ptn_min_u64(ptn_store_gathered_bytes(stash->store), MOST_TOGETHER * next_bytes);
+  uint64_t enough_bytes = ptn_min_u64(ptn_store_gathered_bytes(stash->store), PTN_PIECE_PARTS * next_bytes);
   return stash->queued_bytes + next_bytes <= ptn_min_u64(enough_bytes, room_bytes / 2);
 }
 
@@ -135,10 +133,10 @@ void ptn_stash_write(ptn_stash *stash, bool pressed) {
   stash->starting = true;
   while (stash->start_again) {
     stash->start_again = false;
-    ptn_io *ios[MOST_TOGETHER];
+    ptn_io *ios[PTN_PIECE_PARTS];
     uint64_t bytes = 0;
     size_t count = 0;
-    while (count < MOST_TOGETHER && may_write(stash, bytes)) {
+    while (count < PTN_PIECE_PARTS && may_write(stash, bytes)) {
       ptn_record *record = stash->queue_first;
       begin_write(stash, record);
       bytes += record->block.bytes;
@@ -294,8 +292,8 @@ static bool is_ahead(const ptn_record *record, uint64_t bytes) {
   return found_bytes >= bytes;
 }
 
-/* Whether a record is read ahead now; begun_bytes: of those that it would be submitted with. As long as there is more ahead than room,
- * it is only begun where there is room for as much as is moved at once. */
+/* Whether a record is read ahead now; begun_bytes: of those that it would be submitted with. As long as there is more ahead than
+ * room, it is only begun where there is room for as much as is moved at once. */
 static bool may_read(const ptn_stash *stash, const ptn_record *record, uint64_t begun_bytes) {
   uint64_t gathered_bytes = ptn_store_gathered_bytes(stash->store), bytes = record->block.bytes;
   uint64_t held_bytes = stash->stats.memory_bytes, room_bytes = ptn_account_room(stash->account);
@@ -333,13 +331,13 @@ static ptn_record *next_ahead(ptn_stash *stash, uint64_t begun_bytes) {
 /* Begins and submits what is read together; false where that was all. Others that took the room meanwhile end it: what is not read
  * is read when it is asked for. */
 static bool read_some(ptn_stash *stash) {
-  ptn_io *ios[MOST_TOGETHER];
+  ptn_io *ios[PTN_PIECE_PARTS];
   ptn_record *record;
   uint64_t bytes = 0;
   size_t count = 0;
   bool inside = must_not_wait, begun = true;
   must_not_wait = true;
-  while (count < MOST_TOGETHER && (record = next_ahead(stash, bytes))) {
+  while (count < PTN_PIECE_PARTS && (record = next_ahead(stash, bytes))) {
     bytes += record->block.bytes;
     begun = begin_read(stash, record, false) == PTN_OK; /* else it may be gone */
     if (!begun) break;

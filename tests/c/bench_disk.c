@@ -15,22 +15,9 @@
 #include "base/bytes.h"
 #include "base/checksum.h"
 #include "base/threads.h"
+#include "bench_left.h"
 #include "check.h"
 #include "disk/engine.h"
-
-static ptn_mutex mutex;
-static ptn_condition condition;
-static size_t left_count;
-
-static void done(ptn_io *io) {
-  if (io->status != PTN_OK) {
-    fprintf(stderr, "%s\n", io->error.message);
-    exit(1);
-  }
-  ptn_lock(&mutex);
-  if (--left_count == 0) ptn_signal(&condition);
-  ptn_unlock(&mutex);
-}
 
 static int threads_now(void) {
   DIR *listing = opendir("/proc/self/task");

@@ -16,6 +16,7 @@
 
 #include "base/bytes.h"
 #include "base/threads.h"
+#include "bench_left.h"
 #include "check.h"
 #include "disk/engine.h"
 
@@ -100,20 +101,6 @@ static ptn_store *store;
 static ptn_extent extent;
 static char *memory;
 static ptn_io requests[TRANSFERS][MOST_PARTS];
-static ptn_mutex mutex;
-static ptn_condition condition;
-static int left_count;
-
-static void done(ptn_io *io) {
-  if (io->status != PTN_OK) {
-    fprintf(stderr, "%s\n", io->error.message);
-    exit(1);
-  }
-  ptn_lock(&mutex);
-  if (--left_count == 0) ptn_signal(&condition);
-  ptn_unlock(&mutex);
-}
-
 static ptn_io *prepare(int transfer, int part, int parts_count, bool write) {
   uint64_t bytes = TRANSFER_BYTES / (uint64_t)parts_count;
   uint64_t at = (uint64_t)transfer * TRANSFER_BYTES + (uint64_t)part * bytes;
@@ -129,7 +116,7 @@ static ptn_io *prepare(int transfer, int part, int parts_count, bool write) {
 
 /* Seconds of TRANSFERS times 4 ms of computing. */
 static double run(const way *way, bool write) {
-  left_count = TRANSFERS * way->parts_count;
+  left_count = (size_t)(TRANSFERS * way->parts_count);
   int64_t begin_ns = ptn_now_ns();
   for (int transfer = 0; transfer < TRANSFERS; transfer++) {
     int between = way->parts_count ? STEPS / way->parts_count : 0;

@@ -1,7 +1,7 @@
 /* A disk that misbehaves as it is told, put before the C library by LD_PRELOAD.
  *
- * Calls are numbered by kind from the moment of disk_tell on (pread and pwrite with those of several parts): those about the store's file (made with O_TMPFILE, or under the
- * store's name); from write on, about what is being written beside its target (files, their folder, its making, its taking the
+ * Calls are numbered by kind from the moment of disk_tell on (pread and pwrite with those of several parts): those about the
+ * store's file (made with O_TMPFILE, or under the store's name); from write on, about what is being written beside its target (files, their folder, its making, its taking the
  * target's name, the folder of both); open and read, about the files of a checkpoint. Those from first to last go wrong; all
  * others are the kernel's. The program asks by ctypes.
  */

@@ -22,6 +22,13 @@ static void put(uint64_t begin, uint64_t end, uint64_t bytes) {
   for (uint64_t i = begin; i < end; i++) records[i] = put_and_free(&here, bytes, i + 1);
 }
 
+/* Until nothing of them is in memory; count fills whole requests. */
+static void put_on_disk(uint64_t count) {
+  put(0, count, BYTES);
+  WAIT_UNTIL(world_stats(&here).written_bytes == count * BYTES);
+  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+}
+
 static void take_all(uint64_t count) {
   for (uint64_t i = count; i-- > 0;) {
     get_and_free(records[i], true, i + 1);
@@ -111,9 +118,7 @@ static void little_room_is_not_filled(void) {
 
 static void reads_come_together(void) {
   open_world(0);
-  put(0, RECORDS, BYTES);
-  WAIT_UNTIL(world_stats(&here).written_bytes == RECORDS * BYTES);
-  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  put_on_disk(RECORDS);
   CHECK(writes() == RECORDS / 8);
   ptn_stash_end(here.stash);
   WAIT_UNTIL(world_stats(&here).read_bytes == RECORDS * BYTES);
@@ -132,9 +137,7 @@ static void reads_come_together(void) {
 static void reads_wait_for_room(void) {
   uint64_t goal_bytes = 3 * TOGETHER + BYTES;
   open_world(0);
-  put(0, RECORDS, BYTES);
-  WAIT_UNTIL(world_stats(&here).written_bytes == RECORDS * BYTES);
-  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  put_on_disk(RECORDS);
   ptn_account_set_goal(here.account, goal_bytes);
   ptn_account_mark(here.account);
   ptn_stash_end(here.stash);
@@ -154,9 +157,7 @@ static void reads_wait_for_room(void) {
 static void reads_in_little_room(void) {
   uint64_t goal_bytes = TOGETHER / 2;
   open_world(0);
-  put(0, RECORDS, BYTES);
-  WAIT_UNTIL(world_stats(&here).written_bytes == RECORDS * BYTES);
-  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  put_on_disk(RECORDS);
   ptn_account_set_goal(here.account, goal_bytes);
   ptn_account_mark(here.account);
   ptn_stash_end(here.stash);
@@ -170,9 +171,7 @@ static void reads_in_little_room(void) {
 /* A failed request is told to whoever needs one of its records, and all of them can be had when the disk is well. */
 static void failures_are_told(void) {
   open_world(0);
-  put(0, RECORDS, BYTES);
-  WAIT_UNTIL(world_stats(&here).written_bytes == RECORDS * BYTES);
-  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  put_on_disk(RECORDS);
   faulty_tell_of(&here.disk, FAULTY_READS, FAULT_ERRNO, EIO, 2, 2);
   ptn_stash_end(here.stash);
   WAIT_UNTIL(world_stats(&here).read_bytes == RECORDS * BYTES - TOGETHER);
@@ -214,9 +213,7 @@ static void the_turn_looks_at_the_queue(void) {
 static void other_passes_are_not_ahead(void) {
   static ptn_record *others[21];
   open_world(0);
-  put(0, 32, BYTES);
-  WAIT_UNTIL(world_stats(&here).written_bytes == 32 * BYTES);
-  WAIT_UNTIL(world_account(&here).live_bytes == 0);
+  put_on_disk(32);
   ptn_stash_begin(here.stash);
   for (uint64_t i = 0; i < 21; i++) {
     others[i] = put_and_free(&here, BYTES, 100 + i);
