@@ -109,6 +109,23 @@ class DryRun:
         # A block that is used twice runs backward in the reverse order.
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
+    def accesses_with(self, block_modes: Sequence[str]) -> list[int]:
+        """The order in which a step reads chunks whose blocks have these modes. The backward of a block that is not recomputed reads
+        each chunk where it was recorded for the last time; what was recorded before that is recomputation."""
+        found: list[int] = []
+        read: set[int] = set()
+        phase_before = -1
+        for chunk, number in zip(reversed(self.accesses), reversed(self.access_phases), strict=True):
+            phase = self.phases[number]
+            if number != phase_before:
+                phase_before = number
+                read.clear()
+            once = phase.backward and phase.block >= 0 and not block_modes[phase.block].startswith("checkpoint")
+            if not (once and chunk in read):
+                found.append(chunk)
+                read.add(chunk)
+        return found[::-1]
+
     def counted(self) -> list[tuple[int, int, int]]:
         """Of each phase, nothing recomputed: what it computes, the bytes it reads and writes, and its operations."""
         return [(phase.flops, phase.moved_bytes, phase.operations) for phase in self.phases]

@@ -122,6 +122,7 @@ class Plan:
 class Arrangement:
     """A plan with what the engine needs to carry it out.
 
+    accesses: chunks that are not persistent in the order in which a step with the plan's modes reads them.
     static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
     stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
     rise_bytes: by how much the backward of a block rises above its begin; 0 where nothing swaps.
@@ -301,7 +302,7 @@ def arrange(
         found["slot_bytes"],
         found["piece_bytes"],
         found["n_pieces"],
-        [chunk for chunk in accesses if chunk >= plan.n_persist],
+        [chunk for chunk in (run.accesses_with(block_modes) if run else accesses) if chunk >= plan.n_persist],
         found["static_bytes"],
         found["smallest_bytes"],
         found["stash_bytes"],

@@ -421,6 +421,28 @@ def test_phases_accesses_and_completion() -> None:
     assert run.output_count == 1
 
 
+def test_blocks_that_are_not_recomputed_read_their_chunks_once_on_the_way_back() -> None:
+    model = gpt2()
+    chunk = {id(p): number for number, part in enumerate(model.modules()) for p in part.parameters(recurse=False)}
+    blocks = [block for _, block in find_blocks(model)]
+    run = dry_run(model, (), tokens(2, 32), blocks, chunk, round_bytes=_core.rounded_bytes, workspace=workspace_bytes)
+    recomputed = run.accesses_with(["checkpoint", "checkpoint_swap", "checkpoint"])
+    assert recomputed == list(run.accesses)
+    found = run.accesses_with(["swap", "checkpoint", "keep"])
+    first_of, second_of, third_of = ({chunk[id(p)] for p in block.parameters()} for block in blocks)
+
+    def visits(of: set[int], order: list[int]) -> list[int]:
+        return [number for number in order if number in of]
+
+    forward = visits(first_of, found)[: len(first_of)]
+    assert visits(first_of, found) == [*forward, *reversed(forward)]
+    assert visits(third_of, found)[len(third_of) :] == visits(third_of, found)[len(third_of) - 1 :: -1]
+    assert visits(second_of, found) == visits(second_of, recomputed)
+    assert len(visits(first_of, recomputed)) > len(visits(first_of, found))
+    others = set(chunk.values()) - first_of - second_of - third_of
+    assert visits(others, found) == visits(others, recomputed)
+
+
 def test_both_runs_meet_at_both_ends() -> None:
     """What the planner's composition rests on: runs differ only by what blocks between their forward and backward retain."""
     run = predict(llama(), **tokens(2, 64))

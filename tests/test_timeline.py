@@ -6,8 +6,9 @@ import gc
 import json
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,26 @@ def check_trace(found: list[dict[str, Any]]) -> None:
     order = [names[tid].split()[0] for tid in sorted(names)]
     assert list(dict.fromkeys(order)) == [lane for lane in LANES if lane in order or lane not in TRANSFERS]
     assert order == sorted(order, key=LANES.index)
+
+
+def test_a_chunk_is_read_once_on_the_way_and_once_on_the_way_back(
+    causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path
+) -> None:
+    """Blocks of three chunks, two slots: whoever reads ahead in the order of recomputation reads some chunks a third time."""
+    model = causal_lm("gpt2", hidden=256)
+    ids = token_batches(1)[0]
+    plan = protrain.plan(model, {"input_ids": ids, "labels": ids}, memory="24MiB")
+    plan = replace(plan, n_buffer=2, block_modes=("swap", "keep", "swap", "swap"))
+    model, optimizer = protrain.wrap(model, adamw(model), memory="24MiB", disk=fresh_disk, plan=plan)
+    for ids in token_batches(4):
+        step(model, optimizer, ids)
+    status = protrain.status(model)
+    assert status.plan.n_buffer == 2
+    assert status.plan.n_chunks - status.plan.n_persist > 2 * 4
+    reads = Counter(event.name for event in lane(status.timeline(), "read") if event.name.startswith("parameters"))
+    protrain.unwrap(model)
+    assert reads
+    assert max(reads.values()) <= 2, reads
 
 
 def test_a_text_says_what_was_hidden(trained: Any) -> None:
