@@ -2,13 +2,13 @@
 
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
 of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
-its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the lane, which the clocks of threads tell
-within a few percent, on a busy machine too; of checksums, which run for longer at a time, about once that time. Where a core is
-free, nothing need be lost. That is expected, to within `DOUBT` times the processor time. What is seen is how much longer the same
-computation takes beside the lane than alone, in turns, several times. On a quiet machine that is known better than the
-expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at least the
-lane's processor time where no core is free, since the team waits for the member that was set aside, and at most `MOST_DRAG` times
-that time.
+its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the disk's lanes, which the clocks of threads
+tell within a few percent, on a busy machine too; of updates, which run for longer at a time, `EXPECTED_UPDATE_DRAG` times. Where
+a core is free, nothing need be lost. That is expected, to within `DOUBT` times the processor time. What is seen is how much
+longer the same computation takes beside the lane than alone, in turns, several times. On a quiet machine that is known better
+than the expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at
+least the lane's processor time where no core is free, since the team waits for the member that was set aside, and at most
+`MOST_DRAG` times that time.
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
 what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
@@ -17,7 +17,9 @@ cost compute that depends on memory more than the products here do is added wher
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
-and is given back; the checksums of its bytes are a part of what its lanes cost.
+and is given back. Checksums are no part of what its lanes cost: in a training step the update lane takes those of states, which
+is in what that lane costs, and compute's threads together those of activations and of parameters, which
+stash_drag_seconds_per_byte is.
 
 access_seconds, checkpoint_seconds, swap_seconds and step_fixed_seconds stay 0.0: they are tens of microseconds of Python that
 only a wrapped model spends, and the times of a wrapped model's phases have them in.
@@ -61,7 +63,7 @@ LANE_REST = 3.0
 UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
-EXPECTED_DRAG = 3.5
+EXPECTED_DRAG, EXPECTED_UPDATE_DRAG = 2.0, 1.0
 DOUBT = 1.5
 MOST_DRAG = 6.0
 #: The drag of a request beside its bytes, in parts of its processor time: expected, not seen, so no part of what is doubted.
@@ -147,7 +149,6 @@ class _Counts(NamedTuple):
     work_bytes: int
     work_busy_ns: int
     work_processor_ns: int
-    checksum_ns: int  # among those of the disk's threads
 
 
 def _between(before: _Counts, after: _Counts) -> _Counts:
@@ -205,7 +206,7 @@ class _Lane:
     moved_bytes: Callable[[_Counts], int]
     busy_ns: Callable[[_Counts], int]
     processor: Callable[[_Counts], tuple[int, int]]  # time in ns, and the bytes that it was for
-    checksum_ns: Callable[[_Counts], float] = lambda _: 0.0  # of processor time, for a byte
+    expected: float = EXPECTED_DRAG
     beside: list[_Segment] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)  # seconds of compute, in each of these
     idle: list[_Segment] = field(default_factory=list)
@@ -218,15 +219,9 @@ class _Lane:
         return _sum(segment.whole for segment in self.beside + self.idle)
 
     @property
-    def checksum_seconds_per_byte(self) -> float:
-        return self.checksum_ns(self._counts()) / 1e9
-
-    @property
     def processor_seconds_per_byte(self) -> float:
-        """But for checksums."""
-        counts = self._counts()
-        nanoseconds, size = self.processor(counts)
-        return (nanoseconds / size - self.checksum_ns(counts)) / 1e9
+        nanoseconds, size = self.processor(self._counts())
+        return nanoseconds / size / 1e9
 
 
 def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool, request_bytes: int = REQUEST_BYTES) -> _Lane:
@@ -235,7 +230,6 @@ def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool, request_byt
         lambda counts: counts.read_bytes * reads + counts.write_bytes * writes,
         lambda counts: counts.at_ns,
         lambda counts: (counts.disk_processor_ns, counts.disk_processor_bytes),
-        lambda counts: counts.checksum_ns / max(counts.read_bytes + counts.write_bytes, 1),
     )
 
 
@@ -245,6 +239,7 @@ def _update_lane(bench: _core.MachineBench) -> _Lane:
         lambda counts: counts.work_bytes,
         lambda counts: counts.work_busy_ns,
         lambda counts: (counts.work_processor_ns, counts.work_bytes),
+        EXPECTED_UPDATE_DRAG,
     )
 
 
@@ -264,7 +259,6 @@ class _Calibration:
         self.idle_seconds = max(IDLE_SECONDS, slow)
         threads = torch.get_num_threads()
         self.full = threads >= len(os.sched_getaffinity(0))  # no core is free
-        self.colder = 0.0  # seconds a byte, see _measure_cold
 
     def run(self) -> Machine:
         begin = time.perf_counter()
@@ -319,17 +313,10 @@ class _Calibration:
 
     # ---- conclusions ----
 
-    def _measure_cold(self) -> None:
-        """By how much checksums of what a model writes take longer: that was made long ago, and this lies in a cache."""
-        cold_ns = median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES)))
-        self.colder = max(cold_ns / 1e9 - self.write.checksum_seconds_per_byte, 0.0)
-
     def _drag(self, lane: _Lane) -> float:
         """Seconds of compute lost for each byte: see the head of this file."""
-        checksums = lane.checksum_seconds_per_byte + (self.colder if lane is self.write else 0.0)
-        own = lane.processor_seconds_per_byte
-        processor = own + checksums
-        expected, least = (EXPECTED_DRAG * own + checksums, processor) if self.full else (0.0, 0.0)
+        processor = lane.processor_seconds_per_byte
+        expected, least = (lane.expected * processor, processor) if self.full else (0.0, 0.0)
         seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
         doubt, noise = DOUBT * processor, self._noise(lane, seen)
         weight = doubt**2 / (doubt**2 + noise**2)
@@ -342,14 +329,13 @@ class _Calibration:
         return min(max(more, 0.0) / (1 / SMALL_REQUEST_BYTES - 1 / REQUEST_BYTES), large * REQUEST_BYTES)
 
     def _by_request(self, read: Speed, write: Speed) -> tuple[float, Speed, Speed]:
-        """The drag of a request, and the lanes with that of bytes alone, which is that of their checksums at least."""
+        """The drag of a request, and the lanes with that of bytes alone."""
         request = EXPECTED_REQUEST_DRAG * self._request_seconds() if self.full else 0.0
 
-        def of_bytes(lane: _Lane, speed: Speed) -> Speed:
-            least = min(lane.checksum_seconds_per_byte, speed.drag_seconds_per_byte)
-            return replace(speed, drag_seconds_per_byte=max(speed.drag_seconds_per_byte - request / REQUEST_BYTES, least))
+        def of_bytes(speed: Speed) -> Speed:
+            return replace(speed, drag_seconds_per_byte=max(speed.drag_seconds_per_byte - request / REQUEST_BYTES, 0.0))
 
-        return request, of_bytes(self.read, read), of_bytes(self.write, write)
+        return request, of_bytes(read), of_bytes(write)
 
     def _noise(self, lane: _Lane, seen: list[float]) -> float:
         """The uncertainty of the median of what was seen: from how it varies, or, where few values happen to agree, from how
@@ -362,7 +348,6 @@ class _Calibration:
         return 1.86 * spread / math.sqrt(len(seen))  # from a median of distances to the standard error of a median
 
     def _machine(self) -> Machine:
-        self._measure_cold()
         speeds = [
             Speed(lane.bytes_per_second(lane.beside), lane.bytes_per_second(lane.idle), self._drag(lane))
             for lane in (self.read, self.write, self.update)
@@ -380,14 +365,11 @@ class _Calibration:
             disk_write=write_bytes,
             update=update,
             disk_overlap=min(max(overlap, 1.0), 2.0),
-            stash_drag_seconds_per_byte=self._stash_drag(read_bytes, write_bytes),
+            stash_drag_seconds_per_byte=self._checksum_seconds() / torch.get_num_threads(),
             request_drag_seconds=request,
             step_update_bytes_per_second=1e9 / updates,
         )
 
-    def _stash_drag(self, read: Speed, write: Speed) -> float:
-        """Checksums of activations are taken by all threads of compute together: in the drag of the disk's lanes they are
-        those of one thread, for which compute waits where no core is free."""
-        both = (self.read.checksum_seconds_per_byte + self.write.checksum_seconds_per_byte + self.colder) / 2
-        more = both / torch.get_num_threads() - (both if self.full else 0.0)
-        return max(more, -min(read.drag_seconds_per_byte, write.drag_seconds_per_byte))
+    def _checksum_seconds(self) -> float:
+        """Of one thread, for a byte that lies in no cache."""
+        return median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES))) / 1e9

@@ -110,8 +110,8 @@ class DryRun:
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
     def accesses_with(self, block_modes: Sequence[str]) -> list[int]:
-        """The order in which a step reads chunks whose blocks have these modes. The backward of a block that is not recomputed reads
-        each chunk where it was recorded for the last time; what was recorded before that is recomputation."""
+        """The order in which a step reads chunks whose blocks have these modes. The backward of a block that is not recomputed
+        reads each chunk where it was recorded for the last time; what was recorded before that is recomputation."""
         found: list[int] = []
         read: set[int] = set()
         phase_before = -1

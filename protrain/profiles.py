@@ -39,8 +39,9 @@ class Machine:
     parameter of Adam in fp32.
 
     disk_overlap, link_overlap: 1.0 where both directions share the time, 2.0 where neither slows the other.
-    stash_drag_seconds_per_byte: compute lost for each byte of activations beside the lane's drag; negative where they lose less,
-    which is never below nothing. request_drag_seconds: compute lost for each request to the disk, beside what its bytes cost.
+    stash_drag_seconds_per_byte: compute lost for each byte of activations beside the lane's drag: measured, it is that of the
+    checksums that compute's threads take. Negative where activations lose less, which is never below nothing.
+    request_drag_seconds: compute lost for each request to the disk, beside what its bytes cost.
     step_update_bytes_per_second: of parameters and state at home on the device, updated in step().
     step_fixed_seconds: of each step; access_seconds: of each demand of a chunk that is there; checkpoint_seconds: of each
     recomputed block beside recomputation; swap_seconds: of each block of a swap mode.

@@ -1,8 +1,9 @@
 """What a model's bytes and requests to the disk cost its own compute.
 
 What goes to the disk goes through memory, and through caches that compute shares. Compute that waits for memory much of its
-time loses more by that than the products that lanes are measured beside. How much of a step that is follows from what the dry run
-counts.
+time loses by that what the products that lanes are measured beside do not. How much of a step that is follows from what the dry
+run counts. And compute's threads take the checksums of what they compute with: of activations, and of parameters that are
+fetched.
 
 A request takes a disk thread's time beside that of its bytes: system calls, an interrupt, and the waking of threads that compute
 shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
@@ -29,8 +30,9 @@ LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB,
 
 
 #: The share of memory in what counted operations take, up to which a byte costs what was measured, and from which on it costs
-#: so much more, in parts of that. Steps of seven models, all swapped beside all kept: docs/decisions/0007-plans-by-time.md.
-LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE, MORE_BY_MEMORY = 0.16, 0.25, 1.2
+#: so much more, in parts of its checksum, which tells how fast memory is. Steps of six models, all swapped beside all kept:
+#: docs/decisions/0007-plans-by-time.md.
+LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE, MORE_BY_MEMORY = 0.16, 0.25, 4.0
 
 
 def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Machine:
@@ -46,14 +48,13 @@ def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Ma
     whole = ordinary_seconds(flops, moved, operations)
     share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
     part = min(max((share - LEAST_MEMORY_SHARE) / (MOST_MEMORY_SHARE - LEAST_MEMORY_SHARE), 0.0), 1.0)
-    read, write = (
-        _more(lane, part * MORE_BY_MEMORY * lane.drag_seconds_per_byte) for lane in (machine.disk_read, machine.disk_write)
-    )
+    more = part * MORE_BY_MEMORY * max(machine.stash_drag_seconds_per_byte, 0.0)
+    read, write = (_more(lane, more) for lane in (machine.disk_read, machine.disk_write))
     return replace(machine, disk_read=read, disk_write=write)
 
 
 def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:
-    """The machine with drags for a byte that have its requests in them.
+    """The machine with drags for a byte that have its requests in them, and the checksums of parameters.
 
     Args:
         chunk_bytes: parameters of each chunk.
@@ -69,7 +70,8 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
     state_reads = sum(_of_arrays(size, n_states, ring_piece) for size in chunk_bytes)
     writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
     # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
-    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
+    checksums = max(machine.stash_drag_seconds_per_byte, 0.0) * 2 / (2 + n_states)
+    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total) + checksums
     write = request * writes / ((1 + n_states) * total)
     disk_read, disk_write = _more(machine.disk_read, read), _more(machine.disk_write, write)
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2

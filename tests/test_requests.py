@@ -14,9 +14,9 @@ from protrain.profiles import Machine, Speed
 from protrain.requests import with_memory, with_requests
 from protrain.sizes import KIB, MIB
 
-REQUEST = 50e-6
+REQUEST, CHECKSUM = 50e-6, 0.5e-10
 LANE = Speed(1e9, 1e9, 1e-10)
-MACHINE = Machine(disk_read=LANE, disk_write=LANE, stash_drag_seconds_per_byte=-0.5e-10, request_drag_seconds=REQUEST)
+MACHINE = Machine(disk_read=LANE, disk_write=LANE, stash_drag_seconds_per_byte=CHECKSUM, request_drag_seconds=REQUEST)
 
 
 def drags(machine: Machine) -> tuple[float, float, float]:
@@ -42,8 +42,8 @@ def test_compute_that_depends_on_memory_loses_more() -> None:
     assert with_memory(MACHINE, counted(0.0)) == with_memory(MACHINE, counted(0.16)) == MACHINE
     found = [drags(with_memory(MACHINE, counted(share)))[0] for share in (0.16, 0.19, 0.205, 0.22, 0.25, 0.4, 1.0)]
     assert found == sorted(found)
-    assert found[2] == pytest.approx(1.6e-10)
-    assert found[4:] == pytest.approx([2.2e-10] * 3)
+    assert found[2] == pytest.approx(1e-10 + 0.5 * 4 * CHECKSUM)
+    assert found[4:] == pytest.approx([1e-10 + 4 * CHECKSUM] * 3)
     read, write, stash = drags(with_memory(MACHINE, counted(1.0)))
     assert (read, stash) == (write, MACHINE.stash_drag_seconds_per_byte)
 
@@ -57,16 +57,16 @@ def test_where_nothing_is_counted_memory_costs_nothing() -> None:
 def test_each_byte_has_its_part_of_its_request() -> None:
     # Two chunks of 6 MiB: a fetch is 2 requests, the state 2 arrays of 6 pieces each of 1 MiB, which 200 MiB allow.
     read, write, stash = drags(with_requests(MACHINE, [6 * MIB] * 2, 2, 512 * KIB, 200 * MIB))
-    assert read == pytest.approx(1e-10 + REQUEST * (2 * 2 + 2 * 6) / (4 * 6 * MIB))
+    assert read == pytest.approx(1e-10 + CHECKSUM / 2 + REQUEST * (2 * 2 + 2 * 6) / (4 * 6 * MIB))
     assert write == pytest.approx(1e-10 + REQUEST / MIB)
     # What a byte of activations costs is that of a request for eight records, in place of a chunk's.
-    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / (4 * MIB))
+    assert (read + write) / 2 + stash == pytest.approx(1e-10 + CHECKSUM + REQUEST / (4 * MIB))
 
 
 def test_short_ones_side_by_side_are_one_request() -> None:
     # Chunks of 1 MiB are whole pieces of the ring: two arrays of state are read at once, and three written.
     read, write, _ = drags(with_requests(MACHINE, [MIB] * 3, 2, MIB, 200 * MIB))
-    assert read == pytest.approx(1e-10 + REQUEST * (2 + 1) / (4 * MIB))
+    assert read == pytest.approx(1e-10 + CHECKSUM / 2 + REQUEST * (2 + 1) / (4 * MIB))
     assert write == pytest.approx(1e-10 + REQUEST / (3 * MIB))
     # Of 2 MiB, with a master beside them, four arrays are two requests.
     _, write, _ = drags(with_requests(MACHINE, [2 * MIB], 3, MIB, 400 * MIB))
@@ -87,7 +87,7 @@ def test_short_ones_side_by_side_are_one_request() -> None:
 )
 def test_records_go_together_as_far_as_they_fit(record: int, request_bytes: int) -> None:
     read, write, stash = drags(with_requests(MACHINE, [6 * MIB], 2, record, 200 * MIB))
-    assert (read + write) / 2 + stash == pytest.approx(0.5e-10 + REQUEST / request_bytes)
+    assert (read + write) / 2 + stash == pytest.approx(1e-10 + CHECKSUM + REQUEST / request_bytes)
 
 
 def test_more_memory_never_makes_requests_dearer() -> None:

@@ -68,9 +68,9 @@ struct ptn_store {
   ptn_piece *free_pieces;
   uint64_t outstanding_count; /* requests submitted whose done has not returned */
   flow reads, writes;
-  uint64_t unwritten_bytes;
-  int64_t checksum_ns;
 
+  _Atomic uint64_t unwritten_bytes;
+  _Atomic int64_t checksum_ns;
   ptn_page_sums sums; /* a page's belongs to the piece in flight there; grows under the space mutex */
   ptn_mutex space_mutex; /* of the space and the file's size */
   ptn_space space;
@@ -259,10 +259,10 @@ static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io) {
   int64_t begin_ns = ptn_thread_processor_ns();
   if (piece->write) ptn_page_sums_note(&store->sums, memory, begin, bytes);
   else bad_offset = ptn_page_sums_check(&store->sums, memory, begin, bytes, &unwritten_bytes);
-  int64_t end_ns = ptn_thread_processor_ns();
+  atomic_fetch_add(&store->checksum_ns, ptn_thread_processor_ns() - begin_ns);
+  atomic_fetch_add(&store->unwritten_bytes, unwritten_bytes);
+  if (bad_offset == PTN_PAGE_SUMS_ALL_GOOD) return;
   ptn_lock(&store->mutex);
-  store->checksum_ns += end_ns - begin_ns;
-  store->unwritten_bytes += unwritten_bytes;
   io->own.bad_offset = ptn_min_u64(io->own.bad_offset, bad_offset);
   ptn_unlock(&store->mutex);
 }
@@ -414,42 +414,43 @@ typedef struct caller_sums {
   char *memory;
   uint64_t offset;
   bool note;
-  _Atomic uint64_t unwritten_bytes, bad_offset; /* the least of those that differ */
-  _Atomic int64_t checksum_ns;
+  _Atomic uint64_t bad_offset; /* the least of those that differ */
 } caller_sums;
+
+static uint64_t sum_here(ptn_store *store, char *memory, uint64_t offset, uint64_t bytes, bool note) {
+  uint64_t unwritten_bytes = 0, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
+  if (note) ptn_page_sums_note(&store->sums, memory, offset, bytes);
+  else bad_offset = ptn_page_sums_check(&store->sums, memory, offset, bytes, &unwritten_bytes);
+  if (unwritten_bytes > 0) atomic_fetch_add(&store->unwritten_bytes, unwritten_bytes);
+  return bad_offset;
+}
 
 static void sum_range(void *context, size_t begin, size_t end) {
   caller_sums *sums = context;
-  uint64_t skipped = begin * PTN_PAGE_BYTES, bytes = (end - begin) * PTN_PAGE_BYTES, unwritten_bytes = 0;
-  uint64_t bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
-  int64_t begin_ns = ptn_thread_processor_ns();
-  if (sums->note) ptn_page_sums_note(&sums->store->sums, sums->memory + skipped, sums->offset + skipped, bytes);
-  else
-    bad_offset = ptn_page_sums_check(&sums->store->sums, sums->memory + skipped, sums->offset + skipped, bytes, &unwritten_bytes);
-  atomic_fetch_add(&sums->checksum_ns, ptn_thread_processor_ns() - begin_ns);
-  atomic_fetch_add(&sums->unwritten_bytes, unwritten_bytes);
+  uint64_t skipped = begin * PTN_PAGE_BYTES;
+  int64_t begin_ns = ptn_now_ns();
+  uint64_t bad_offset = sum_here(sums->store, sums->memory + skipped, sums->offset + skipped, (end - begin) * PTN_PAGE_BYTES,
+                                 sums->note);
+  atomic_fetch_add(&sums->store->checksum_ns, ptn_now_ns() - begin_ns);
   uint64_t least = atomic_load(&sums->bad_offset);
   while (bad_offset < least && !atomic_compare_exchange_weak(&sums->bad_offset, &least, bad_offset)) {
   }
 }
 
-static uint64_t sum_all(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool note) {
+static uint64_t sum_all(ptn_store *store, bool shared, void *memory, uint64_t offset, uint64_t bytes, bool note) {
+  if (!shared) return sum_here(store, memory, offset, bytes, note);
   caller_sums sums = {.store = store, .memory = memory, .offset = offset, .note = note};
   atomic_store(&sums.bad_offset, PTN_PAGE_SUMS_ALL_GOOD);
   ptn_openmp_run((size_t)(bytes / PTN_PAGE_BYTES), CALLER_PAGES, sum_range, &sums);
-  ptn_lock(&store->mutex);
-  store->checksum_ns += atomic_load(&sums.checksum_ns);
-  store->unwritten_bytes += atomic_load(&sums.unwritten_bytes);
-  ptn_unlock(&store->mutex);
   return atomic_load(&sums.bad_offset);
 }
 
-void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset, uint64_t bytes) {
-  sum_all(store, (void *)(uintptr_t)memory, offset, bytes, true);
+void ptn_store_note(ptn_store *store, bool shared, const void *memory, uint64_t offset, uint64_t bytes) {
+  sum_all(store, shared, (void *)(uintptr_t)memory, offset, bytes, true);
 }
 
-ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes) {
-  uint64_t bad_offset = sum_all(store, memory, offset, bytes, false);
+ptn_status ptn_store_check(ptn_store *store, bool shared, void *memory, uint64_t offset, uint64_t bytes) {
+  uint64_t bad_offset = sum_all(store, shared, memory, offset, bytes, false);
   return bad_offset == PTN_PAGE_SUMS_ALL_GOOD ? PTN_OK : fail_page(store, bad_offset);
 }
 

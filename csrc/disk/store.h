@@ -66,7 +66,7 @@ typedef struct ptn_store_stats {
   uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
   uint64_t reserved_bytes;          /* of the file */
   uint64_t unwritten_bytes;         /* read where nothing was ever written: zeros */
-  int64_t checksum_ns;              /* of processor time, on the threads of the store and its callers' */
+  int64_t checksum_ns;              /* of the store's threads and its callers' teams; not of a caller by itself */
 } ptn_store_stats;
 
 /* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of
@@ -96,10 +96,10 @@ void ptn_store_submit_all(ptn_store *store, ptn_io *const *ios, size_t count);
 uint64_t ptn_store_gathered_bytes(const ptn_store *store);
 /* Reads or writes and waits; not urgent-aware callers (tools, tests, state_dict) use this. */
 ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool write);
-/* For requests with caller_sums; on the threads that the caller computes with (base/openmp.h). No request for these pages is in
- * flight. note: memory is going to be written there; check: it was read from there, PTN_DISK where it differs. */
-void ptn_store_note(ptn_store *store, const void *memory, uint64_t offset, uint64_t bytes);
-ptn_status ptn_store_check(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes);
+/* For requests with caller_sums. No request for these pages is in flight. note: memory is going to be written there; check: it was
+ * read from there, PTN_DISK where it differs. shared: on all threads that the caller computes with (base/openmp.h). */
+void ptn_store_note(ptn_store *store, bool shared, const void *memory, uint64_t offset, uint64_t bytes);
+ptn_status ptn_store_check(ptn_store *store, bool shared, void *memory, uint64_t offset, uint64_t bytes);
 void ptn_store_get_stats(ptn_store *store, ptn_store_stats *out);
 
 #endif

@@ -166,15 +166,12 @@ static ptn_status failure_of(const ptn_traffic *traffic) {
 }
 
 ptn_status ptn_traffic_look(ptn_traffic *traffic, ptn_traffic_count *out) {
-  ptn_store_stats stats;
-  ptn_store_get_stats(traffic->store, &stats);
   ptn_lock(&traffic->mutex);
   *out = (ptn_traffic_count){.at_ns = ptn_now_ns(),
                              .read_bytes = traffic->ways[0].bytes,
                              .write_bytes = traffic->ways[1].bytes,
                              .processor_ns = traffic->processor_ns,
-                             .processor_bytes = traffic->processor_bytes,
-                             .checksum_ns = stats.checksum_ns};
+                             .processor_bytes = traffic->processor_bytes};
   ptn_status status = failure_of(traffic);
   ptn_unlock(&traffic->mutex);
   return status;
@@ -207,7 +204,8 @@ static void prepare(ptn_traffic *traffic, char *memory) {
     request *request = &traffic->requests[i];
     request->traffic = traffic;
     request->io = (ptn_io){
-        .memory = memory + i * traffic->request_bytes, .bytes = traffic->request_bytes, .done = on_done, .context = request};
+        .memory = memory + i * traffic->request_bytes, .bytes = traffic->request_bytes, .caller_sums = true, .done = on_done,
+        .context = request};
   }
 }
 

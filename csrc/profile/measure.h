@@ -24,10 +24,10 @@ typedef struct ptn_traffic_count {
   /* Processor time of the store's threads, and the bytes that it was spent on: all but those of each thread's first request. */
   int64_t processor_ns;
   uint64_t processor_bytes;
-  int64_t checksum_ns; /* of processor time: checksums, of all bytes */
 } ptn_traffic_count;
 
-/* Requests of request_bytes, so many at a time as memory has room for: as lanes do, several are in flight. They go through
+/* Requests of request_bytes, so many at a time as memory has room for: as lanes do, several are in flight. Nobody takes checksums, which
+ * those who compute with the bytes do. They go through
  * file_bytes of the store round and round, reads through the first half and writes through the second; all of it is written once
  * here, as a training run rewrites what was written before. memory and the store are the caller's, and longer there than this;
  * memory and all sizes are multiples of PTN_PAGE_BYTES, with room for two requests and a file of two at least. */

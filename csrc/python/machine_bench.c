@@ -1,12 +1,12 @@
 /* MachineBench: lanes to run beside compute, for calibration.py, which runs the compute and draws the conclusions.
  *
  * The disk's lanes are the store's own traffic (profile/measure.h), the update lane is a worker with the kernel that the lane
- * calls, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one at a time. It is filled with
+ * calls and the checksums that it takes, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one at a time. It is filled with
  * an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
  *
  * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
  * of the caches first, and once more within the measured time: large memory would have to be written back too. So are the pages whose
- * checksums are timed: what a training run writes was made long ago, and here the last request left it in a cache. Where a processor
+ * checksums are timed: what a training run writes was made long ago, and what it reads came past the caches. Where a processor
  * has no instruction for that, the figures are a cache's.
  */
 #include <string.h>
@@ -18,6 +18,7 @@
 #include "memory/arena.h"
 #include "profile/measure.h"
 #include "python/binding.h"
+#include "runtime/engine.h"
 
 #define REQUEST_BYTES ((uint64_t)PTN_MIB) /* between a record of a small model and a piece of the store */
 #define PIECE_COUNT ((size_t)PTN_MIB / sizeof(float)) /* of each array of the update lane */
@@ -50,11 +51,24 @@ static void run_update(const bench_object *self, bool shared, size_t first, size
 
 /* ---- work ---- */
 
+/* Of what an update reads from the disk, or writes there. */
+static void sum_arrays(bench_object *self, size_t first, size_t count) {
+  ptn_checksum_function sum = ptn_checksum_best();
+  for (size_t array = 0; array < UPDATED_ARRAYS; array++) {
+    const char *memory = (const char *)(self->memory + array * array_count(self) + first);
+    for (size_t page = 0; page < count * sizeof(float); page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
+  }
+}
+
 static uint64_t update_piece(void *context) {
   bench_object *self = context;
+  const size_t part = PTN_UPDATE_PART_BYTES / sizeof(float);
   if (self->next + PIECE_COUNT > array_count(self)) self->next = 0;
-  run_update(self, false, self->next, PIECE_COUNT);
-  self->next += PIECE_COUNT;
+  for (size_t end = self->next + PIECE_COUNT; self->next < end; self->next += part) {
+    sum_arrays(self, self->next, part);
+    run_update(self, false, self->next, part);
+    sum_arrays(self, self->next, part);
+  }
   return UPDATED_ARRAYS * PIECE_COUNT * sizeof(float);
 }
 
@@ -216,8 +230,8 @@ static PyObject *look(PyObject *object, PyObject *unused) {
   if (ptn_traffic_look(self->traffic, &disk) != PTN_OK) return ptn_python_raise();
   if (self->worker) ptn_worker_look(self->worker, &more);
   add_work(&work, &more);
-  return Py_BuildValue("(LKKLKKLLL)", disk.at_ns, disk.read_bytes, disk.write_bytes, disk.processor_ns, disk.processor_bytes,
-                       work.bytes, work.busy_ns, work.processor_ns, disk.checksum_ns);
+  return Py_BuildValue("(LKKLKKLL)", disk.at_ns, disk.read_bytes, disk.write_bytes, disk.processor_ns, disk.processor_bytes,
+                       work.bytes, work.busy_ns, work.processor_ns);
 }
 
 static PyObject *stop(PyObject *object, PyObject *unused) {

@@ -297,7 +297,7 @@ ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t number) {
   if (!taken) {
     slot->chunk = number;
     slot->state = SLOT_LOADED;
-    slot->shadow = slot->broken = false;
+    slot->shadow = slot->broken = slot->unchecked = false;
     slot->in_use = 1;
   }
   ptn_unlock(&engine->mutex);

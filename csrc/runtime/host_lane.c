@@ -2,7 +2,7 @@
  *
  * Problem: the state of such a chunk never crosses to the device; the CPU updates it, beside backward, and nothing may be lost before
  * the step is committed. Design: a FIFO of jobs and a thread, beside the lane that streams from the disk, so that neither waits for
- * the other. A chunk with a shadow: each piece of the set in use is copied to the other set and updated there while it lies in the
+ * the other. A chunk with a shadow: each part of the set in use is copied to the other set and updated there while it lies in the
  * cache. A chunk without one keeps its gradients in its sum, and the job that commit queues updates the home in place. All cores
  * take part, since a GPU computes meanwhile.
  *
@@ -13,8 +13,6 @@
 #include <string.h>
 
 #include "runtime/internal.h"
-
-#define PIECE_BYTES ((uint64_t)64 << 10) /* with its state it lies in a core's cache */
 
 /* ---- sums ---- */
 
@@ -89,17 +87,17 @@ void ptn_host_settle(ptn_engine *engine) {
   while (engine->over.n_jobs) ptn_wait(&engine->changed, &engine->mutex);
 }
 
-/* Where the arrays of a piece are; those of a shadow that is made by this job are brought from the set in use. */
-static void place_piece(ptn_engine *engine, const chunk *chunk, piece *piece) {
-  const job *job = piece->job;
-  piece->arrays[PIECE_GRAD] = chunk->sum ? chunk->sum + piece->offset_bytes : NULL;
+/* Where the arrays of a part are; those of a shadow that is made by this job are brought from the set in use. */
+static void place(const ptn_engine *engine, const chunk *chunk, part *part) {
+  const job *job = part->job;
+  part->arrays[PIECE_GRAD] = chunk->sum ? chunk->sum + part->offset_bytes : NULL;
   if (!job->update) return;
   char *from = chunk->host[chunk->current].memory, *to = chunk->host[job->late ? chunk->current : 1 - chunk->current].memory;
   for (uint32_t a = 0; a <= engine->n_arrays; a++) {
     uint64_t widening = a == 0 ? 1 : engine->widening;
-    uint64_t at = (a == 0 ? 0 : array_offset(engine, chunk, a - 1)) + widening * piece->offset_bytes;
-    piece->arrays[a == 0 ? PIECE_PARAM : PIECE_STATE + a - 1] = to + at;
-    if (from != to && !job->from_shadow) memcpy(to + at, from + at, widening * piece->bytes);
+    uint64_t at = (a == 0 ? 0 : array_offset(engine, chunk, a - 1)) + widening * part->offset_bytes;
+    part->arrays[a == 0 ? PIECE_PARAM : PIECE_STATE + a - 1] = to + at;
+    if (from != to && !job->from_shadow) memcpy(to + at, from + at, widening * part->bytes);
   }
 }
 
@@ -108,17 +106,17 @@ typedef struct working {
   job *job;
 } working;
 
-/* One thread's part of a job, piece by piece. */
+/* One thread's share of a job, part by part. */
 static void run_range(void *context, size_t begin, size_t end) {
   const working *working = context;
   ptn_engine *engine = working->engine;
-  piece *piece = &(struct piece){.engine = engine, .job = working->job};
-  for (uint64_t offset = begin; offset < end; offset += PIECE_BYTES) {
-    piece->offset_bytes = offset;
-    piece->bytes = ptn_min_u64(PIECE_BYTES, end - offset);
-    if (!ptn_piece_wanted(engine, piece->job, offset, piece->bytes)) continue;
-    place_piece(engine, &engine->chunks[piece->job->chunk], piece);
-    ptn_piece_compute(engine, piece, piece->arrays[PIECE_PARAM]);
+  part part = {.job = working->job};
+  for (uint64_t offset = begin; offset < end; offset += PTN_UPDATE_PART_BYTES) {
+    part.offset_bytes = offset;
+    part.bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, end - offset);
+    if (!ptn_part_wanted(engine, part.job, offset, part.bytes)) continue;
+    place(engine, &engine->chunks[part.job->chunk], &part);
+    ptn_part_compute(engine, &part);
   }
 }
 

@@ -93,6 +93,7 @@ typedef struct slot {
   uint32_t chunk; /* NO_CHUNK: none */
   slot_state state;
   bool shadow;    /* holds the chunk as this step's update made it, not as its home has it */
+  bool unchecked; /* came from the disk, and nobody used it yet */
   bool broken;    /* being changed in place by the lane: not readable until the job ends */
   uint32_t in_use, pins; /* by the driving thread, by the lane */
   ptn_io io;
@@ -146,11 +147,19 @@ typedef struct piece {
   uint64_t offset_bytes, bytes; /* in the chunk, of its parameters */
   void *arrays[PIECE_ARRAYS];  /* in the ring */
   ptn_io io[PIECE_ARRAYS];
+  uint32_t read; /* arrays that come from the disk, a bit each, and are checked before they are used */
   bool has_params; /* in the ring or in the slot */
   uint32_t in_flight;
   ptn_status status;
   ptn_error error;
 } piece;
+
+/* What an update works on at a time: the job's bytes of a chunk's parameters, and where its arrays begin. */
+typedef struct part {
+  const job *job;
+  uint64_t offset_bytes, bytes;
+  char *arrays[PIECE_ARRAYS];
+} part;
 
 /* Pinned memory through which parameters on disk go to the device (runtime/uploads.c). */
 typedef struct staged {
@@ -283,9 +292,8 @@ void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released 
 void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error); /* locked: this step's first failure */
 
 /* compute.c */
-bool ptn_piece_overlaps(const ptn_engine *engine, const piece *piece, const param *param, uint64_t *begin, uint64_t *end);
-bool ptn_piece_wanted(const ptn_engine *engine, const job *job, uint64_t offset, uint64_t bytes);
-void ptn_piece_compute(ptn_engine *engine, piece *piece, char *values);
+bool ptn_part_wanted(const ptn_engine *engine, const job *job, uint64_t offset_bytes, uint64_t bytes);
+void ptn_part_compute(const ptn_engine *engine, const part *part);
 bool ptn_spilled_any(const ptn_engine *engine, const chunk *chunk); /* locked */
 void ptn_job_open(ptn_engine *engine, job *job); /* locked: what each gradient is added to */
 

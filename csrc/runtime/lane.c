@@ -9,6 +9,9 @@
  * still being made; the gradients join it, or it is cancelled when another chunk comes first. An open job is the last in the
  * queue, holds nothing but pieces of the ring, and decides about its parameters only when it is joined.
  *
+ * What comes from the disk is checked and what goes there is summed by the lane, right before and after it computes with it, a part at
+ * a time: so memory is read once for all three.
+ *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
  * the job is queued; the extent in use is never written.
  */
@@ -49,7 +52,7 @@ static void pin_slot(ptn_engine *engine, job *job) {
   const chunk *chunk = &engine->chunks[job->chunk];
   if (!job->update || chunk->slot < 0 || engine->over.device) return; /* the CPU cannot work in a device's slot */
   slot *slot = &engine->slots[chunk->slot];
-  if (slot->chunk != job->chunk || slot->state != SLOT_LOADED || slot->in_use > 0) return;
+  if (slot->chunk != job->chunk || slot->state != SLOT_LOADED || slot->in_use > 0 || slot->unchecked) return;
   job->in_slot = true;
   slot->pins++;
 }
@@ -149,30 +152,42 @@ static void note_computed(ptn_engine *engine, const piece *piece, int64_t start_
                                                  .kind = PTN_TRACE_UPDATE});
 }
 
+static const char *name_of(uint32_t array) {
+  return array == PIECE_GRAD ? "gradients" : array == PIECE_PARAM ? "parameters" : "state";
+}
+
+static void note_error(piece *piece, uint32_t array, ptn_status status) {
+  piece->status = status;
+  ptn_error_of(&piece->error, "%s of chunk %u", name_of(array), piece->job->chunk);
+}
+
 static void on_piece_io(ptn_io *io) {
   piece *piece = io->context;
   ptn_engine *engine = piece->engine;
   note_piece_io(engine, piece, io); /* while a request is in flight, a piece keeps its job */
   ptn_lock(&engine->mutex);
   if (io->status != PTN_OK && piece->status == PTN_OK) {
-    piece->status = io->status;
     piece->error = io->error;
-    const char *what = io == &piece->io[PIECE_GRAD] ? "gradients" : io == &piece->io[PIECE_PARAM] ? "parameters" : "state";
-    ptn_error_of(&piece->error, "%s of chunk %u", what, piece->job->chunk);
+    note_error(piece, (uint32_t)(io - piece->io), io->status);
   }
   if (--piece->in_flight == 0) ptn_signal(&engine->lane_work);
   ptn_unlock(&engine->mutex);
 }
 
+static uint64_t widening_of(const ptn_engine *engine, uint32_t array) {
+  return array >= PIECE_STATE && array < PIECE_GRAD ? engine->widening : 1;
+}
+
 /* Of one array of a piece; array_begin is where the chunk's array lies in the file. */
 static void prepare_io(piece *piece, uint32_t array, void *memory, uint64_t array_begin, bool write) {
-  uint64_t widening = array >= PIECE_STATE && array < PIECE_GRAD ? piece->engine->widening : 1;
+  uint64_t widening = widening_of(piece->engine, array);
   ptn_io *io = &piece->io[array];
   memset(io, 0, sizeof *io);
   io->memory = memory;
   io->offset = array_begin + widening * piece->offset_bytes;
   io->bytes = widening * piece->bytes;
   io->write = write;
+  io->caller_sums = true;
   io->done = on_piece_io;
   io->context = piece;
 }
@@ -198,8 +213,8 @@ static char *values_of(const ptn_engine *engine, const piece *piece) {
 
 static uint32_t n_arrays_of(const ptn_engine *engine, const job *job) { return job->update ? engine->n_arrays : 0; }
 
-/* Prepares the reads of a piece, zeroes what was never written; returns the mask of requests. */
-static uint32_t prepare_reads(ptn_engine *engine, piece *piece) {
+/* Prepares the reads of a piece, zeroes what was never written; notes which arrays are read. */
+static void prepare_reads(ptn_engine *engine, piece *piece) {
   const job *job = piece->job;
   const chunk *chunk = &engine->chunks[job->chunk];
   uint64_t source = chunk->extents[job->from_shadow ? 1 - chunk->current : chunk->current].offset;
@@ -221,7 +236,7 @@ static uint32_t prepare_reads(ptn_engine *engine, piece *piece) {
     prepare_io(piece, PIECE_GRAD, piece->arrays[PIECE_GRAD], chunk->grads.offset, false);
     mask |= 1u << PIECE_GRAD;
   }
-  return mask;
+  piece->read = mask;
 }
 
 static uint32_t prepare_writes(ptn_engine *engine, piece *piece) {
@@ -288,7 +303,7 @@ static bool start_piece(ptn_engine *engine) {
   bool useless = job->failed || job->cancelled;
   uint64_t end = engine->chunks[job->chunk].param_bytes;
   uint64_t bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
-  while (!useless && job->next_offset < end && !ptn_piece_wanted(engine, job, job->next_offset, bytes)) {
+  while (!useless && job->next_offset < end && !ptn_part_wanted(engine, job, job->next_offset, bytes)) {
     job->next_offset += bytes;
     bytes = ptn_min_u64(engine->piece_bytes, end - job->next_offset);
   }
@@ -313,11 +328,11 @@ static bool start_piece(ptn_engine *engine) {
   piece->has_params = !job->open;
   piece->in_flight = 1; /* held until all requests are submitted */
   ptn_unlock(&engine->mutex);
-  uint32_t mask = prepare_reads(engine, piece);
+  prepare_reads(engine, piece);
   ptn_lock(&engine->mutex);
-  piece->in_flight += bits(mask);
+  piece->in_flight += bits(piece->read);
   ptn_unlock(&engine->mutex);
-  submit_piece(engine, piece, mask);
+  submit_piece(engine, piece, piece->read);
   ptn_lock(&engine->mutex);
   piece->in_flight--;
   return true;
@@ -333,11 +348,54 @@ static void note_failure(ptn_engine *engine, piece *piece) {
 static void read_params(ptn_engine *engine, piece *piece) {
   const chunk *chunk = &engine->chunks[piece->job->chunk];
   piece->has_params = true;
+  piece->read |= 1u << PIECE_PARAM;
   prepare_io(piece, PIECE_PARAM, piece->arrays[PIECE_PARAM], chunk->extents[chunk->current].offset, false);
   piece->in_flight = 1;
   ptn_unlock(&engine->mutex);
   submit_piece(engine, piece, 1u << PIECE_PARAM);
   ptn_lock(&engine->mutex);
+}
+
+/* Notes an error where a page is not what was written to it. */
+static ptn_status check_part(ptn_engine *engine, piece *piece, const uint64_t *from, uint64_t at, uint64_t bytes) {
+  for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
+    if (!(piece->read >> a & 1)) continue;
+    uint64_t widening = widening_of(engine, a);
+    char *memory = (char *)piece->arrays[a] + widening * at;
+    ptn_status status = ptn_store_check(engine->store, false, memory, from[a] + widening * at, widening * bytes);
+    if (status == PTN_OK) continue;
+    ptn_error_save(&piece->error);
+    note_error(piece, a, status);
+    return status;
+  }
+  return PTN_OK;
+}
+
+static void sum_part(ptn_engine *engine, const piece *piece, uint32_t written, uint64_t at, uint64_t bytes) {
+  for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
+    if (!(written >> a & 1)) continue;
+    const ptn_io *io = &piece->io[a];
+    uint64_t skipped = widening_of(engine, a) * at;
+    ptn_store_note(engine->store, false, (char *)io->memory + skipped, io->offset + skipped, widening_of(engine, a) * bytes);
+  }
+}
+
+/* Unlocked. Returns the mask of writes, which are prepared; none where the piece has an error now. */
+static uint32_t compute_piece(ptn_engine *engine, piece *piece) {
+  uint64_t from[PIECE_ARRAYS];
+  for (uint32_t a = 0; a < PIECE_ARRAYS; a++) from[a] = piece->io[a].offset;
+  uint32_t written = prepare_writes(engine, piece);
+  for (uint64_t at = 0; at < piece->bytes; at += PTN_UPDATE_PART_BYTES) {
+    part part = {
+        .job = piece->job, .offset_bytes = piece->offset_bytes + at, .bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, piece->bytes - at)};
+    for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
+      if (piece->arrays[a]) part.arrays[a] = (char *)piece->arrays[a] + widening_of(engine, a) * at;
+    part.arrays[PIECE_PARAM] = values_of(engine, piece) + at;
+    if (check_part(engine, piece, from, at, part.bytes) != PTN_OK) return 0;
+    ptn_part_compute(engine, &part);
+    sum_part(engine, piece, written, at, part.bytes);
+  }
+  return written;
 }
 
 static bool compute_next(ptn_engine *engine, uint32_t *middle) {
@@ -357,10 +415,9 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   piece->in_flight = 1;
   ptn_unlock(&engine->mutex);
   int64_t begin = ptn_now_ns();
-  ptn_piece_compute(engine, piece, values_of(engine, piece));
+  uint32_t mask = compute_piece(engine, piece);
   int64_t end = ptn_now_ns();
   note_computed(engine, piece, begin, end);
-  uint32_t mask = prepare_writes(engine, piece);
   ptn_lock(&engine->mutex);
   engine->update_ns += end - begin;
   piece->in_flight += bits(mask);
@@ -368,6 +425,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   submit_piece(engine, piece, mask);
   ptn_lock(&engine->mutex);
   piece->in_flight--;
+  note_failure(engine, piece); /* of its check; that of a write, if it is there already, comes to the same */
   return true;
 }
 

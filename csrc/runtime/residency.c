@@ -1,11 +1,12 @@
 /* Residency: which chunk each slot holds, and what is read next.
  *
- * A slot is empty, loading or loaded; over a device it may be ordered, which is as good. A demand waits for its chunk and starts the load itself where nobody did. After each
- * demand the recorded order is followed from that moment on: a chunk needed soon is read into its slot as soon as the chunk
- * there is not needed before it, not in use, and not under an update. Reading ahead stops at the end of a step: what follows are parameters
- * that the step is about to change.
+ * A slot is empty, loading or loaded; over a device it may be ordered, which is as good. A demand waits for its chunk and starts the load
+ * itself where nobody did. What came from the disk to be computed with here is checked at its first demand, by the threads that are about
+ * to use it. After each demand the recorded order is followed from that moment on: a chunk needed soon is read into its slot as soon as
+ * the chunk there is not needed before it, not in use, and not under an update. Reading ahead stops at the end of a step: what follows
+ * are parameters that the step is about to change.
  *
- * Invariant: a slot that is loaded, not broken and not a shadow holds exactly what the home of its chunk holds.
+ * Invariant: a slot that is loaded, not unchecked, not broken and not a shadow holds exactly what the home of its chunk holds.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -40,6 +41,7 @@ static void on_loaded(ptn_io *io) {
     ptn_error_of(&slot->error, "parameters of chunk %u", slot->chunk);
   }
   slot->state = io->status == PTN_OK ? SLOT_LOADED : SLOT_EMPTY;
+  slot->unchecked = true;
   ptn_broadcast(&engine->changed);
   ptn_unlock(&engine->mutex);
 }
@@ -60,6 +62,7 @@ static void prepare_load(ptn_engine *engine, slot *slot, uint32_t number) {
   slot->io.offset = chunk->extents[chunk->current].offset;
   slot->io.bytes = chunk->param_bytes;
   slot->io.urgent = true;
+  slot->io.caller_sums = true;
   slot->io.done = on_loaded;
   slot->io.context = slot;
   engine->loads++;
@@ -189,6 +192,23 @@ static ptn_status check_demand(const ptn_engine *engine, uint32_t number) {
   return PTN_OK;
 }
 
+/* Locked; unlocks while it compares, and the caller's use keeps the slot. What differs is nobody's, and may be read again. */
+static ptn_status check_slot(ptn_engine *engine, slot *slot) {
+  if (!slot->unchecked) return PTN_OK;
+  ptn_unlock(&engine->mutex);
+  ptn_status status = ptn_store_check(engine->store, true, slot->io.memory, slot->io.offset, slot->io.bytes);
+  ptn_lock(&engine->mutex);
+  if (status == PTN_OK) {
+    slot->unchecked = false;
+    return PTN_OK;
+  }
+  slot->status = status;
+  ptn_error_save(&slot->error);
+  ptn_error_of(&slot->error, "parameters of chunk %u", slot->chunk);
+  slot->state = SLOT_EMPTY;
+  return ptn_error_restore(&slot->error);
+}
+
 ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict) {
   *conflict = false;
   if (engine->chunks[number].home == HOME_MEMORY) return PTN_OK;
@@ -201,7 +221,7 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
   else engine->hits++;
   if (status == PTN_OK && !*conflict) {
     slot->in_use++;
-    if (engine->over.device) status = ptn_upload_follow(engine, slot);
+    status = engine->over.device ? ptn_upload_follow(engine, slot) : check_slot(engine, slot);
     if (status != PTN_OK) slot->in_use--;
     follow(engine, number);
     ptn_residency_advance(engine);

@@ -325,7 +325,7 @@ static ptn_status reserve(ptn_stash *stash, ptn_record *record) {
   bool sum = !kept_by_rule(stash, record);
   go_outside(stash);
   ptn_status status = ptn_store_reserve(stash->store, record->block.bytes, &extent);
-  if (status == PTN_OK && sum) ptn_store_note(stash->store, record->block.memory, extent.offset, record->block.bytes);
+  if (status == PTN_OK && sum) ptn_store_note(stash->store, true, record->block.memory, extent.offset, record->block.bytes);
   come_back(stash);
   if (status != PTN_OK) return status;
   record->summed = sum;
@@ -398,7 +398,7 @@ static ptn_status check(ptn_stash *stash, ptn_record *record, void *memory) {
   if (!record->unchecked) return PTN_OK;
   uint64_t serial = record->block.serial, offset = record->extent.offset, bytes = record->block.bytes;
   go_outside(stash);
-  ptn_status status = ptn_store_check(stash->store, memory, offset, bytes);
+  ptn_status status = ptn_store_check(stash->store, true, memory, offset, bytes);
   come_back(stash);
   bool same = record->block.serial == serial; /* another may have found it bad, and read it again */
   if (status == PTN_OK) {
