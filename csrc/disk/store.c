@@ -429,8 +429,8 @@ static void sum_range(void *context, size_t begin, size_t end) {
   caller_sums *sums = context;
   uint64_t skipped = begin * PTN_PAGE_BYTES;
   int64_t begin_ns = ptn_now_ns();
-  uint64_t bad_offset = sum_here(sums->store, sums->memory + skipped, sums->offset + skipped, (end - begin) * PTN_PAGE_BYTES,
-                                 sums->note);
+  uint64_t bad_offset =
+      sum_here(sums->store, sums->memory + skipped, sums->offset + skipped, (end - begin) * PTN_PAGE_BYTES, sums->note);
   atomic_fetch_add(&sums->store->checksum_ns, ptn_now_ns() - begin_ns);
   uint64_t least = atomic_load(&sums->bad_offset);
   while (bad_offset < least && !atomic_compare_exchange_weak(&sums->bad_offset, &least, bad_offset)) {

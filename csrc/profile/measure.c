@@ -203,9 +203,11 @@ static void prepare(ptn_traffic *traffic, char *memory) {
   for (uint32_t i = 0; i < traffic->n_requests; i++) {
     request *request = &traffic->requests[i];
     request->traffic = traffic;
-    request->io = (ptn_io){
-        .memory = memory + i * traffic->request_bytes, .bytes = traffic->request_bytes, .caller_sums = true, .done = on_done,
-        .context = request};
+    request->io = (ptn_io){.memory = memory + i * traffic->request_bytes,
+                           .bytes = traffic->request_bytes,
+                           .caller_sums = true,
+                           .done = on_done,
+                           .context = request};
   }
 }
 

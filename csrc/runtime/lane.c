@@ -386,8 +386,9 @@ static uint32_t compute_piece(ptn_engine *engine, piece *piece) {
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++) from[a] = piece->io[a].offset;
   uint32_t written = prepare_writes(engine, piece);
   for (uint64_t at = 0; at < piece->bytes; at += PTN_UPDATE_PART_BYTES) {
-    part part = {
-        .job = piece->job, .offset_bytes = piece->offset_bytes + at, .bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, piece->bytes - at)};
+    part part = {.job = piece->job,
+                 .offset_bytes = piece->offset_bytes + at,
+                 .bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, piece->bytes - at)};
     for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
       if (piece->arrays[a]) part.arrays[a] = (char *)piece->arrays[a] + widening_of(engine, a) * at;
     part.arrays[PIECE_PARAM] = values_of(engine, piece) + at;
