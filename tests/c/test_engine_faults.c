@@ -23,7 +23,7 @@ typedef enum lie { HONEST, READ_FLIPPED, WRITE_FLIPPED, WRITE_LOST, WRITE_ELSEWH
 static _Atomic int lie_now;
 static _Atomic long lie_number, reads, writes; /* the transfer of its direction that goes wrong, from 1 on */
 static _Atomic uint64_t lie_begin, lie_end; /* of the file, that it touched */
-static long read_ahead_count;               /* chunks that were updated where nobody had demanded them */
+static long read_ahead_count; /* chunks that were updated where nobody had demanded them */
 
 static void lie_in(lie kind, long number) {
   atomic_store(&lie_now, HONEST);
