@@ -26,11 +26,11 @@ typedef struct ptn_traffic_count {
   uint64_t processor_bytes;
 } ptn_traffic_count;
 
-/* Requests of request_bytes, so many at a time as memory has room for: as lanes do, several are in flight. Nobody takes checksums, which
- * those who compute with the bytes do. They go through
- * file_bytes of the store round and round, reads through the first half and writes through the second; all of it is written once
- * here, as a training run rewrites what was written before. memory and the store are the caller's, and longer there than this;
- * memory and all sizes are multiples of PTN_PAGE_BYTES, with room for two requests and a file of two at least. */
+/* Requests of request_bytes, so many at a time as memory has room for: as lanes do, several are in flight. Nobody takes their
+ * checksums, which is left to those who compute with the bytes. They go through file_bytes of the store round and round, reads through
+ * the first half and writes through the second; all of it is written once here, as a training run rewrites what was written before.
+ * memory and the store are the caller's, and longer there than this; memory and all sizes are multiples of PTN_PAGE_BYTES, with room
+ * for two requests and a file of two at least. */
 ptn_status ptn_traffic_create(ptn_traffic **out, ptn_store *store, uint64_t file_bytes, void *memory, uint64_t memory_bytes,
                               uint64_t request_bytes);
 /* Stops first; gives the space back to the store. */

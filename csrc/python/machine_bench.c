@@ -1,8 +1,8 @@
 /* MachineBench: lanes to run beside compute, for calibration.py, which runs the compute and draws the conclusions.
  *
  * The disk's lanes are the store's own traffic (profile/measure.h), the update lane is a worker with the kernel that the lane
- * calls and the checksums that it takes, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one at a time. It is filled with
- * an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
+ * calls and the checksums that it takes, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one
+ * at a time. It is filled with an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
  *
  * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
  * of the caches first, and once more within the measured time: large memory would have to be written back too. So are the pages whose

@@ -35,8 +35,8 @@
 #include "disk/store.h"
 #include "memory/arena.h"
 
-#define PTN_UPDATE_PART_BYTES \
-  ((uint64_t)64 << 10) /* of parameters, that an update works on at a time: with its state it lies in a cache */
+/* Of parameters, that an update works on at a time: with gradients and state they lie in a core's cache. */
+#define PTN_UPDATE_PART_BYTES ((uint64_t)64 << 10)
 #include "optim/optim.h"
 #include "runtime/device_stash.h"
 #include "runtime/stash.h"
