@@ -111,7 +111,7 @@ class DryRun:
 
     def accesses_with(self, block_modes: Sequence[str]) -> list[int]:
         """The order in which a step reads chunks whose blocks have these modes. The backward of a block that is not recomputed
-        reads each chunk where it was recorded for the last time; what was recorded before that is recomputation."""
+        reads each chunk where it was recorded for the last time; what was recorded before that is taken for recomputation."""
         found: list[int] = []
         read: set[int] = set()
         phase_before = -1

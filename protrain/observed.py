@@ -25,8 +25,8 @@ class Observed:
     rest_seconds: float
 
 
-READ, WRITE, UPDATE, ACTIVATIONS = (
-    LANES.index("read"), LANES.index("write"), LANES.index("update"), KINDS.index("activations"),
+READ, WRITE, UPDATE, ACTIVATIONS, PARAMETERS = (
+    LANES.index("read"), LANES.index("write"), LANES.index("update"), KINDS.index("activations"), KINDS.index("parameters"),
 )  # fmt: skip
 
 
@@ -100,6 +100,14 @@ def _divided(waits: list[Interval], one: Pass, run: DryRun) -> list[tuple[float,
     return _with_recomputation([(seconds * weight / total, 0.0) for weight in weights], run)
 
 
+def _of_checksums(machine: Machine, lane: int, kind: int) -> float:
+    """Seconds for each byte that compute's threads sum: of activations, with whatever else they cost beside the lane, and of
+    parameters that were fetched."""
+    if kind == ACTIVATIONS:
+        return machine.stash_drag_seconds_per_byte
+    return max(machine.stash_drag_seconds_per_byte, 0.0) if lane == READ and kind == PARAMETERS else 0.0
+
+
 def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine) -> float:
     """What the passes of a step lost to its lanes, by the machine's figures."""
     inside = union((float(one.forward_ns), float(one.over_ns)) for one in passes)
@@ -112,8 +120,7 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
         if lane == UPDATE:
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
-        per_byte = speed.drag_seconds_per_byte + (machine.stash_drag_seconds_per_byte if kind == ACTIVATIONS else 0.0)
-        lost += share * size * per_byte
+        lost += share * size * (speed.drag_seconds_per_byte + _of_checksums(machine, lane, kind))
         if lane != UPDATE and (start, end, lane) not in requests:
             requests.add((start, end, lane))
             lost += share * machine.request_drag_seconds

@@ -54,7 +54,8 @@ def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Ma
 
 
 def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:
-    """The machine with drags for a byte that have its requests in them, and the checksums of parameters.
+    """The machine with drags for a byte that have its requests in them, and the checksums of parameters. Of one whose requests
+    cost nothing all is as it was.
 
     Args:
         chunk_bytes: parameters of each chunk.
@@ -71,12 +72,12 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
     writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
     # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
     checksums = max(machine.stash_drag_seconds_per_byte, 0.0) * 2 / (2 + n_states)
-    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total) + checksums
+    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
     write = request * writes / ((1 + n_states) * total)
-    disk_read, disk_write = _more(machine.disk_read, read), _more(machine.disk_write, write)
+    disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
-    stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + write) / 2, least)
+    stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + checksums + write) / 2, least)
     return replace(
         machine, disk_read=disk_read, disk_write=disk_write, stash_drag_seconds_per_byte=stash, request_drag_seconds=0.0
     )

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from protrain.dryrun import DryRun, Phase
-from protrain.observed import ACTIVATIONS, READ, WRITE, drag_seconds, observe
+from protrain.observed import ACTIVATIONS, PARAMETERS, READ, WRITE, drag_seconds, observe
 from protrain.profiles import Machine, Speed
-from protrain.timeline import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, Pass, Raw
+from protrain.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, Pass, Raw
 
 
 def phase(block: int, backward: bool, flops: int = 1000, again: tuple[int, int, int] = (0, 0, -1)) -> Phase:
@@ -65,3 +65,17 @@ def test_what_a_request_carried_is_charged_for_one_request() -> None:
 
     events = [moved(1, 2, WRITE), moved(1, 2, WRITE), moved(1, 3, WRITE), moved(1, 2, READ)]
     assert drag_seconds(events, [Pass(0, 10 * 10**9)], machine) == pytest.approx(4 * 1.0 + 3 * 1.0)
+
+
+@pytest.mark.parametrize(("drag", "parameters"), [(2e-9, 2.0), (-0.5e-9, 0.0)])
+def test_checksums_are_charged_for_what_compute_sums(drag: float, parameters: float) -> None:
+    lane = Speed(1e9, 1e9, 1e-9)
+    machine = Machine(disk_read=lane, disk_write=lane, stash_drag_seconds_per_byte=drag)
+    state = KINDS.index("state")
+
+    def lost(lane: int, kind: int) -> float:
+        return drag_seconds([(10**9, 2 * 10**9, 10**9, 0, lane, kind)], [Pass(0, 10 * 10**9)], machine)
+
+    assert lost(READ, ACTIVATIONS) == lost(WRITE, ACTIVATIONS) == pytest.approx(1.0 + drag * 1e9)
+    assert lost(READ, PARAMETERS) == pytest.approx(1.0 + parameters)
+    assert lost(READ, state) == lost(WRITE, state) == pytest.approx(1.0)  # the update lane's

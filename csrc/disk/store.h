@@ -8,8 +8,9 @@
  * Every byte that comes back is what was written, or the request fails: pages have checksums in memory (page_sums.h), taken when a write
  * has ended and compared when a read has ended, on the threads of the store, before done is called. A page that differs is PTN_DISK
  * with EBADMSG, which names its place; it may be read again. A write that failed leaves the sums as they were: what is read then is
- * what was there before, or an error. Who makes bytes and is about to use them may take and compare sums for itself, while it has
- * them in its caches: a request then leaves that to its caller.
+ * what was there before, or an error. Who makes bytes or is about to use them may take and compare sums for itself, while it has
+ * them in its caches: a request then leaves that to its caller, and where such a write failed what is read is what was to be written,
+ * or an error.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
  * pieces are in flight. Short ones that come one behind the other, lie side by side in the file, go the same way and have one
@@ -45,7 +46,7 @@ struct ptn_io {
   uint64_t bytes;
   bool write;
   bool urgent; /* compute waits for it, or soon will */
-  bool caller_sums; /* the caller calls ptn_store_note before a write, ptn_store_check after a read */
+  bool caller_sums; /* the caller calls ptn_store_note before a write, ptn_store_check after a read, or needs neither */
   /* Called once, on a thread of the store (or inside submit when it fails at once), with no lock held. It may submit. */
   void (*done)(ptn_io *io);
   void *context; /* the caller's */
@@ -66,7 +67,7 @@ typedef struct ptn_store_stats {
   uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
   uint64_t reserved_bytes;          /* of the file */
   uint64_t unwritten_bytes;         /* read where nothing was ever written: zeros */
-  int64_t checksum_ns;              /* of the store's threads and its callers' teams; not of a caller by itself */
+  int64_t checksum_ns; /* processor time of the store's threads, and time of its callers' teams; not of a caller by itself */
 } ptn_store_stats;
 
 /* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of

@@ -34,12 +34,12 @@
 #include "device/device.h"
 #include "disk/store.h"
 #include "memory/arena.h"
-
-/* Of parameters, that an update works on at a time: with gradients and state they lie in a core's cache. */
-#define PTN_UPDATE_PART_BYTES ((uint64_t)64 << 10)
 #include "optim/optim.h"
 #include "runtime/device_stash.h"
 #include "runtime/stash.h"
+
+/* Of parameters, that an update works on at a time: with gradients and state they lie in a core's cache. */
+#define PTN_UPDATE_PART_BYTES ((uint64_t)64 << 10)
 
 typedef struct ptn_engine ptn_engine;
 

@@ -10,7 +10,7 @@
  * queue, holds nothing but pieces of the ring, and decides about its parameters only when it is joined.
  *
  * What comes from the disk is checked and what goes there is summed by the lane, right before and after it computes with it, a part at
- * a time: so memory is read once for all three.
+ * a time: so memory is read once for all three. (Parameters in a slot were checked when they were demanded there.)
  *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
  * the job is queued; the extent in use is never written.

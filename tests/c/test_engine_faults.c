@@ -24,6 +24,7 @@ static _Atomic int lie_now;
 static _Atomic long lie_number, reads, writes; /* the transfer of its direction that goes wrong, from 1 on */
 static _Atomic uint64_t lie_begin, lie_end; /* of the file, that it touched */
 static long read_ahead_count; /* chunks that were updated where nobody had demanded them */
+static long joined_count; /* of them those whose state was being read already */
 
 static void lie_in(lie kind, long number) {
   atomic_store(&lie_now, HONEST);
@@ -79,6 +80,7 @@ typedef struct world {
   ptn_engine_chunk chunks[CHUNKS];
   ptn_extent own; /* of an optimizer that the core does not know */
   bool foreign;
+  bool large; /* pieces of the ring are updated part by part, chunks with what was read ahead of their gradients */
   uint64_t seed;
 } world;
 
@@ -97,7 +99,7 @@ static void describe(world *w) {
   for (uint32_t c = 0; c < CHUNKS; c++) {
     uint64_t offset = 0;
     for (uint32_t i = 0; i < PER_CHUNK; i++) {
-      uint64_t count = 1500 + 1000 * i + 700 * c;
+      uint64_t count = (1500 + 1000 * i + 700 * c) * (w->large ? 10 : 1);
       w->params[c * PER_CHUNK + i] = (ptn_engine_param){.chunk = c, .offset_bytes = offset, .count = count, .trained = true};
       uint64_t bytes = count * (w->foreign ? sizeof(float) : sizeof(ptn_bf16));
       offset = ptn_round_up(offset + bytes, PTN_TENSOR_ALIGN_BYTES);
@@ -108,8 +110,8 @@ static void describe(world *w) {
 }
 
 /* bf16 with masters and two arrays of state, or an optimizer that the core does not know. */
-static void open_world(world *w, bool foreign) {
-  *w = (world){.foreign = foreign, .seed = 3};
+static void open_world(world *w, bool foreign, bool large) {
+  *w = (world){.foreign = foreign, .large = large, .seed = 3};
   describe(w);
   CHECK_OK(ptn_account_create(&w->account, 8 * PTN_MIB, NULL, NULL));
   ptn_engine_config config = {.folder = ".",
@@ -127,7 +129,8 @@ static void open_world(world *w, bool foreign) {
   if (foreign) CHECK_OK(ptn_engine_reserve(w->engine, OWN_PAGES * PTN_PAGE_BYTES, &w->own));
   int32_t slot_of[CHUNKS] = {0, 0};
   CHECK_OK(ptn_engine_set_slots(w->engine, slot_of, &most_bytes, 1));
-  if (!foreign) CHECK_OK(ptn_engine_set_ring(w->engine, PTN_PAGE_BYTES, 3, true));
+  if (!foreign)
+    CHECK_OK(ptn_engine_set_ring(w->engine, large ? PTN_UPDATE_PART_BYTES + PTN_PAGE_BYTES : PTN_PAGE_BYTES, 3, true));
   uint32_t order[2 * CHUNKS] = {0, 1, 1, 0};
   CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));
   ptn_engine_set_pending(w->engine, PTN_MIB);
@@ -191,16 +194,28 @@ static ptn_status only_read_ahead(world *w, uint32_t c) {
   const slot *slot = &w->engine->slots[w->engine->chunks[c].slot];
   read_ahead_count += slot->chunk == c && slot->state == SLOT_LOADED && slot->unchecked;
   ptn_unlock(&w->engine->mutex);
+  ptn_engine_read_ahead(w->engine, true); /* waiting has cancelled it */
+  ptn_lock(&w->engine->mutex);
+  const job *ahead = w->engine->ahead;
+  joined_count += ahead && ahead->chunk == c;
+  while (ahead && !ahead->all_started) { /* its parameters are left until its gradients are there */
+    ptn_unlock(&w->engine->mutex);
+    usleep(100);
+    ptn_lock(&w->engine->mutex);
+    ahead = w->engine->ahead;
+  }
+  ptn_unlock(&w->engine->mutex);
   return PTN_OK;
 }
 
-/* Two passes of gradients, the first of which waits on the disk. In the second one the last chunk is updated where it was read ahead. */
+/* Two passes of gradients, the first of which waits on the disk; of large chunks the second alone. In it the last chunk is updated where
+ * it was read ahead. */
 static ptn_status kernel_step(world *w) {
-  for (int pass = 0; pass < 2; pass++) {
+  for (int pass = w->large; pass < 2; pass++) {
     ptn_engine_seek(w->engine, 0);
     ptn_engine_read_ahead(w->engine, pass == 1);
     for (uint32_t c = 0; c < CHUNKS; c++) PTN_TRY(look_at(w, c));
-    if (pass) PTN_TRY(ptn_engine_flush(w->engine));
+    if (pass && !w->large) PTN_TRY(ptn_engine_flush(w->engine));
     for (uint32_t c = CHUNKS; c-- > 0;) {
       PTN_TRY(pass && c == 0 ? only_read_ahead(w, c) : look_at(w, c));
       PTN_TRY(give_gradients(w, c, pass ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL));
@@ -298,11 +313,11 @@ static uint64_t unwritten_bytes(const world *w) {
 }
 
 /* Trains under one lie; returns how many transfers there were that could have been it. */
-static long train(bool foreign, lie kind, long number) {
+static long train(bool foreign, bool large, lie kind, long number) {
   world w;
   outcome_bytes = 0;
   lie_in(HONEST, 0);
-  open_world(&w, foreign);
+  open_world(&w, foreign, large);
   lie_in(kind, number);
   ptn_status status = set_values(&w);
   uint64_t before_unwritten_bytes = unwritten_bytes(&w);
@@ -339,16 +354,17 @@ int main(void) {
   outcome = calloc(1, 8 * PTN_MIB);
   expected = calloc(1, 8 * PTN_MIB);
   CHECK(outcome && expected);
-  for (int foreign = 0; foreign < 2; foreign++) {
-    train(foreign, HONEST, 0);
-    for (lie kind = READ_FLIPPED; kind <= WRITE_ELSEWHERE; kind++)
-      for (long number = 1; train(foreign, kind, number) >= number;) number += kind == READ_FLIPPED ? 1 : 3;
+  for (int world = 0; world < 3; world++) {
+    bool foreign = world == 1, large = world == 2;
+    train(foreign, large, HONEST, 0);
+    for (lie kind = READ_FLIPPED; kind <= (large ? READ_FLIPPED : WRITE_ELSEWHERE); kind++)
+      for (long number = 1; train(foreign, large, kind, number) >= number;) number += kind == READ_FLIPPED ? 1 : 3;
   }
   for (int kind = 0; kind < KINDS; kind++) {
     printf("%s: %ld\n", words[kind], noticed[kind]);
     CHECK(noticed[kind] > 0);
   }
-  CHECK(read_ahead_count > 0);
+  CHECK(read_ahead_count > 0 && joined_count > 0);
   free(outcome);
   free(expected);
   return 0;
