@@ -215,12 +215,9 @@ class _Lane:
         counts = _sum(segment.counts for segment in segments)
         return self.moved_bytes(counts) / self.busy_ns(counts) * 1e9
 
-    def _counts(self) -> _Counts:
-        return _sum(segment.whole for segment in self.beside + self.idle)
-
     @property
     def processor_seconds_per_byte(self) -> float:
-        nanoseconds, size = self.processor(self._counts())
+        nanoseconds, size = self.processor(_sum(segment.whole for segment in self.beside + self.idle))
         return nanoseconds / size / 1e9
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from .dryrun import recomputes
 from .planning import Forecast
 from .profiles import Machine, Speed, Times
 from .timeline import COMPUTE, RECOMPUTE, WAIT, Pass, Raw, both, length, union
@@ -37,7 +38,7 @@ def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns:
     if not events or not inside or any(not begin_ns <= one.forward_ns < one.over_ns <= end_ns for one in passes):
         return None
     again = {number for start, _, _, number, lane, kind in events if lane == COMPUTE and kind == RECOMPUTE and start >= begin_ns}
-    if any(not block_modes[number].startswith("checkpoint") for number in again):
+    if any(not recomputes(block_modes[number]) for number in again):
         return None
     waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
     all_ns = end_ns - begin_ns - length(both(waits, [(float(begin_ns), float(end_ns))]))

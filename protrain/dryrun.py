@@ -72,6 +72,11 @@ class Phase:
     again_operations: int = -1
 
 
+def recomputes(mode: str) -> bool:
+    """Whether a block of this mode runs its forward again in backward."""
+    return mode.startswith("checkpoint")
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What a step of one batch shape holds in memory and which chunks it reads.
@@ -120,7 +125,7 @@ class DryRun:
             if number != phase_before:
                 phase_before = number
                 read.clear()
-            once = phase.backward and phase.block >= 0 and not block_modes[phase.block].startswith("checkpoint")
+            once = phase.backward and phase.block >= 0 and not recomputes(block_modes[phase.block])
             if not (once and chunk in read):
                 found.append(chunk)
                 read.add(chunk)

@@ -105,7 +105,7 @@ def _of_checksums(machine: Machine, lane: int, kind: int) -> float:
     parameters that were fetched."""
     if kind == ACTIVATIONS:
         return machine.stash_drag_seconds_per_byte
-    return max(machine.stash_drag_seconds_per_byte, 0.0) if lane == READ and kind == PARAMETERS else 0.0
+    return machine.checksum_seconds_per_byte if lane == READ and kind == PARAMETERS else 0.0
 
 
 def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine) -> float:

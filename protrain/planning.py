@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import _core
-from .dryrun import DryRun
+from .dryrun import DryRun, recomputes
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, pack
@@ -284,7 +284,7 @@ def arrange(
         n_buffer=found["n_buffer"],
         block_modes=block_modes,
         n_swap=block_modes.count("swap"),
-        n_checkpoint=sum(mode.startswith("checkpoint") for mode in block_modes),
+        n_checkpoint=sum(map(recomputes, block_modes)),
         step_seconds=forecast["step_ns"] / 1e9,
         peak_bytes=found["peak_bytes"],
         host_bytes=found["host_bytes"],

@@ -63,6 +63,11 @@ class Machine:
     checkpoint_seconds: float = 0.0
     swap_seconds: float = 0.0
 
+    @property
+    def checksum_seconds_per_byte(self) -> float:
+        """Compute lost for each byte whose checksum its threads take; 0.0 where that is not known."""
+        return max(self.stash_drag_seconds_per_byte, 0.0)
+
 
 @dataclass(frozen=True)
 class Times:

@@ -48,7 +48,7 @@ def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Ma
     whole = ordinary_seconds(flops, moved, operations)
     share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
     part = min(max((share - LEAST_MEMORY_SHARE) / (MOST_MEMORY_SHARE - LEAST_MEMORY_SHARE), 0.0), 1.0)
-    more = part * MORE_BY_MEMORY * max(machine.stash_drag_seconds_per_byte, 0.0)
+    more = part * MORE_BY_MEMORY * machine.checksum_seconds_per_byte
     read, write = (_more(lane, more) for lane in (machine.disk_read, machine.disk_write))
     return replace(machine, disk_read=read, disk_write=write)
 
@@ -71,7 +71,7 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
     state_reads = sum(_of_arrays(size, n_states, ring_piece) for size in chunk_bytes)
     writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
     # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
-    checksums = max(machine.stash_drag_seconds_per_byte, 0.0) * 2 / (2 + n_states)
+    checksums = machine.checksum_seconds_per_byte * 2 / (2 + n_states)
     read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
     write = request * writes / ((1 + n_states) * total)
     disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)

@@ -49,6 +49,7 @@ def test_every_figure_is_one_and_nothing_is_left(fresh_disk: Path) -> None:
         assert 0 < lane.bytes_per_second < math.inf
         assert 0 < lane.idle_bytes_per_second < math.inf
         assert 0 <= lane.drag_seconds_per_byte < math.inf
+    assert machine.update.drag_seconds_per_byte > 0
     assert machine.upload == machine.offload == machine.gather == Speed()  # a machine without these lanes
     assert 1.0 <= machine.disk_overlap <= 2.0
     assert 0 < machine.stash_drag_seconds_per_byte < math.inf

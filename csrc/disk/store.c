@@ -250,17 +250,22 @@ static void count_bytes(ptn_store *store, const ptn_piece *piece, int64_t bytes)
 
 static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL); }
 
+/* Notes the sums of what is written, or compares those of what was read: the first page that differs, as ptn_page_sums_check. */
+static uint64_t sum_here(ptn_store *store, char *memory, uint64_t offset, uint64_t bytes, bool note) {
+  uint64_t unwritten_bytes = 0, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
+  if (note) ptn_page_sums_note(&store->sums, memory, offset, bytes);
+  else bad_offset = ptn_page_sums_check(&store->sums, memory, offset, bytes, &unwritten_bytes);
+  if (unwritten_bytes > 0) atomic_fetch_add(&store->unwritten_bytes, unwritten_bytes);
+  return bad_offset;
+}
+
 /* Of one request, what it has in a piece that was moved: its sums are kept, or compared. */
 static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io) {
   uint64_t begin = ptn_max_u64(io->offset, piece->own.offset);
   uint64_t bytes = ptn_min_u64(io->offset + io->bytes, piece->own.offset + piece->own.bytes) - begin;
-  uint64_t unwritten_bytes = 0, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
-  char *memory = (char *)io->memory + (begin - io->offset);
   int64_t begin_ns = ptn_thread_processor_ns();
-  if (piece->write) ptn_page_sums_note(&store->sums, memory, begin, bytes);
-  else bad_offset = ptn_page_sums_check(&store->sums, memory, begin, bytes, &unwritten_bytes);
+  uint64_t bad_offset = sum_here(store, (char *)io->memory + (begin - io->offset), begin, bytes, piece->write);
   atomic_fetch_add(&store->checksum_ns, ptn_thread_processor_ns() - begin_ns);
-  atomic_fetch_add(&store->unwritten_bytes, unwritten_bytes);
   if (bad_offset == PTN_PAGE_SUMS_ALL_GOOD) return;
   ptn_lock(&store->mutex);
   io->own.bad_offset = ptn_min_u64(io->own.bad_offset, bad_offset);
@@ -416,14 +421,6 @@ typedef struct caller_sums {
   bool note;
   _Atomic uint64_t bad_offset; /* the least of those that differ */
 } caller_sums;
-
-static uint64_t sum_here(ptn_store *store, char *memory, uint64_t offset, uint64_t bytes, bool note) {
-  uint64_t unwritten_bytes = 0, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
-  if (note) ptn_page_sums_note(&store->sums, memory, offset, bytes);
-  else bad_offset = ptn_page_sums_check(&store->sums, memory, offset, bytes, &unwritten_bytes);
-  if (unwritten_bytes > 0) atomic_fetch_add(&store->unwritten_bytes, unwritten_bytes);
-  return bad_offset;
-}
 
 static void sum_range(void *context, size_t begin, size_t end) {
   caller_sums *sums = context;

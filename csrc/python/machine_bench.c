@@ -51,13 +51,15 @@ static void run_update(const bench_object *self, bool shared, size_t first, size
 
 /* ---- work ---- */
 
+static void sum_pages(bench_object *self, const char *memory, size_t bytes) {
+  ptn_checksum_function sum = ptn_checksum_best();
+  for (size_t page = 0; page < bytes; page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
+}
+
 /* Of what an update reads from the disk, or writes there. */
 static void sum_arrays(bench_object *self, size_t first, size_t count) {
-  ptn_checksum_function sum = ptn_checksum_best();
-  for (size_t array = 0; array < UPDATED_ARRAYS; array++) {
-    const char *memory = (const char *)(self->memory + array * array_count(self) + first);
-    for (size_t page = 0; page < count * sizeof(float); page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
-  }
+  for (size_t array = 0; array < UPDATED_ARRAYS; array++)
+    sum_pages(self, (const char *)(self->memory + array * array_count(self) + first), count * sizeof(float));
 }
 
 static uint64_t update_piece(void *context) {
@@ -273,14 +275,13 @@ static PyObject *checksums(PyObject *object, PyObject *unused) {
   (void)unused;
   bench_object *self = idle_one(object);
   if (!self) return NULL;
-  ptn_checksum_function sum = ptn_checksum_best();
   int64_t spent_ns = 0;
   Py_BEGIN_ALLOW_THREADS
   for (uint64_t at = 0; at < self->memory_bytes; at += PTN_MIB) {
     const char *memory = (const char *)self->memory + at;
     flush(memory, (size_t)PTN_MIB);
     int64_t begin_ns = ptn_thread_processor_ns();
-    for (uint64_t page = 0; page < PTN_MIB; page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
+    sum_pages(self, memory, (size_t)PTN_MIB);
     spent_ns += ptn_thread_processor_ns() - begin_ns;
   }
   Py_END_ALLOW_THREADS
