@@ -3,7 +3,10 @@
 #ifndef PTN_TESTS_STASH_FIXTURE_H
 #define PTN_TESTS_STASH_FIXTURE_H
 
+#include <dirent.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -111,13 +114,33 @@ static inline void world_close(world *world) {
   ptn_account_destroy(world->account);
 }
 
-/* Nothing is at the disk and nothing has come for a while; brings a state about, proves nothing. */
+/* No thread of the process but this one runs, or could run and waits for a processor: on a busy machine that takes longer than any
+ * pause. */
+static inline bool others_sleep(void) {
+  DIR *listing = opendir("/proc/self/task");
+  CHECK(listing);
+  int runnable_count = 0; /* with this one */
+  for (struct dirent *entry = readdir(listing); entry; entry = readdir(listing)) {
+    char path[64], line[256] = "";
+    if (entry->d_name[0] == '.') continue;
+    snprintf(path, sizeof path, "/proc/self/task/%.20s/stat", entry->d_name);
+    FILE *stat = fopen(path, "re");
+    if (!stat) continue; /* it has ended */
+    const char *name_end = fgets(line, sizeof line, stat) ? strrchr(line, ')') : NULL;
+    fclose(stat);
+    runnable_count += name_end && name_end[2] == 'R';
+  }
+  closedir(listing);
+  return runnable_count <= 1;
+}
+
+/* Nothing is at the disk, nobody is at work and nothing has come for a while; brings a state about, proves nothing. */
 static inline void world_settle(world *world) {
   int quiet_count = 0;
   uint64_t before = UINT64_MAX;
   while (quiet_count < 20) {
     faulty_counts counts = faulty_look(&world->disk);
-    bool quiet = counts.in_flight == counts.held && counts.reads + counts.writes == before;
+    bool quiet = counts.in_flight == counts.held && counts.reads + counts.writes == before && others_sleep();
     before = counts.reads + counts.writes;
     quiet_count = quiet ? quiet_count + 1 : 0;
     nap_briefly();
