@@ -1,9 +1,10 @@
 """The dry run: what one training step of one batch shape holds in memory, before any real step.
 
-A twin of the model, of fake tensors that have shapes and no data, runs forward and backward twice: with every block's activations
-kept, and with every block recomputed in backward. Each new storage is counted when an operation returns it and discounted when it
-dies, so the live bytes are those of the real step: activations, temporaries, gradients until their chunk is complete. What CPU
-kernels allocate inside themselves is not seen by fake tensors; it is measured or comes from a table (workspace.py).
+A twin of the model, of fake tensors that have shapes and no data, runs forward and backward: with every block's activations kept,
+with every block recomputed in backward, and with every block swapped (dryswap.py). Each new storage is counted when an operation
+returns it and discounted when it dies, so the live bytes are those of the real step: activations, temporaries, gradients until
+their chunk is complete. What CPU kernels allocate inside themselves is not seen by fake tensors; it is measured or comes from a
+table (workspace.py).
 
 The real model is only read: its values, gradients, flags, hooks and torch's random state stay as they are.
 """
@@ -17,7 +18,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
@@ -30,12 +31,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .compiled import CALL, eager, find_compiled
+from .dryswap import DryStash
 from .errors import Error
 from .flops import flops_of, ordinary_seconds
 from .sizes import stash_least_bytes
 from .workspace import HIDDEN_OUTPUTS, Workspace, workspace_bytes
 
 Rounding = Callable[[int], int]
+
+#: What plain numbers become in operations is no fake tensor: up to 0.6 KB was seen. Other runs are upper bounds without it.
+UNSEEN_BYTES = 8192
 
 
 class DryRunError(Error):
@@ -54,7 +59,8 @@ class Phase:
     moved_bytes and operations are of the run that keeps: what its operations compute (matrix products, convolutions, attention; a
     multiply-add is two), read and write, and how many they are. Of a block's backward again_flops, again_moved_bytes and
     again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, but for one that is
-    compiled, which runs to its end; operations -1: not known."""
+    compiled, which runs to its end; operations -1: not known. swap_entry_bytes, swap_peak_bytes: in the run that swaps, at the
+    least; a peak of 0: not known."""
 
     block: int
     backward: bool
@@ -70,6 +76,8 @@ class Phase:
     again_flops: int = 0
     again_moved_bytes: int = 0
     again_operations: int = -1
+    swap_entry_bytes: int = 0
+    swap_peak_bytes: int = 0
 
 
 def recomputes(mode: str) -> bool:
@@ -216,6 +224,7 @@ class _Meter(TorchDispatchMode):
         self.saved: dict[int, list[int]] = {}  # of each block, sizes of the storages that the stash takes
         self.outputs: set[int] = set()  # storages that are outputs of blocks
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
+        self.counts = True  # what is made
 
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
@@ -248,8 +257,7 @@ class _Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self.known:
             return
-        size = self.round_bytes(storage.nbytes()) if storage.nbytes() else 0
-
+        size = self._size(storage) if self.counts else 0
         segment = self.segments[-1]
 
         def drop(_: Any, key: int = key, size: int = size) -> None:
@@ -258,6 +266,26 @@ class _Meter(TorchDispatchMode):
         self.known[key] = weakref.ref(storage, drop)
         self.live_bytes += size
         segment.born += size
+
+    def _size(self, storage: Any) -> int:
+        return self.round_bytes(storage.nbytes()) if storage.nbytes() else 0
+
+    def bytes_of(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Of what was counted."""
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        return sum(self._size(storage) for key, storage in storages.items() if self.known.get(key) is not None)
+
+    def stashed(self, storage: Any) -> bool:
+        """Whether the stash takes it: what the model has and what is small stays in memory."""
+        return self.known.get(storage._cdata) is not None and self._size(storage) >= self.least_bytes
+
+    def uncounted(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes is in memory already."""
+        self.counts = False
+        try:
+            return make()
+        finally:
+            self.counts = True
 
     def _read(self, inputs: Sequence[Any]) -> None:
         chunks: list[int] = []
@@ -540,10 +568,8 @@ def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-def _mark_block(
-    meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], recompute: bool
-) -> Callable[[], None]:
-    """Replaces the twin's forward by one that marks phases, and recomputes in backward where asked. Returns what undoes it.
+def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
+    """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
     compiled: what is compiled in the model.
     """
@@ -554,11 +580,15 @@ def _mark_block(
     def marked(*args: Any, **kwargs: Any) -> Any:
         meter.mark(number, False)
         meter.read_together(chunks)
-        if recompute:
+        if recomputes(mode):
             output = checkpoint(
                 forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
                 early_stop=early_stop, **kwargs,
             )  # fmt: skip
+        elif mode == "swap":
+            stash = DryStash(meter.stashed, meter.uncounted)
+            with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):
+                output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
         meter.read_together([])
@@ -601,7 +631,7 @@ def _run_step(
     compiled: list[_Compiled],
     chunks: list[tuple[nn.Parameter, int]],
     round_bytes: Rounding,
-    recompute: bool,
+    mode: str,
     hold_output: bool,
     workspace: Workspace,
 ) -> _Run:
@@ -610,13 +640,14 @@ def _run_step(
     meter = _Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes)
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad], compiled)
     undo = [_mark_compiled(meter, part) for part in compiled if part.module not in blocks]
-    undo += [_mark_block(meter, block, number, compiled, recompute) for number, block in enumerate(blocks)]
+    undo += [_mark_block(meter, block, number, compiled, mode) for number, block in enumerate(blocks)]
     try:
         with meter, torch.enable_grad():
             output = twin.model(*args, **kwargs)
             starts = _starts(output)
             if not starts:
                 raise DryRunError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
+            held_bytes = meter.bytes_of(_output_tensors(output)) if hold_output else 0
             if not hold_output:
                 output = None
             seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
@@ -627,6 +658,9 @@ def _run_step(
             torch.autograd.backward(starts, seeds)
             segments, output_count = _finish_segments(meter), len(starts)
             del output, starts, seeds
+            for segment in segments if mode == "swap" else ():  # who holds an output holds that of the step before till then
+                if not segment.backward:
+                    segment.entry, segment.peak = segment.entry + held_bytes, segment.peak + held_bytes
     finally:
         gradients.clear()
         for put_back in reversed(undo):
@@ -675,11 +709,13 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
     return tree_map_only(torch.Tensor, convert, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _phase(keep: _Segment, recompute: _Segment) -> Phase:
+def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None) -> Phase:
     phase = Phase(
         keep.block, keep.backward, keep.entry, keep.peak, recompute.entry, recompute.peak, keep.working, keep.small,
         keep.flops, keep.moved, keep.operations,
     )  # fmt: skip
+    if swap is not None:
+        phase = replace(phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak + UNSEEN_BYTES)
     if keep.block < 0 or not keep.backward:
         return phase
     return replace(
@@ -690,16 +726,20 @@ def _phase(keep: _Segment, recompute: _Segment) -> Phase:
     )
 
 
-def _join(keep: _Run, recompute: _Run, fixed_bytes: int) -> DryRun:
-    """The two runs side by side.
+def _order(run: _Run) -> list[tuple[int, bool]]:
+    return [(segment.block, segment.backward) for segment in run.segments]
+
+
+def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> DryRun:
+    """The runs side by side.
 
     Raises:
-        DryRunError: their phases differ, so that one cannot stand for the other.
+        DryRunError: the phases of two differ, so that one cannot stand for the other.
     """
-    order = [(segment.block, segment.backward) for segment in keep.segments]
-    if order != [(segment.block, segment.backward) for segment in recompute.segments]:
+    if _order(keep) != _order(recompute):
         raise DryRunError("its blocks run in another order when they are recomputed")
-    phases = tuple(_phase(a, b) for a, b in zip(keep.segments, recompute.segments, strict=True))
+    third = swap.segments if swap is not None and _order(swap) == _order(keep) else [None] * len(keep.segments)
+    phases = tuple(_phase(a, b, c) for a, b, c in zip(keep.segments, recompute.segments, third, strict=True))
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(
@@ -751,10 +791,16 @@ def dry_run(
             fake_blocks = [twin.memo[id(block)] for block in blocks]
             chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
             compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
-            keep, recompute = (
-                _run_step(twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, again, hold_output, workspace)
-                for again in (False, True)
-            )
+
+            def in_mode(mode: str) -> _Run:
+                return _run_step(
+                    twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
+                )
+
+            keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
+            if fake_blocks and not compiled:
+                with suppress(Exception):  # then what swapping cannot do without is not known
+                    swap = in_mode("swap")
     except DryRunError:
         raise
     except Exception as error:
@@ -762,4 +808,4 @@ def dry_run(
     finally:
         torch.set_rng_state(random_state)
         random.setstate(python_state)
-    return _join(keep, recompute, twin.fixed_bytes)
+    return _join(keep, recompute, swap, twin.fixed_bytes)

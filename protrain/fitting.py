@@ -238,8 +238,10 @@ class Fitter:
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:
-        then the blocks of this forward are recomputed."""
+        then the blocks of this forward are recomputed. Where none is kept that would spare nothing."""
         settings = self._wrapped.settings
+        if "keep" not in self._homes.arrangement.plan.block_modes:
+            return False
         foreseen = max((run.fixed_bytes for _, run in self.dry_runs if run is not None), default=0)
         room = settings.memory_bytes - self._homes.arrangement.plan.peak_bytes + foreseen
         return self.held_bytes(room) > room and settings.block_modes is None

@@ -242,7 +242,9 @@ def arrange(
         (size, grads, state, run.complete_phase.get(number, last_phase) if run else 0)
         for number, (size, grads, state) in enumerate(zip(chunks.sizes, chunks.grad_bytes, states, strict=True))
     ]
-    phases, fixed_bytes = _phases(run) if run else [], (run.fixed_bytes if run else 0) + unknown_bytes
+    # What a device and its host cannot do without was never measured.
+    least = host_budget_bytes == 0 and ring_host_bytes == 0
+    phases, fixed_bytes = _phases(run, least) if run else [], (run.fixed_bytes if run else 0) + unknown_bytes
     if footprint:
         fixed_bytes += footprint.small_bytes
         if phases:
@@ -312,17 +314,20 @@ def arrange(
     )
 
 
-_Phase = tuple[int, bool, int, int, int, int, int, int]
+_Phase = tuple[int, bool, int, int, int, int, int, int, int, int]
 
 
 def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
     """The last phase, with an update behind it that takes so much beside what is still there."""
-    block, backward, keep_entry, keep_peak, entry, peak, working, small = tail
+    block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak = tail
     keep_peak, peak = max(keep_peak, keep_entry + step_bytes), max(peak, entry + step_bytes)
-    return block, backward, keep_entry, keep_peak, entry, peak, working, small
+    if swap_peak > 0:
+        swap_peak = max(swap_peak, swap_entry + step_bytes)
+    return block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak
 
 
-def _phases(run: DryRun) -> list[_Phase]:
+def _phases(run: DryRun, least: bool) -> list[_Phase]:
+    """least: with what blocks that swap cannot do without."""
     return [
         (
             p.block,
@@ -333,6 +338,8 @@ def _phases(run: DryRun) -> list[_Phase]:
             p.checkpoint_peak_bytes,
             p.keep_working_bytes,
             p.small_bytes,
+            p.swap_entry_bytes if least else 0,
+            p.swap_peak_bytes if least else 0,
         )
         for p in run.phases
     ]

@@ -193,19 +193,23 @@ class _Expansion:
 
     def _constant(self) -> bool:
         """Whether the three in the middle differ by what one block retains, in both directions, and in nothing else."""
-        keep, again = self._rise()
+        rise = self._rise()
         for backward in (False, True):
             first = self.run.phases[self._at(1, backward, N_RUN)]
             for block in (2, 3):
                 phase = self.run.phases[self._at(block, backward, N_RUN)]
-                if phase != _shifted(first, block - 1, keep, again, block):
+                if phase != _shifted(first, block - 1, rise, block):
                     return False
         return True
 
-    def _rise(self) -> tuple[int, int]:
-        """What a middle block retains, kept and recomputed."""
+    def _rise(self) -> tuple[int, int, int]:
+        """What a middle block retains, kept, recomputed and swapped."""
         second, third = self.run.phases[self._at(2, False, N_RUN)], self.run.phases[self._at(3, False, N_RUN)]
-        return third.keep_entry_bytes - second.keep_entry_bytes, third.checkpoint_entry_bytes - second.checkpoint_entry_bytes
+        return (
+            third.keep_entry_bytes - second.keep_entry_bytes,
+            third.checkpoint_entry_bytes - second.checkpoint_entry_bytes,
+            third.swap_entry_bytes - second.swap_entry_bytes,
+        )
 
     def _moved(self, chunk_list: list[int], to_block: int) -> list[int]:
         """Accesses of the third block as another middle block would make them."""
@@ -262,12 +266,12 @@ class _Expansion:
         return found
 
     def _phases(self) -> tuple[Phase, ...]:
-        keep, again = self._rise()
+        rise = self._rise()
         found = []
         for number, ((block, _), source) in enumerate(zip(self._order(), self._sources(), strict=True)):
             ends = block == self.n_blocks - 1 or number == self.n_blocks + 1  # the last block and the head
             above = self.n_blocks - N_RUN if ends else block - 2 if self._is_middle(source) else 0
-            found.append(_shifted(self.run.phases[source], above, keep, again, block))
+            found.append(_shifted(self.run.phases[source], above, rise, block))
         return tuple(found)
 
     def _accesses(self, per_phase: list[list[int]]) -> list[tuple[int, int]]:
@@ -278,8 +282,9 @@ class _Expansion:
         return found
 
 
-def _shifted(phase: Phase, count: int, keep: int, again: int, block: int) -> Phase:
+def _shifted(phase: Phase, count: int, rise: tuple[int, int, int], block: int) -> Phase:
     """The phase with so many more blocks retained."""
+    keep, again, swap = rise
     return replace(
         phase,
         block=block,
@@ -287,4 +292,6 @@ def _shifted(phase: Phase, count: int, keep: int, again: int, block: int) -> Pha
         keep_peak_bytes=phase.keep_peak_bytes + count * keep,
         checkpoint_entry_bytes=phase.checkpoint_entry_bytes + count * again,
         checkpoint_peak_bytes=phase.checkpoint_peak_bytes + count * again,
+        swap_entry_bytes=phase.swap_entry_bytes + count * swap,
+        swap_peak_bytes=phase.swap_peak_bytes + count * swap,
     )

@@ -601,6 +601,61 @@ def test_small_tensors_that_swap_leaves_are_planned_for(modes: str, causal_lm: A
     assert status.peak_memory_bytes <= status.plan.peak_bytes <= budget_bytes
 
 
+# ---- what swapping cannot do without ----
+
+
+def _holding(batches: list[torch.Tensor]) -> twins.Loop:
+    """A loop that still has the output of the step before when the next forward begins."""
+
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for ids in batches:
+            output = model(input_ids=ids, labels=ids)
+            output.loss.backward()
+            figures.append(output.loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    return loop
+
+
+def _smallest(make: Callable[[], Any], loop: twins.Loop, **options: Any) -> int:
+    budget_bytes = 1 << 20
+    for _ in ("states", "a batch", "chunks of that budget"):
+        try:
+            run(make, loop, memory=budget_bytes, **options)
+        except protrain.BudgetError as error:
+            budget_bytes = error.smallest_bytes
+    return budget_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "max_grad_norm": 1.0}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_smallest_budget_is_what_swapping_cannot_do_without(
+    family: str, options: dict[str, Any], causal_lm: Any, token_batches: Any
+) -> None:
+    make = partial(causal_lm, family, hidden=128)
+    batches = token_batches(8, length=256)
+    loop = twins.fit(batches, options["accumulate"], options["max_grad_norm"]) if options else twins.fit(batches)
+    smallest = _smallest(make, loop, **options)
+    status = assert_equal(run(make, loop, memory=smallest, **options), run(make, loop), smallest)
+    assert set(status.plan.block_modes) == {"swap"}
+    assert status.peak_memory_bytes <= status.plan.peak_bytes <= smallest
+    recomputed = _smallest(make, loop, block_modes=["checkpoint"] * 4, **options)
+    assert smallest < 0.9 * recomputed
+    between = (smallest + recomputed) // 2
+    status = assert_equal(run(make, loop, memory=between, **options), run(make, loop), between)
+    assert set(status.plan.block_modes) == {"swap"}
+
+
+def test_an_output_that_is_held_into_the_next_step_has_room_in_the_smallest_budget(causal_lm: Any, token_batches: Any) -> None:
+    make, loop = partial(causal_lm, "gpt2", vocabulary=2048, attn_pdrop=0.1), _holding(token_batches(4, length=512))
+    smallest = _smallest(make, loop)
+    status = assert_equal(run(make, loop, memory=smallest), run(make, loop), smallest)
+    assert status.peak_memory_bytes <= status.plan.peak_bytes <= smallest
+
+
 # ---- hooks of others ----
 
 

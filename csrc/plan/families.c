@@ -94,7 +94,7 @@ static double recompute_of(const ptn_families *families, const uint8_t *keep) {
 static void compose(const ptn_families *families, const uint8_t *keep, int64_t *phase_bytes) {
   const ptn_plan_request *request = families->request;
   for (uint32_t i = 0; i < request->n_blocks; i++) families->modes[i] = keep[i] ? PTN_KEEP : PTN_CHECKPOINT;
-  ptn_peak_compose(families->peak, families->modes, phase_bytes);
+  ptn_peak_compose(families->peak, families->modes, false, phase_bytes);
 }
 
 /* One of `begin` and on is at least as good in everything. Their phases are kept: they are few. */
@@ -145,11 +145,15 @@ static void add_counts(ptn_families *families) {
   }
 }
 
+static ptn_mode given_mode(const ptn_families *families, uint32_t block) {
+  return families->request->modes ? families->request->modes[block] : PTN_SWAP;
+}
+
 static void add_given(ptn_families *families) {
   ptn_keep_set *set = &families->sets[families->n_sets++];
   *set = (ptn_keep_set){.given = true};
   for (uint32_t i = 0; i < families->request->n_blocks; i++) {
-    bool keep = families->request->modes[i] == PTN_KEEP;
+    bool keep = given_mode(families, i) == PTN_KEEP;
     set->n_keep += keep;
     set->lateness += keep ? i : 0;
   }
@@ -211,7 +215,7 @@ ptn_status ptn_families_create(ptn_families *families, const ptn_fit *fit, const
   if (made) {
     measure_blocks(families);
     make_orders(families, scratch);
-    if (request->modes) add_given(families);
+    if (request->modes || fit->least) add_given(families);
     else if (n_blocks <= EVERY_SET_BLOCKS) add_every_set(families);
     else add_counts(families);
   }
@@ -254,7 +258,7 @@ void ptn_families_modes(const ptn_families *families, const ptn_choice *choice, 
   const uint8_t *keep = ptn_families_keep(families, choice->set);
   uint32_t n_blocks = families->request->n_blocks, at = 0, count[2] = {0, 0};
   if (families->sets[choice->set].given) {
-    if (n_blocks > 0) memcpy(modes, families->request->modes, n_blocks * sizeof *modes);
+    for (uint32_t i = 0; i < n_blocks; i++) modes[i] = given_mode(families, i);
     return;
   }
   for (uint32_t i = 0; i < n_blocks; i++) {
@@ -296,12 +300,11 @@ void ptn_families_swapped(const ptn_families *families, uint32_t set, double *re
   const uint32_t *by_rate = families->orders[PTN_N_KEEP_FAMILIES];
   uint32_t n_swappable = ptn_families_swappable(families, set), at = 0, step = 0;
   bool given = families->sets[set].given;
-  const ptn_mode *modes = families->request->modes;
   double left_ns = 0, stash = 0;
   for (uint32_t i = 0; i < families->request->n_blocks; i++) {
-    bool recomputes = given ? ptn_mode_recomputes(modes[i]) : !keep[i];
+    bool recomputes = given ? ptn_mode_recomputes(given_mode(families, i)) : !keep[i];
     left_ns += recomputes ? families->blocks[i].recompute_ns : 0;
-    if (given && modes[i] == PTN_SWAP) stash += families->blocks[i].stash_bytes;
+    if (given && given_mode(families, i) == PTN_SWAP) stash += families->blocks[i].stash_bytes;
   }
   recompute_ns[0] = left_ns;
   stash_bytes[0] = stash;

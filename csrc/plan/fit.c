@@ -93,22 +93,32 @@ uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request) {
   return share >= most / arrays ? most : ptn_max_u64(share * arrays, least);
 }
 
-uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
+static uint64_t spare_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
   ptn_plan ring;
   ptn_fit_ring(fit, n_persist, needed_bytes, &ring);
-  int64_t spare_bytes = fit->budget_bytes - needed_bytes - (int64_t)ptn_fit_counted_ring_bytes(fit, &ring);
-  return ptn_max_u64(fit->pending_bytes, spare_bytes > 0 ? (uint64_t)spare_bytes : 0);
+  int64_t bytes = fit->budget_bytes - needed_bytes - (int64_t)ptn_fit_counted_ring_bytes(fit, &ring);
+  return bytes > 0 ? (uint64_t)bytes : 0;
+}
+
+uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes) {
+  if (!fit->least) return 0;
+  uint64_t enough_bytes = ptn_swap_stream_bytes(fit->request, fit->consumer_of_phase, modes);
+  return ptn_min_u64(spare_bytes(fit, n_persist, needed_bytes), enough_bytes);
+}
+
+uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
+  return ptn_max_u64(fit->pending_bytes, spare_bytes(fit, n_persist, needed_bytes));
 }
 
 /* ---- needs ---- */
 
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes) {
-  ptn_peak_compose(fit->peak, modes, fit->phase_bytes);
+  ptn_peak_compose(fit->peak, modes, fit->least, fit->phase_bytes);
   ptn_peak_stretches(fit->peak, fit->phase_bytes, fit->stretch_bytes);
 }
 
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist) {
-  return (int64_t)ptn_peak_without_slots(fit->peak, fit->stretch_bytes, n_persist);
+  return (int64_t)ptn_peak_without_slots(fit->peak, fit->stretch_bytes, fit->least, n_persist);
 }
 
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window) {

@@ -12,6 +12,8 @@
 #include "base/bytes.h"
 #include "plan/parts.h"
 
+#define ALIKE 1.005 /* forecasts closer than this are alike */
+
 static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
   const ptn_plan_request *request = fit->request;
   unsigned long long needed = ptn_rule_least_bytes(rule); /* that works: the smallest budget for what was asked */
@@ -46,8 +48,9 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   if (request->n_chunks > 0) memcpy(out->slot_of_chunk, fit->slot_of_chunk, request->n_chunks * sizeof *out->slot_of_chunk);
   ptn_fit_ring(fit, n_persist, without_slots_bytes + slots_bytes, out);
   uint64_t ring_bytes = ptn_fit_counted_ring_bytes(fit, out);
+  uint64_t stream_bytes = ptn_fit_stream_bytes(fit, out->modes, n_persist, without_slots_bytes + slots_bytes);
   out->static_bytes = ptn_fit_persistent_bytes(fit, n_persist) + out->slot_bytes_total + ring_bytes;
-  out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + ring_bytes;
+  out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + stream_bytes + ring_bytes;
   out->stash_bytes = ptn_swap_stash_bytes(request, fit->consumer_of_phase, out->modes);
   out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
   out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);
@@ -64,6 +67,31 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   return PTN_OK;
 }
 
+/* What a plan that counts with the least takes, where another fits as well: chunks that stay may be worth more than reading ahead.
+ * It must be faster by more than forecasts tell apart, and be no plan without the least: given again it is the same. */
+static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, uint32_t *window, ptn_plan *out) {
+  ptn_mode *modes = calloc((size_t)fit->request->n_blocks + 1, sizeof *modes);
+  ptn_forecast forecast;
+  uint32_t least_persist, least_window;
+  ptn_status status = modes ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory to plan %u blocks", fit->request->n_blocks);
+  if (status == PTN_OK && ptn_rule_choose_least(rule, modes, &least_persist, &least_window)) {
+    status = ptn_search(fit, rule, modes, &least_persist, &least_window, &forecast);
+    fit->least = false;
+    ptn_fit_compose(fit, modes);
+    int64_t needed_bytes = ptn_fit_without_slots(fit, least_persist) + ptn_fit_slots(fit, least_persist, fit->few);
+    bool faster = status == PTN_OK && (double)forecast.step_ns * ALIKE < (double)out->forecast.step_ns;
+    if (faster && !ptn_fit_fits(fit, least_persist, needed_bytes)) {
+      if (fit->request->n_blocks > 0) memcpy(out->modes, modes, fit->request->n_blocks * sizeof *modes);
+      out->forecast = forecast;
+      *n_persist = least_persist;
+      *window = least_window;
+      fit->least = true;
+    }
+  }
+  free(modes);
+  return status;
+}
+
 static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
   uint32_t n_persist, window;
   out->smallest_bytes = ptn_rule_smallest_bytes(rule);
@@ -71,6 +99,7 @@ static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
   if (!ptn_rule_choose(rule, out->modes, &n_persist, &window)) return refuse(fit, rule);
   if (fit->request->profile && fit->request->access_phases) {
     PTN_TRY(ptn_search(fit, rule, out->modes, &n_persist, &window, &out->forecast));
+    if (!fit->least && n_persist < fit->request->n_chunks) PTN_TRY(try_least(fit, rule, &n_persist, &window, out));
   }
   return write_plan(fit, n_persist, window, out);
 }

@@ -55,14 +55,16 @@ typedef struct ptn_peak ptn_peak;
 ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
 void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
 
-/* The peak of each phase, without parameters, for these modes. */
-void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phase_bytes);
+/* The peak of each phase, without parameters, for these modes. least: blocks that swap count with what they cannot do without,
+ * for requests that know it. */
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes);
+bool ptn_peak_knows_least(const ptn_plan_request *request);
 
 /* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);
 
 /* All that counts for the candidate except slots and ring. */
-uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, uint32_t n_persist);
+uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist);
 
 /* ---- swap.c ---- */
 
@@ -71,6 +73,12 @@ uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *c
 /* Of that, what phase i writes. */
 uint64_t ptn_swap_phase_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes,
                               uint32_t i);
+
+/* Of what a block saved, with room for one in so many its backward reads ahead as fast as it computes: with a quarter a GPT-2 of
+ * blocks of 84 MiB took no longer than with all of it, with less it waited in proportion. */
+#define PTN_STREAM_PART 4
+/* That room, for the largest block of the mode swap. */
+uint64_t ptn_swap_stream_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes);
 
 /* How far the backward of a block rises above where it began; above_static_bytes: of the peak. */
 uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *modes);
@@ -108,6 +116,7 @@ typedef struct ptn_fit {
   int64_t limit_bytes;    /* for candidates that have a ring, without it */
   uint32_t n_trained_end; /* chunks from here on are all frozen */
   uint32_t least_persist; /* fewer have no place in the tiers behind memory */
+  bool least; /* blocks that swap are composed with what they cannot do without */
   uint64_t pending_bytes; /* the largest gradients of a chunk: what may always wait for updates */
   uint32_t few, more;     /* distinct chunks with slots of their own: the least, and what is preferred */
   uint32_t windows[PTN_FIT_MOST_WINDOWS], n_windows; /* all that are tried, in their order */
@@ -141,6 +150,8 @@ uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /
 /* What a ring of the host's takes of its memory at most; 0: the ring is not the host's. */
 uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request);
 /* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
+/* With the least: what the budget leaves to read ahead into, as far as it is of use; 0 else. */
+uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes);
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 /* The window that gives so many slots and fits with the modes composed last; 0: none. */
 uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
@@ -154,8 +165,10 @@ void ptn_rule_destroy(ptn_rule *rule); /* NULL is allowed */
 uint64_t ptn_rule_least_bytes(const ptn_rule *rule);    /* the smallest budget for modes and n_persist as given */
 uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule); /* and where they are free */
 void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes);
-/* False: nothing fits. modes: n_blocks entries. */
+/* False: nothing fits. modes: n_blocks entries. What fits only with the least sets it in the fit. */
 bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window);
+/* Of the last choice alone, which counts with the least. */
+bool ptn_rule_choose_least(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window);
 
 /* ---- simulate.c ---- */
 
@@ -167,6 +180,7 @@ typedef struct ptn_candidate {
   const int64_t *phase_bytes;    /* as ptn_peak_compose gives them for these modes */
   uint64_t above_static_bytes;   /* what the plan's peak leaves for phases, gradients and activations under way */
   uint64_t pending_bytes;        /* gradients of chunks that may wait for their updates before backward does */
+  bool least;                    /* phase_bytes leave no room to read ahead within the backward of a block that swaps */
 } ptn_candidate;
 
 /* The step_ns of a candidate that cannot be carried out: a lane that the machine lacks would have to carry bytes. No forecast is

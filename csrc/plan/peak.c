@@ -1,15 +1,15 @@
-/* Peak: what a candidate holds at its highest moment, composed from two runs.
+/* Peak: what a candidate holds at its highest moment, composed from the runs of a dry run.
  *
- * Problem: a step was seen twice, with every block kept and with every block checkpointed; a candidate mixes the two. Design:
- * each phase is taken from the run of its own block's mode (outside of blocks: from the keep run, from the checkpoint run when
- * no block keeps), and corrected for what the other blocks have retained so far: a block that has run forward and whose backward
+ * Problem: a step was seen with every block kept, with every block checkpointed and with every block swapped; a candidate mixes
+ * them. Design: each phase is taken from the run of its own block's mode (outside of blocks: the highest of the runs that blocks
+ * are taken from), and corrected for what the other blocks have retained so far: a block that has run forward and whose backward
  * has not begun holds retained(mode) = entry(next phase) - entry(its forward phase), read from the run of its mode. The
  * correction is the sum of retained(its mode) - retained(the mode of the run that the phase is taken from), so that it is
- * nothing where all blocks are kept, or all recomputed: then the figures are those of the run.
+ * nothing where all blocks are taken from one run: then the figures are those of the run.
  *
- * The runs are two, the modes four. keep is the keep run; checkpoint, swap and checkpoint_swap are all counted as the checkpoint
- * run, which is an upper bound of what the swap modes cannot do without, but for what swap leaves in memory because it is small:
- * that is counted from the block's forward to its backward.
+ * keep is the keep run. checkpoint, swap and checkpoint_swap are all counted as the checkpoint run, which is an upper bound of what
+ * the swap modes cannot do without, but for what swap leaves in memory because it is small: that is counted from the block's
+ * forward to its backward. What is above what they cannot do without lets writes and reads go on beside compute.
  *   - Between its forward and its backward a checkpointed block holds its input. A block of a swap mode has that on disk too, or
  *     is waited for until it is.
  *   - The forward of a swap block needs, beside what is being written, what the forward of a checkpointed block needs: its
@@ -19,28 +19,33 @@
  *     holds when it has been recomputed. What a step holds less than its peak is room to read ahead.
  *   - A checkpoint_swap block is a checkpointed block, but for its input, which comes back when it is recomputed.
  *
- * Outside of blocks the two runs say nearly the same; where modes are mixed the higher counts.
+ *   - The swap run is what swap cannot do without: forward waits for each write, nothing is read before it is asked for. A
+ *     budget that holds nothing else is planned with it (rule.c); it takes longer, and less memory than recomputation can do with.
  *
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the phase that
  * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
  * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
- * is allowed for; the runtime holds backward back before there would be two.
+ * is allowed for; the runtime holds backward back before there would be two. Who needs its memory waits until it has gone, so that
+ * it is not among what cannot be done without.
  *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
  * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/bytes.h"
 #include "plan/parts.h"
 
+typedef enum run { KEEP_RUN = 0, CHECKPOINT_RUN, SWAP_RUN, N_RUNS } run;
+
 typedef struct composed_phase {
   int32_t block; /* -1: outside of blocks */
   bool backward;
-  int64_t peak_bytes[2]; /* of the keep run, of the checkpoint run */
+  int64_t peak_bytes[N_RUNS];
   /* Of a forward phase, or of the one that a backward phase consumes; 0: it consumes none. */
-  int64_t dropped_bytes; /* what the checkpoint run retains of it beyond the keep run, mostly less than nothing */
-  int64_t small_bytes;   /* what swap leaves of it in memory, and the checkpoint run does not count */
+  int64_t retained_bytes[N_RUNS];
+  int64_t small_bytes; /* what swap leaves of it in memory, and the checkpoint run does not count */
 } composed_phase;
 
 typedef struct completion { /* a chunk's gradients */
@@ -58,8 +63,15 @@ struct ptn_peak {
   int64_t *always_bytes; /* of so many persistent chunks, with what is fixed */
 };
 
-static int64_t entry_of(const ptn_phase *phase, bool away) {
-  return (int64_t)(away ? phase->checkpoint_entry_bytes : phase->keep_entry_bytes);
+static int64_t entry_of(const ptn_phase *phase, run of) {
+  return (int64_t)(of == KEEP_RUN         ? phase->keep_entry_bytes
+                   : of == CHECKPOINT_RUN ? phase->checkpoint_entry_bytes
+                                          : phase->swap_entry_bytes);
+}
+
+static int64_t retained_of(const ptn_plan_request *request, uint32_t i, run of) {
+  if (i + 1 == request->n_phases) return 0;
+  return entry_of(&request->phases[i + 1], of) - entry_of(&request->phases[i], of);
 }
 
 void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase) {
@@ -77,8 +89,14 @@ void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase
 }
 
 int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, bool away) {
-  if (i + 1 == request->n_phases) return 0;
-  return entry_of(&request->phases[i + 1], away) - entry_of(&request->phases[i], away);
+  return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
+}
+
+bool ptn_peak_knows_least(const ptn_plan_request *request) {
+  for (uint32_t i = 0; i < request->n_phases; i++) {
+    if (request->phases[i].swap_peak_bytes > 0) return true;
+  }
+  return false;
 }
 
 /* ---- create, destroy ---- */
@@ -90,13 +108,14 @@ static void read_phases(ptn_peak *peak, const uint32_t *consumer_of_phase) {
     composed_phase *to = &peak->phases[i];
     to->block = phase->block;
     to->backward = phase->backward;
-    to->peak_bytes[0] = (int64_t)phase->keep_peak_bytes;
-    to->peak_bytes[1] = (int64_t)phase->checkpoint_peak_bytes;
+    to->peak_bytes[KEEP_RUN] = (int64_t)phase->keep_peak_bytes;
+    to->peak_bytes[CHECKPOINT_RUN] = (int64_t)phase->checkpoint_peak_bytes;
+    to->peak_bytes[SWAP_RUN] = (int64_t)phase->swap_peak_bytes;
     if (phase->block < 0 || phase->backward) continue;
-    to->dropped_bytes = ptn_peak_retained_bytes(request, i, true) - ptn_peak_retained_bytes(request, i, false);
+    for (int of = 0; of < N_RUNS; of++) to->retained_bytes[of] = retained_of(request, i, (run)of);
     to->small_bytes = (int64_t)phase->small_bytes;
     if (consumer_of_phase[i] == request->n_phases) continue;
-    peak->phases[consumer_of_phase[i]].dropped_bytes = to->dropped_bytes;
+    memcpy(peak->phases[consumer_of_phase[i]].retained_bytes, to->retained_bytes, sizeof to->retained_bytes);
     peak->phases[consumer_of_phase[i]].small_bytes = to->small_bytes;
   }
 }
@@ -165,41 +184,45 @@ ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, cons
 
 /* ---- candidates ---- */
 
-/* What a block in this mode retains of the phase beyond the keep run, and beyond the checkpoint run, is added so many times. */
-static void correct(const composed_phase *phase, ptn_mode mode, int64_t times, int64_t *corrections) {
-  int64_t left_bytes = mode == PTN_SWAP ? phase->small_bytes : 0;
-  if (ptn_mode_away(mode)) {
-    corrections[0] += times * (phase->dropped_bytes + left_bytes);
-    corrections[1] += times * left_bytes;
-  } else {
-    corrections[1] -= times * phase->dropped_bytes;
-  }
+static run run_of(ptn_mode mode, bool least) {
+  if (mode == PTN_KEEP) return KEEP_RUN;
+  return least && mode == PTN_SWAP ? SWAP_RUN : CHECKPOINT_RUN;
+}
+
+/* What a block in this mode leaves in memory that its run does not count. */
+static int64_t left_bytes(const composed_phase *phase, ptn_mode mode, run own) {
+  return mode == PTN_SWAP && own == CHECKPOINT_RUN ? phase->small_bytes : 0;
+}
+
+/* What a block in this mode retains of the phase beyond each run is added so many times. */
+static void correct(const composed_phase *phase, ptn_mode mode, run own, int64_t times, int64_t *corrections) {
+  int64_t held_bytes = phase->retained_bytes[own] + left_bytes(phase, mode, own);
+  for (int other = 0; other < N_RUNS; other++) corrections[other] += times * (held_bytes - phase->retained_bytes[other]);
 }
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 
-void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, int64_t *phase_bytes) {
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes) {
   uint32_t n_phases = peak->request->n_phases, n_blocks = peak->request->n_blocks;
-  bool keeps = n_blocks == 0, mixed = false;
-  for (uint32_t i = 0; i < n_blocks; i++) {
-    keeps |= !ptn_mode_away(modes[i]);
-    mixed |= ptn_mode_away(modes[i]) != ptn_mode_away(modes[0]);
-  }
-  int64_t corrections[2] = {0, 0}; /* to the keep run, to the checkpoint run, of what is retained now */
+  bool used[N_RUNS] = {n_blocks == 0};
+  for (uint32_t i = 0; i < n_blocks; i++) used[run_of(modes[i], least)] = true;
+  int64_t corrections[N_RUNS] = {0}; /* to each run, of what is retained now */
   for (uint32_t i = 0; i < n_phases; i++) {
     const composed_phase *phase = &peak->phases[i];
     if (phase->block < 0) {
-      phase_bytes[i] = phase->peak_bytes[!keeps] + corrections[!keeps];
-      if (mixed) phase_bytes[i] = higher(phase_bytes[i], phase->peak_bytes[1] + corrections[1]);
+      phase_bytes[i] = INT64_MIN;
+      for (int of = 0; of < N_RUNS; of++) {
+        if (used[of]) phase_bytes[i] = higher(phase_bytes[i], phase->peak_bytes[of] + corrections[of]);
+      }
       continue;
     }
     ptn_mode mode = modes[phase->block];
-    bool away = ptn_mode_away(mode);
-    if (phase->backward) correct(phase, mode, -1, corrections);
-    phase_bytes[i] = phase->peak_bytes[away] + corrections[away];
+    run own = run_of(mode, least);
+    if (phase->backward) correct(phase, mode, own, -1, corrections);
+    phase_bytes[i] = phase->peak_bytes[own] + corrections[own];
     if (phase->backward) continue;
-    if (mode == PTN_SWAP) phase_bytes[i] += phase->small_bytes;
-    correct(phase, mode, 1, corrections);
+    phase_bytes[i] += left_bytes(phase, mode, own);
+    correct(phase, mode, own, 1, corrections);
   }
 }
 
@@ -212,14 +235,14 @@ void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_
 }
 
 /* Gradients only become more from stretch to stretch, so that to look at one before all of its chunks are counted does no harm. */
-uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, uint32_t n_persist) {
+uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
   int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
   int64_t stay = peak->request->grads_outlive_backward ? 0 : -1; /* all bits */
   for (uint32_t i = 0; i < peak->n_completions; i++) {
     const completion *of = &peak->completions[i];
     bool persistent = of->chunk < n_persist;
     complete += persistent ? of->grad_bytes & stay : 0;
-    pending = higher(pending, persistent ? 0 : of->grad_bytes);
+    pending = higher(pending, persistent || least ? 0 : of->grad_bytes);
     highest = higher(highest, stretch_bytes[of->stretch] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);

@@ -46,8 +46,8 @@ typedef struct ptn_plan_chunk {
   uint32_t complete_phase; /* index of the backward phase in which the last of its gradients comes */
 } ptn_plan_chunk;
 
-/* One phase of a step as a dry run saw it, twice: with every block kept, and with every block checkpointed. Phases come in the
- * order of the step: before the blocks, each block's forward, the head (from the last block's forward to its backward), each
+/* One phase of a step as a dry run saw it, with every block kept, with every block checkpointed and, where that is known, with
+ * every block swapped and nothing of the stash in memory but what an operation uses. Phases come in the order of the step: before the blocks, each block's forward, the head (from the last block's forward to its backward), each
  * block's backward in reverse, the tail. A block used twice in a step has two phases of each kind. What runs between two blocks
  * belongs to the phase of the one that ran before. Bytes count activations and temporaries only, and gradients only until their
  * chunk is complete; never parameters or optimizer state. `entry` is what was live when the phase began, `peak` the highest
@@ -57,6 +57,7 @@ typedef struct ptn_phase {
   bool backward;
   uint64_t keep_entry_bytes, keep_peak_bytes;
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
+  uint64_t swap_entry_bytes, swap_peak_bytes; /* a peak of 0 in every phase: not known */
   uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
   uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
 } ptn_phase;
@@ -134,8 +135,9 @@ typedef struct ptn_plan {
  * asked, with modes and n_persist as they are given; where too few chunks are to stay for the disk and the host's memory that there
  * are, and no budget would do, the smallest with n_persist free; PTN_PLAN where modes or n_persist are wrong in themselves;
  * PTN_INVALID where the description of the model, of its phases or of their times is, and where everything that fits needs a lane
- * that the machine lacks. The memory of a block that swaps is counted as that of one that is recomputed, an upper bound (why:
- * peak.c); swap is chosen where times are known, checkpoint_swap never, only given. */
+ * that the machine lacks. The memory of a block that swaps is counted as that of one that is recomputed, an upper bound that leaves
+ * room for writes and reads beside compute; swap is chosen where times are known, checkpoint_swap never, only given. Where nothing
+ * fits so, blocks that swap are counted with what they cannot do without (why: peak.c), and all swap where modes are free. */
 ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out);
 
 #endif

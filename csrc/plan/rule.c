@@ -8,6 +8,9 @@
  * Which k blocks are kept: the last k, the first k, or k spread evenly, whichever has the lowest peak. The last k wins for
  * blocks that are alike: their activations are gone before the first block is recomputed.
  *
+ * Where none of that fits there is one more choice: all blocks swap (or have the modes given), counted with what swapping cannot do
+ * without (peak.c). It is the last as it waits for the disk.
+ *
  * Invariants, for two requests that differ in their budgets alone: the one with more keeps at least as many blocks, and with the
  * same modes at least as many chunks; every budget from smallest_bytes on has a plan; no plan passes its budget. They hold
  * because each choice is "the largest that fits" among needs that do not depend on the budget (fit.c).
@@ -43,6 +46,7 @@ struct ptn_rule {
   int64_t smallest_bytes;    /* the same with modes and n_persist free */
   ptn_mode *modes;           /* composed last */
   choice *choices;           /* by number of kept blocks */
+  choice swapped;            /* what is taken where none of them fits */
 };
 
 /* ---- modes ---- */
@@ -120,6 +124,32 @@ static bool choice_fits(const ptn_rule *rule, const choice *of) {
 
 /* ---- what the request's own choices need ---- */
 
+/* Returns whether any swaps. */
+static bool write_swapped(const ptn_rule *rule, const ptn_mode *given, ptn_mode *modes) {
+  bool any = false;
+  for (uint32_t i = 0; i < rule->n_blocks; i++) {
+    modes[i] = given ? given[i] : PTN_SWAP;
+    any |= modes[i] == PTN_SWAP;
+  }
+  return any;
+}
+
+/* Of the modes given, else of all blocks swapped, as far as the stash has a place. */
+static choice measure_swapped(ptn_rule *rule, const ptn_mode *given) {
+  choice none = {.ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}}, found;
+  uint32_t least_persist = rule->least_persist, with_stash;
+  if (!ptn_peak_knows_least(rule->request) || !write_swapped(rule, given, rule->modes)) return none;
+  uint64_t stash_bytes = ptn_swap_stash_bytes(rule->request, rule->fit->consumer_of_phase, rule->modes);
+  if (ptn_tiers_least_persist(rule->request, stash_bytes, &with_stash) != PTN_OK || with_stash > rule->most_persist) return none;
+  rule->fit->least = true;
+  ptn_fit_compose(rule->fit, rule->modes);
+  if (rule->least_persist < with_stash) rule->least_persist = with_stash;
+  found = measure_modes(rule, 0);
+  rule->least_persist = least_persist;
+  rule->fit->least = false;
+  return found;
+}
+
 /* Of all choices. The least that a candidate with a ring needs is returned, 0: there is none. */
 static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, int64_t *least_bytes) {
   int64_t safest_bytes = INT64_MAX;
@@ -129,6 +159,9 @@ static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n
     *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->choices[k]));
     safest_bytes = lesser(safest_bytes, rule->choices[k].ring.bytes);
   }
+  rule->swapped = measure_swapped(rule, given);
+  *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->swapped));
+  safest_bytes = lesser(safest_bytes, rule->swapped.ring.bytes);
   return safest_bytes < INT64_MAX ? safest_bytes : 0;
 }
 
@@ -227,5 +260,14 @@ bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint3
     choose_persist(rule, &rule->choices[k], n_persist, window);
     return true;
   }
-  return false;
+  return ptn_rule_choose_least(rule, modes, n_persist, window);
+}
+
+bool ptn_rule_choose_least(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window) {
+  if (!choice_fits(rule, &rule->swapped)) return false;
+  rule->fit->least = true;
+  write_swapped(rule, rule->request->modes, modes);
+  ptn_fit_compose(rule->fit, modes);
+  choose_persist(rule, &rule->swapped, n_persist, window);
+  return true;
 }

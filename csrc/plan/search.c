@@ -41,6 +41,7 @@
 #define N_STARTS 6           /* numbers of kept blocks from which to climb */
 #define MOST_IN_VAIN 4       /* tried near something after the last that was better */
 #define CLIMB_PART 4          /* of the work, one in so many for one climb */
+#define LEAST_PART 8          /* of the work, one in so many where all blocks swap: only chunks and windows are to be found */
 #define MOST_WORK 140000     /* phases, accesses and chunks simulated ... */
 #define LEAST_SIMULATIONS 160/* ... but so many candidates at least */
 #define MOST_SIMULATIONS 4096
@@ -456,6 +457,7 @@ static ptn_status search_create(search *at, ptn_fit *fit, const ptn_rule *rule) 
   uint64_t passes = ptn_min_u64(ptn_max_u64(request->n_passes, 1), MOST_PASSES);
   at->size = passes * ((uint64_t)request->n_phases + request->n_accesses + request->n_chunks + 1);
   at->most_work = ptn_min_u64(ptn_max_u64(MOST_WORK, LEAST_SIMULATIONS * at->size), MOST_SIMULATIONS * at->size);
+  if (fit->least) at->most_work /= LEAST_PART;
   at->tried = calloc(N_TRIED, sizeof *at->tried);
   at->modes = calloc((size_t)request->n_blocks + 1, sizeof *at->modes);
   at->best_modes = calloc((size_t)request->n_blocks + 1, sizeof *at->best_modes);

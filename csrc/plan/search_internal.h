@@ -46,7 +46,7 @@ typedef struct ptn_keep_set {
   uint32_t family;
   uint64_t lateness; /* the sum of the kept blocks' numbers */
   bool edge;  /* only with the fewest and with all chunks persistent */
-  bool given; /* the request's own modes */
+  bool given; /* the request's own modes; where a fit is to be the least and there are none, all swap */
 } ptn_keep_set;
 
 typedef struct ptn_families {

@@ -324,7 +324,7 @@ static void find_room(ptn_course *course) {
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
-      if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, grad_bytes);
+      if (chunk >= candidate->n_persist) pending_bytes = candidate->least ? 0 : ptn_most(pending_bytes, grad_bytes);
       else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
     }
     double used_bytes = always_bytes + complete_bytes + pending_bytes + (double)candidate->phase_bytes[p];
@@ -344,6 +344,16 @@ static void choose_kept(ptn_course *course, double total_bytes) {
     saved->kept_bytes = ptn_least(saved->away_bytes, ptn_most(room_bytes - kept_bytes, 0));
     saved->away_bytes -= saved->kept_bytes;
     kept_bytes += saved->kept_bytes;
+  }
+}
+
+/* What has no room while its block's backward runs is read when an operation asks for it. */
+static void find_late(ptn_course *course) {
+  for (uint32_t s = 0; s < course->n_saved; s++) {
+    ptn_saved *saved = &course->saved[s];
+    if (course->candidate->modes[course->request->phases[saved->phase].block] != PTN_SWAP) continue;
+    double enough_bytes = saved->away_bytes / PTN_STREAM_PART;
+    saved->late_bytes = saved->away_bytes * ptn_most(1 - course->room_bytes[saved->consumer] / ptn_most(enough_bytes, 1), 0);
   }
 }
 
@@ -377,6 +387,7 @@ static void find_saved(ptn_course *course, bool has_link) {
   course->stash_on_host = has_link && request->host_budget_bytes > 0 && fits_host(course, total_bytes);
   find_room(course);
   choose_kept(course, total_bytes);
+  if (course->candidate->least) find_late(course);
 }
 
 void ptn_course_make(ptn_course *course, const ptn_candidate *candidate, bool has_link) {

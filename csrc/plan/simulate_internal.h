@@ -78,6 +78,7 @@ typedef struct ptn_saved {
   uint32_t phase, consumer;
   double kept_bytes; /* stays in memory */
   double away_bytes; /* is written, unless backward comes first */
+  double late_bytes; /* of them, what is not read before the phase that consumes it waits for it */
   /* of the pass under way */
   double start_bytes; /* of all that goes to the stash, what comes before it */
   double read_bytes;

@@ -61,7 +61,7 @@ static double next_read_bytes(ptn_simulation *run) {
   run->reading = course->readers[run->reader];
   double unread = unread_bytes(run, &course->saved[run->reading]);
   double held_bytes = queued_bytes(run) + run->kept_bytes + run->ahead_bytes;
-  return run->reader == run->consumer ? unread
+  return run->reader == run->consumer ? unread - course->saved[run->reading].late_bytes
                                       : ptn_least(unread, ptn_least(room_bytes(run), most_ahead_bytes(run)) - held_bytes);
 }
 

@@ -38,6 +38,15 @@ uint64_t ptn_swap_stash_bytes(const ptn_plan_request *request, const uint32_t *c
   return total_bytes;
 }
 
+uint64_t ptn_swap_stream_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes) {
+  uint64_t most_bytes = 0;
+  for (uint32_t i = 0; i < request->n_phases; i++) {
+    bool swaps = request->phases[i].block >= 0 && modes[request->phases[i].block] == PTN_SWAP;
+    if (swaps) most_bytes = ptn_max_u64(most_bytes, ptn_swap_phase_bytes(request, consumer_of_phase, modes, i));
+  }
+  return most_bytes / PTN_STREAM_PART;
+}
+
 static uint64_t rise_bytes(const ptn_phase *phase, ptn_mode mode) {
   return ptn_mode_recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes
                                    : phase->keep_peak_bytes - phase->keep_entry_bytes;

@@ -93,9 +93,10 @@ static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, cons
   *phase_bytes = trials->fit->phase_bytes;
   if (!leaves(trials)) return needed_bytes;
   *phase_bytes = trials->left_phase_bytes;
-  ptn_peak_compose(trials->fit->peak, trials->modes, trials->left_phase_bytes);
+  ptn_peak_compose(trials->fit->peak, trials->modes, trials->fit->least, trials->left_phase_bytes);
   ptn_peak_stretches(trials->fit->peak, trials->left_phase_bytes, trials->left_stretch_bytes);
-  return (int64_t)ptn_peak_without_slots(trials->fit->peak, trials->left_stretch_bytes, choice->n_persist);
+  const int64_t *stretch_bytes = trials->left_stretch_bytes;
+  return (int64_t)ptn_peak_without_slots(trials->fit->peak, stretch_bytes, trials->fit->least, choice->n_persist);
 }
 
 bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
@@ -118,13 +119,16 @@ static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, co
   uint64_t stash_bytes = ptn_swap_stash_bytes(trials->request, trials->fit->consumer_of_phase, trials->modes);
   if (!ptn_tiers_split(trials->request, n_persist, stash_bytes, &tiers)) return false;
   int64_t whole_bytes = needed_bytes + ptn_trials_slots_bytes(trials, window, n_persist);
+  uint64_t stream_bytes = ptn_fit_stream_bytes(trials->fit, trials->modes, n_persist, whole_bytes);
+  uint64_t above_bytes = (uint64_t)needed_bytes - ptn_fit_persistent_bytes(trials->fit, n_persist) + stream_bytes;
   *out = (ptn_candidate){.modes = trials->modes,
                          .n_persist = n_persist,
                          .n_host = tiers.n_host,
                          .slot_of_chunk = assign(trials, window, n_persist),
                          .phase_bytes = phase_bytes,
-                         .above_static_bytes = (uint64_t)needed_bytes - ptn_fit_persistent_bytes(trials->fit, n_persist),
-                         .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes)};
+                         .above_static_bytes = above_bytes,
+                         .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes + (int64_t)stream_bytes),
+                         .least = trials->fit->least};
   return true;
 }
 
@@ -168,6 +172,7 @@ void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32
  * blocks, and is not the part that may stay. */
 static double written_bytes(ptn_trials *trials, uint32_t set, double stash_bytes, uint32_t n_persist) {
   if (trials->request->phases[trials->last_forward].block >= 0) return 0; /* nothing is known between them */
+  if (trials->fit->least) return 0; /* room depends on the budget */
   double above_bytes = (double)ptn_trials_need(trials, set, n_persist) - (double)ptn_fit_persistent_bytes(trials->fit, n_persist);
   double fixed_bytes = (double)trials->request->fixed_bytes;
   double room_bytes = above_bytes - fixed_bytes - (double)trials->fit->phase_bytes[trials->last_forward];

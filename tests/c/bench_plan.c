@@ -26,7 +26,8 @@ static void measure(uint32_t n_blocks, uint32_t n_chunks, bool alike, bool swaps
   double total_ms = 0, longest_ms = 0;
   int count = 0;
   for (int round = 0; round < rounds; round++) {
-    model_draw(&of, &random, &(model_shape){.n_blocks = n_blocks, .n_chunks = n_chunks, .alike = alike, .swaps = swaps});
+    model_draw(&of, &random,
+               &(model_shape){.n_blocks = n_blocks, .n_chunks = n_chunks, .alike = alike, .swaps = swaps, .least = true});
     model_ask(&of.request, 0, &given);
     uint64_t smallest = ptn_last_error()->smallest_bytes;
     model_ask(&of.request, UINT64_MAX, &given);

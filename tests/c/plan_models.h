@@ -28,6 +28,7 @@ typedef struct model_shape {
   bool alike;       /* blocks, and chunks */
   bool swaps;       /* the disk is fast enough for activations, now and then */
   bool tiers;       /* hosts, ranks, passes, gradients that outlive backward */
+  bool least;       /* what blocks that swap cannot do without is known */
 } model_shape;
 
 static inline uint64_t model_upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
@@ -117,6 +118,24 @@ static inline void model_phases(model *out, uint64_t *random, bool alike) {
   out->request.n_phases = n;
 }
 
+/* A swap run: blocks leave in memory what is small, an operation of backward uses from a tenth to half of what its block saved. */
+static inline void model_swap_run(model *out, uint64_t *random) {
+  uint32_t n_phases = out->request.n_phases, n_blocks = out->request.n_blocks;
+  uint64_t held = out->phases[0].checkpoint_entry_bytes;
+  for (uint32_t p = 0; p < n_phases; p++) {
+    ptn_phase *phase = &out->phases[p];
+    uint64_t rise = phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes;
+    const ptn_phase *forward = phase->block >= 0 ? &out->phases[1 + phase->block] : phase;
+    if (phase->block >= 0 && phase->backward) rise = (uint64_t)((double)rise * model_between(random, 0.1, 0.5));
+    if (p == n_blocks + 1) rise = phase->keep_peak_bytes - phase->keep_entry_bytes;
+    phase->swap_entry_bytes = held;
+    phase->swap_peak_bytes = held + rise + 1;
+    if (phase->block < 0) continue;
+    if (phase->backward) held -= forward->small_bytes;
+    else held += phase->small_bytes;
+  }
+}
+
 static inline void model_chunks(model *out, uint64_t *random, bool alike) {
   uint32_t n_blocks = out->request.n_blocks, n_chunks = out->request.n_chunks, first, end;
   for (uint32_t c = 0; c < n_chunks; c++) {
@@ -202,6 +221,7 @@ static inline void model_draw(model *out, uint64_t *random, const model_shape *s
                                 .n_persist = -1,
                                 .fixed_bytes = model_upto(random, 1 << 16)};
   model_phases(out, random, shape->alike);
+  if (shape->least) model_swap_run(out, random);
   model_chunks(out, random, shape->alike);
   model_accesses(out);
   model_machine(out, random, shape);

@@ -150,6 +150,32 @@ static inline void check_ladder(const model *of, uint64_t *random, measured *ris
   CHECK(given.plan.n_buffer == 0 && given.plan.ring_bytes == 0 && given.plan.disk_bytes == 0 && given.plan.host_bytes == 0);
 }
 
+/* What blocks that swap cannot do without is taken where nothing else fits: then all of them swap. Elsewhere it makes nothing slower. */
+static inline void check_least(const model *of) {
+  static model without;
+  answer given, other;
+  without = *of;
+  without.request.phases = without.phases;
+  for (uint32_t p = 0; p < of->request.n_phases; p++) without.phases[p].swap_entry_bytes = without.phases[p].swap_peak_bytes = 0;
+  model_ask(&of->request, 0, &given);
+  uint64_t smallest = ptn_last_error()->smallest_bytes;
+  model_ask(&without.request, 0, &other);
+  uint64_t safest = ptn_last_error()->smallest_bytes;
+  CHECK(smallest <= safest);
+  for (int i = 0; i < 4 && smallest < safest; i++) {
+    uint64_t budget = smallest + (safest - 1 - smallest) / 3 * (uint64_t)i;
+    model_ask(&of->request, budget, &given);
+    CHECK(given.status == PTN_OK && given.n_swap == of->request.n_blocks && given.plan.peak_bytes <= budget);
+    model_ask(&without.request, budget, &other);
+    CHECK(other.status == PTN_BUDGET);
+  }
+  uint64_t budget = 2 * safest; /* beyond what the least spares of the ring */
+  model_ask(&of->request, budget, &given);
+  model_ask(&without.request, budget, &other);
+  bool slower = (double)given.plan.forecast.step_ns > 1.01 * (double)other.plan.forecast.step_ns;
+  CHECK(!slower || given.plan.ring_bytes != other.plan.ring_bytes);
+}
+
 /* ---- bounds ---- */
 
 typedef struct bench {
@@ -336,7 +362,7 @@ static inline void check_exhaustive(const model *of, uint32_t n_kinds, measured 
 /* ---- all of it ---- */
 
 typedef struct figures {
-  measured rises;         /* of the forecast with more memory */
+  measured rises, least_rises; /* of the forecast with more memory; where the least is known */
   measured few,
       families; /* distances from the best: of models of few blocks, and of those of which the search sees families alone */
 } figures;
@@ -352,7 +378,7 @@ static inline void check_many_bounds(uint64_t *random, int rounds) {
 }
 
 /* Models of at most 6 blocks and 8 chunks, and one of at most so many of both. */
-static inline void check_many_ladders(uint64_t *random, uint32_t most, measured *rises) {
+static inline void check_many_ladders(uint64_t *random, uint32_t most, measured *rises, measured *least_rises) {
   static model of;
   uint64_t kind = model_upto(random, 11);
   for (uint64_t round = 0; round < 4; round++) {
@@ -361,6 +387,10 @@ static inline void check_many_ladders(uint64_t *random, uint32_t most, measured 
     shape.alike = kind % 3 == 0, shape.swaps = (kind + round) % 2, shape.tiers = (kind + round) % 4 > 1;
     model_draw(&of, random, &shape);
     check_ladder(&of, random, rises);
+    shape.least = true;
+    model_draw(&of, random, &shape);
+    check_least(&of);
+    check_ladder(&of, random, least_rises);
   }
 }
 
@@ -382,6 +412,7 @@ static inline void check_distances(uint64_t *random, measured *few, measured *fa
 /* What holds of every seed that was tried. */
 static inline void check_figures(figures *found) {
   CHECK(measured_quantile(&found->rises, 1) <= 0.1);
+  CHECK(measured_quantile(&found->least_rises, 1) <= 0.1);
   CHECK(measured_quantile(&found->few, 1) <= 0.05);
   CHECK(measured_quantile(&found->families, 1) <= 0.15);
 }

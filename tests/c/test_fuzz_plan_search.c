@@ -6,9 +6,9 @@
 static void one_seed(uint64_t seed) {
   static figures found;
   uint64_t random = seed;
-  found.rises.count = found.few.count = found.families.count = 0;
+  found.rises.count = found.least_rises.count = found.few.count = found.families.count = 0;
   check_many_bounds(&random, 30);
-  check_many_ladders(&random, 24, &found.rises);
+  check_many_ladders(&random, 24, &found.rises, &found.least_rises);
   check_distances(&random, &found.few, &found.families);
   check_figures(&found);
 }

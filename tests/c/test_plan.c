@@ -318,10 +318,10 @@ static void check_brute_force(const model *of) {
         n_keep += bits >> i & 1;
         same &= modes[i] == given.modes[i];
       }
-      ptn_peak_compose(peak, modes, phase_bytes);
+      ptn_peak_compose(peak, modes, false, phase_bytes);
       for (uint32_t at = 0; at < of->request.n_phases; at++) CHECK(phase_bytes[at] == plain_phase(of, modes, at));
       ptn_peak_stretches(peak, phase_bytes, stretch_bytes);
-      uint64_t peak_bytes = ptn_peak_without_slots(peak, stretch_bytes, 0);
+      uint64_t peak_bytes = ptn_peak_without_slots(peak, stretch_bytes, false, 0);
       if (n_keep == given.n_keep) ours = ptn_min_u64(ours, peak_bytes);
       if (same) lowest.plan.peak_bytes = peak_bytes;
     }
@@ -340,7 +340,7 @@ static void check_uniform(const model *of) {
   CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
   for (int mode = PTN_KEEP; mode <= PTN_CHECKPOINT_SWAP; mode++) {
     for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
-    ptn_peak_compose(peak, modes, phase_bytes);
+    ptn_peak_compose(peak, modes, false, phase_bytes);
     bool away = mode != PTN_KEEP && of->request.n_blocks > 0;
     int64_t left = 0;
     for (uint32_t i = 0; i < of->request.n_phases; i++) {
@@ -349,6 +349,58 @@ static void check_uniform(const model *of) {
       if (swaps && !phase->backward) left += (int64_t)phase->small_bytes;
       if (swaps && phase->backward) left -= (int64_t)of->phases[1 + phase->block].small_bytes;
       CHECK(phase_bytes[i] == left + (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes));
+    }
+  }
+  ptn_peak_destroy(peak);
+}
+
+typedef struct entry_peak {
+  int64_t entry, peak;
+} entry_peak;
+
+static entry_peak of_run(const ptn_phase *phase, int run) {
+  if (run == 0) return (entry_peak){(int64_t)phase->keep_entry_bytes, (int64_t)phase->keep_peak_bytes};
+  if (run == 1) return (entry_peak){(int64_t)phase->checkpoint_entry_bytes, (int64_t)phase->checkpoint_peak_bytes};
+  return (entry_peak){(int64_t)phase->swap_entry_bytes, (int64_t)phase->swap_peak_bytes};
+}
+
+/* With the least, what the swap run says of a phase and of what its block retains stands for blocks of the mode swap. */
+static void check_least(model *of, uint64_t *random) {
+  static const int run_of_mode[] = {[PTN_KEEP] = 0, [PTN_SWAP] = 2, [PTN_CHECKPOINT] = 1, [PTN_CHECKPOINT_SWAP] = 1};
+  uint32_t consumers[MOST_PHASES], n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
+  int64_t phase_bytes[MOST_PHASES];
+  ptn_mode modes[MOST_BLOCKS];
+  ptn_peak *peak;
+  for (uint32_t at = 0; at < n_phases; at++) {
+    of->phases[at].swap_entry_bytes = upto(random, 1 << 20);
+    of->phases[at].swap_peak_bytes = of->phases[at].swap_entry_bytes + 1 + upto(random, 1 << 20);
+  }
+  CHECK(ptn_peak_knows_least(&of->request));
+  ptn_peak_match(&of->request, consumers);
+  CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
+  for (int round = 0; round < 8; round++) {
+    bool used[3] = {n_blocks == 0};
+    for (uint32_t b = 0; b < n_blocks; b++) {
+      modes[b] = (ptn_mode)(round == 0 ? PTN_SWAP : upto(random, 3));
+      used[run_of_mode[modes[b]]] = true;
+    }
+    ptn_peak_compose(peak, modes, true, phase_bytes);
+    for (uint32_t at = 0; at < n_phases; at++) {
+      int32_t block = of->phases[at].block;
+      int64_t highest = INT64_MIN;
+      for (int run = 0; run < 3; run++) {
+        if (block >= 0 ? run_of_mode[modes[block]] != run : !used[run]) continue;
+        int64_t live = of_run(&of->phases[at], run).peak;
+        for (uint32_t b = 0; b < n_blocks; b++) {
+          if (1 + b >= at || n_phases - 2 - b <= at) continue;
+          int own = run_of_mode[modes[b]];
+          live += of_run(&of->phases[2 + b], own).entry - of_run(&of->phases[1 + b], own).entry;
+          live -= of_run(&of->phases[2 + b], run).entry - of_run(&of->phases[1 + b], run).entry;
+        }
+        if (live > highest) highest = live;
+      }
+      CHECK(phase_bytes[at] == highest);
+      CHECK(round > 0 || n_blocks == 0 || phase_bytes[at] == (int64_t)of->phases[at].swap_peak_bytes);
     }
   }
   ptn_peak_destroy(peak);
@@ -399,6 +451,7 @@ int main(void) {
     check_given(&of, &random);
     check_swapped(&of, &random);
     check_uniform(&of);
+    check_least(&of, &random);
   }
   for (int round = 0; round < 60; round++) {
     draw_model(&of, &random, 6, 5, true);

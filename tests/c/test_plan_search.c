@@ -135,7 +135,7 @@ static void check_work(uint64_t *random) {
 static void check_seed(uint64_t seed, figures *out) {
   uint64_t random = seed;
   check_many_bounds(&random, 30);
-  check_many_ladders(&random, 24, &out->rises);
+  check_many_ladders(&random, 24, &out->rises, &out->least_rises);
   check_distances(&random, &out->few, &out->families);
 }
 
@@ -147,6 +147,7 @@ int main(void) {
   CHECK(measured_mean(&found.few) <= 0.0005 && measured_quantile(&found.few, 0.99) <= 0.005);
   CHECK(measured_mean(&found.families) <= 0.005 && measured_quantile(&found.families, 0.95) <= 0.02);
   CHECK(measured_mean(&found.rises) <= 0.001 && measured_quantile(&found.rises, 0.99) <= 0.005);
+  CHECK(measured_mean(&found.least_rises) <= 0.001 && measured_quantile(&found.least_rises, 0.99) <= 0.005);
   CHECK(tightness / tightness_count > 0.9); /* bounds that said nothing would hold, too */
   uint64_t random = 5;
   check_work(&random);

@@ -379,6 +379,26 @@ static void stash_with_room(void) {
   CHECK(near(found.wait_ns[PTN_WAIT_STASH_WRITE], 4 * SAVED_NS - 3 * MS - MS / 2)); /* all before the head */
 }
 
+/* With the least, what has no room while a block's backward runs is read when it is asked for, and nothing of it before. */
+static void stash_without_room_to_stream(void) {
+  begin_stash(4, 64 * PTN_MIB);
+  candidate.least = true;
+  for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = 20 * MS;
+  ptn_forecast found = simulate(); /* room enough */
+  CHECK(waits_of(&found) == 0 && found.moved_bytes[PTN_DISK_READ] == 3 * SAVED_BYTES);
+  for (int64_t parts = 0; parts <= 2; parts++) { /* room for none, for half of what streams, for all of that */
+    int64_t stream_bytes = (int64_t)(SAVED_BYTES / PTN_STREAM_PART);
+    for (uint32_t b = 0; b < 4; b++) phase_bytes[backward_of(b)] = 64 * (int64_t)PTN_MIB - parts * stream_bytes / 2;
+    found = simulate();
+    CHECK(near(found.wait_ns[PTN_WAIT_STASH_READ], 3 * (2 - parts) * SAVED_NS / 2));
+    CHECK(found.moved_bytes[PTN_DISK_READ] == 3 * SAVED_BYTES);
+    candidate.least = false;
+    ptn_forecast ahead = simulate(); /* the next block is read ahead in any case */
+    CHECK(ahead.wait_ns[PTN_WAIT_STASH_READ] == 0);
+    candidate.least = true;
+  }
+}
+
 /* Read ahead: 32 MiB at least, which is what holds back here; with it the reads of what comes after them wait. */
 static void stash_ahead(void) {
   begin_stash(16, 1024 * PTN_MIB);
@@ -600,7 +620,7 @@ static void random_step(void) {
   ptn_peak *peak;
   ptn_peak_match(&step, consumers);
   CHECK_OK(ptn_peak_create(&peak, &step, consumers));
-  ptn_peak_compose(peak, modes, phase_bytes);
+  ptn_peak_compose(peak, modes, false, phase_bytes);
   ptn_peak_destroy(peak);
   for (uint32_t p = 0; p < step.n_phases; p++)
     if (candidate.above_static_bytes < (uint64_t)phase_bytes[p]) candidate.above_static_bytes = (uint64_t)phase_bytes[p];
@@ -696,6 +716,7 @@ int main(void) {
   many_passes();
   stash_without_room();
   stash_with_room();
+  stash_without_room_to_stream();
   stash_ahead();
   homes_on_the_host();
   host_with_passes();
