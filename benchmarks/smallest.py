@@ -1,0 +1,134 @@
+"""How small a budget can be: all blocks recomputed, and all swapped; what a step takes there.
+
+    python benchmarks/smallest.py --out benchmarks/results/smallest.json
+
+For each model the smallest budget in which all blocks are recomputed, and the smallest of all, which the planner finds: then
+blocks swap, and nothing but what an operation uses is in memory. Both are trained, and a budget in the middle; single steps take
+turns, and the median of their times counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import protrain
+
+N_STEPS = 16
+N_WARM = 4  # of these: plans are confirmed by the steps before
+
+MODELS: dict[str, tuple[Any, tuple[int, int]]] = {
+    "GPT-2 384x6, 2x256": (lambda: _gpt2(384, 6), (2, 256)),
+    "GPT-2 768x6, 2x512": (lambda: _gpt2(768, 6), (2, 512)),
+    "GPT-2 512x8, 4x512": (lambda: _gpt2(512, 8), (4, 512)),
+    "Llama 512x6, 2x512": (lambda: _llama(512, 6), (2, 512)),
+}
+
+
+def _gpt2(hidden: int, layers: int) -> Any:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=hidden, n_layer=layers, n_head=hidden // 64, vocab_size=1024, use_cache=False, resid_pdrop=0, attn_pdrop=0,
+            embd_pdrop=0, bos_token_id=0, eos_token_id=0,
+        )
+    ).train()  # fmt: skip
+
+
+def _llama(hidden: int, layers: int) -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64,
+            intermediate_size=8 * hidden // 3, vocab_size=1024, use_cache=False,
+        )
+    ).train()  # fmt: skip
+
+
+class Run:
+    """A model in training, at a budget, with the blocks' modes as given or as the planner takes them."""
+
+    def __init__(self, make: Any, memory: int, modes: list[str] | None) -> None:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model, self.optimizer = protrain.wrap(model, optimizer, memory=memory, block_modes=modes)
+        self.seconds: list[float] = []
+
+    def step(self, ids: torch.Tensor) -> None:
+        begin = time.perf_counter()
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def smallest(make: Any, ids: torch.Tensor, modes: list[str] | None) -> int:
+    """By what a session refuses: first for the states, then for the batch, and for chunks of that budget."""
+    budget = 1 << 20
+    for _ in range(4):
+        try:
+            run = Run(make, budget, modes)
+            try:
+                run.step(ids)
+            finally:
+                protrain.unwrap(run.model)
+            return budget
+        except protrain.BudgetError as error:
+            budget = error.smallest_bytes
+    raise SystemExit(f"no budget of those that were named works: {budget}")
+
+
+def measure(name: str) -> dict[str, Any]:
+    make, shape = MODELS[name]
+    ids = torch.randint(1024, shape, generator=torch.Generator().manual_seed(0))
+    again = ["checkpoint"] * len(protrain.plan(make(), {"input_ids": ids, "labels": ids}, memory="16GiB").block_modes)
+    recomputed, least = smallest(make, ids, again), smallest(make, ids, None)
+    runs = {
+        "recomputed": Run(make, recomputed, again),
+        "planned": Run(make, recomputed, None),
+        "between": Run(make, (recomputed + least) // 2, None),
+        "least": Run(make, least, None),
+    }
+    for _ in range(N_STEPS):
+        for run in runs.values():
+            run.step(ids)
+    found: dict[str, Any] = {"model": name}
+    for kind, run in runs.items():
+        plan, seconds = protrain.status(run.model).plan, statistics.median(run.seconds[N_WARM:])
+        found[kind] = {
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": protrain.status(run.model).peak_memory_bytes,
+            "modes": ",".join(sorted(set(plan.block_modes))),
+            "n_persist": plan.n_persist,
+            "step_seconds": round(seconds, 4),
+            "of_recomputed": round(seconds / statistics.median(runs["recomputed"].seconds[N_WARM:]), 3),
+        }
+    for run in runs.values():
+        protrain.unwrap(run.model)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows = []
+    for name in MODELS:
+        rows.append(measure(name))
+        for kind in ("recomputed", "planned", "between", "least"):
+            row = rows[-1][kind]
+            mib = row["budget_bytes"] / 2**20
+            print(f"{name:20} {kind:10} {mib:7.1f} MiB {row['step_seconds']:.3f} s {row['of_recomputed']:.3f} {row['modes']}")
+    if given.out:
+        command = "python benchmarks/smallest.py --out benchmarks/results/smallest.json"
+        found = {"command": command, "threads": torch.get_num_threads(), "models": rows}
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
