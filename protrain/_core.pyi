@@ -88,6 +88,7 @@ class PlanResult(TypedDict):
     static_bytes: int
     peak_bytes: int
     smallest_bytes: int
+    safest_bytes: int
     stash_bytes: int
     rise_bytes: int
     headroom_bytes: int

@@ -39,8 +39,9 @@ from .workspace import HIDDEN_OUTPUTS, Workspace, workspace_bytes
 
 Rounding = Callable[[int], int]
 
-#: What plain numbers become in operations is no fake tensor: up to 0.6 KB was seen. Other runs are upper bounds without it.
-UNSEEN_BYTES = 8192
+#: What plain numbers become in operations is no fake tensor: up to 0.6 KB was seen. Norms that are clipped are 64 bytes for each
+#: parameter. Other runs are upper bounds without them.
+UNSEEN_BYTES = 32768
 
 
 class DryRunError(Error):
@@ -623,6 +624,16 @@ def _finish_segments(meter: _Meter) -> list[_Segment]:
     return segments
 
 
+def _add_unseen(segments: list[_Segment], held_bytes: int, outside_bytes: int) -> None:
+    """What the program around the model holds: until backward the output of the step before; in the head what a loss that is made
+    outside holds beside the outputs and their gradients, up to twice as much as they are."""
+    for segment in segments:
+        if not segment.backward:
+            segment.entry, segment.peak = segment.entry + held_bytes, segment.peak + held_bytes
+        if segment.block < 0:
+            segment.peak += 2 * outside_bytes
+
+
 def _run_step(
     twin: _Twin,
     args: Any,
@@ -648,6 +659,7 @@ def _run_step(
             if not starts:
                 raise DryRunError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
             held_bytes = meter.bytes_of(_output_tensors(output)) if hold_output else 0
+            outside_bytes = meter.bytes_of([start for start in starts if start.numel() > 1])
             if not hold_output:
                 output = None
             seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
@@ -658,9 +670,8 @@ def _run_step(
             torch.autograd.backward(starts, seeds)
             segments, output_count = _finish_segments(meter), len(starts)
             del output, starts, seeds
-            for segment in segments if mode == "swap" else ():  # who holds an output holds that of the step before till then
-                if not segment.backward:
-                    segment.entry, segment.peak = segment.entry + held_bytes, segment.peak + held_bytes
+            if mode == "swap":
+                _add_unseen(segments, held_bytes, outside_bytes)
     finally:
         gradients.clear()
         for put_back in reversed(undo):

@@ -47,7 +47,7 @@ class DryStash:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
         if not self._takes(storage):
-            return tensor
+            return tensor if tensor.is_leaf else tensor.detach()  # an output that its own node keeps would never die
         record = self._records.get(storage._cdata)
         if record is None or record.storage() is None:  # the storage that had this address before has gone
             record = self._records[storage._cdata] = _Record(weakref.ref(storage), storage.nbytes())

@@ -3,7 +3,7 @@
 Before any batch is known there is one for the states alone. A batch larger than those before is foreseen by a dry run, and
 planned for from memory; a model that cannot run without data makes its first step under the safest plan, and what that took is
 planned with from then on. What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too
-little room blocks are recomputed, or the batch is refused. Plans by time come later (pacing.py).
+little room blocks that keep are recomputed, or the batch is refused. Plans by time come later (pacing.py).
 """
 
 from __future__ import annotations
@@ -104,6 +104,12 @@ def _placed(found: Arrangement, wrapped: Wrapped) -> Arrangement:
     return place_away(found, wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
 
+def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool:
+    """Of two batches in this budget; where one of them has to swap, by what that cannot do without."""
+    least = max(one.safest_bytes, other.safest_bytes) > memory_bytes
+    return one.smallest_bytes > other.smallest_bytes if least else one.safest_bytes > other.safest_bytes
+
+
 class Fitter:
     """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen."""
 
@@ -189,7 +195,7 @@ class Fitter:
         largest = run, shapes
         for known, other in self.dry_runs:
             again = self.decide(other)
-            if again.smallest_bytes > best.smallest_bytes:
+            if _needs_more(again, best, wrapped.settings.memory_bytes):
                 best, largest = again, (other, known)
         if not self.can_carry_out(best):
             self._refuse_held(best)

@@ -150,6 +150,7 @@ class Arrangement:
     host_ring_bytes: int = 0
     stash_pool_bytes: int = 0
     stash_window_bytes: int = 0
+    safest_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
@@ -311,6 +312,7 @@ def arrange(
         found["headroom_bytes"],
         found["rise_bytes"],
         host_ring_bytes=found["ring_bytes"] - ring_bytes,
+        safest_bytes=found["safest_bytes"],
     )
 
 

@@ -107,8 +107,8 @@ class Runner:
         return self.residency.unpack_parameter(saved)
 
     def recompute_all(self) -> None:
-        """The blocks of this forward take as little memory as they can."""
-        self.modes = tuple("checkpoint" for _ in self.blocks)
+        """No block of this forward keeps what it saves: those that would are recomputed."""
+        self.modes = tuple("checkpoint" if mode == "keep" else mode for mode in self.modes)
 
     def forget(self) -> None:
         """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""

@@ -180,7 +180,7 @@ class Session:
         self.engine.seek(0)
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """This batch of a training step has its plan, or is recomputed in all blocks where that must do."""
+        """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
         shapes, under_way = shapes_of(args, kwargs), self.gradients.passes > 0
         self._batches[shapes] += 1
         if not self.fitter.knows(shapes):

@@ -372,7 +372,7 @@ def test_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
-    both(Chain, steps(inputs(5), loss_of), room=8 * MIB)
+    both(Chain, steps(inputs(5), loss_of), room=16 * MIB)
 
 
 @pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])

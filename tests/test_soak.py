@@ -79,9 +79,9 @@ def test_each_night_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_growth_with_changing_lengths_is_an_error() -> None:
-    """300 steps of the record, 48 here; what is higher in the last third than in the first ends the program with a word."""
+    """300 steps of the record, 72 here; what is higher in the last third than in the first ends the program with a word."""
     program = Path(__file__).parent.parent / "benchmarks/soak.py"
-    ended = subprocess.run([sys.executable, program, "--steps", "48"], check=False, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run([sys.executable, program, "--steps", "72"], check=False, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     record = json.loads(ended.stdout)
     assert record["disk_write_mib_per_step"] > 1

@@ -649,6 +649,28 @@ def test_the_smallest_budget_is_what_swapping_cannot_do_without(
     assert set(status.plan.block_modes) == {"swap"}
 
 
+def test_gradients_of_several_passes_that_are_clipped_have_room_in_the_smallest_budget(
+    causal_lm: Any, token_batches: Any
+) -> None:
+    """The largest gradient, of the embedding, is more than all that a batch of few tokens holds."""
+    make, loop = partial(causal_lm, "gpt2", hidden=128, vocabulary=4096), twins.fit(token_batches(6, length=8), 2, 1.0)
+    options: dict[str, Any] = {"accumulate": 2, "max_grad_norm": 1.0}
+    smallest = _smallest(make, loop, **options)
+    status = assert_equal(run(make, loop, memory=smallest, **options), run(make, loop), smallest)
+    assert status.peak_memory_bytes <= status.plan.peak_bytes <= smallest
+
+
+def test_an_unknown_batch_between_the_passes_of_a_step_swaps_where_its_plan_swaps(causal_lm: Any, token_batches: Any) -> None:
+    make = partial(causal_lm, "gpt2", hidden=128)
+    first, (other,) = token_batches(2, batch=2, length=256), token_batches(1, batch=4, length=120)
+    known = twins.fit(first, 2)
+    recomputed = _smallest(make, known, block_modes=["checkpoint"] * 4, accumulate=2)
+    budget = (_smallest(make, known, accumulate=2) + recomputed) // 2
+    loop = twins.fit([*first, first[0], other], 2)
+    status = assert_equal(run(make, loop, memory=budget, accumulate=2), run(make, loop), budget)
+    assert set(status.plan.block_modes) == {"swap"}
+
+
 def test_an_output_that_is_held_into_the_next_step_has_room_in_the_smallest_budget(causal_lm: Any, token_batches: Any) -> None:
     make, loop = partial(causal_lm, "gpt2", vocabulary=2048, attn_pdrop=0.1), _holding(token_batches(4, length=512))
     smallest = _smallest(make, loop)

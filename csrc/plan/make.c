@@ -67,9 +67,35 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   return PTN_OK;
 }
 
+/* What follows from the choice of these modes and chunks alone, in place of *out where it is faster; else *out is as it was, but for
+ * what write_plan writes. */
+static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, ptn_plan *out, bool *taken) {
+  size_t bytes = fit->request->n_blocks * sizeof *modes;
+  ptn_plan_request request = *fit->request;
+  ptn_plan before = *out;
+  ptn_mode *modes_before = calloc(bytes + 1, 1);
+  if (!modes_before) return ptn_fail(PTN_MEMORY, "no memory to plan %u blocks", fit->request->n_blocks);
+  if (bytes > 0) memcpy(modes_before, out->modes, bytes);
+  request.modes = modes;
+  request.n_persist = n_persist;
+  request.n_buffer = 0;
+  ptn_status status = ptn_plan_make(&request, out);
+  *taken = status == PTN_OK && (double)out->forecast.step_ns * ALIKE < (double)before.forecast.step_ns;
+  if (*taken) {
+    out->smallest_bytes = before.smallest_bytes;
+    out->safest_bytes = before.safest_bytes;
+  } else {
+    *out = before;
+    if (bytes > 0) memcpy(out->modes, modes_before, bytes);
+  }
+  free(modes_before);
+  return status == PTN_MEMORY ? status : PTN_OK;
+}
+
 /* What a plan that counts with the least takes, where another fits as well: chunks that stay may be worth more than reading ahead.
- * It must be faster by more than forecasts tell apart, and be no plan without the least: given again it is the same. */
-static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, uint32_t *window, ptn_plan *out) {
+ * It must be faster by more than forecasts tell apart. Given again it would be a plan without the least, where that fits beside the
+ * smallest ring: then it is that. *written: *out is whole. */
+static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, uint32_t *window, ptn_plan *out, bool *written) {
   ptn_mode *modes = calloc((size_t)fit->request->n_blocks + 1, sizeof *modes);
   ptn_forecast forecast;
   uint32_t least_persist, least_window;
@@ -79,8 +105,12 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
     fit->least = false;
     ptn_fit_compose(fit, modes);
     int64_t needed_bytes = ptn_fit_without_slots(fit, least_persist) + ptn_fit_slots(fit, least_persist, fit->few);
+    bool fits = ptn_fit_budget_bytes(fit, least_persist, needed_bytes) <= fit->budget_bytes;
     bool faster = status == PTN_OK && (double)forecast.step_ns * ALIKE < (double)out->forecast.step_ns;
-    if (faster && !ptn_fit_fits(fit, least_persist, needed_bytes)) {
+    if (status == PTN_INVALID) status = PTN_OK; /* it needs a lane that is not there */
+    if (faster && fits && fit->request->n_persist < 0) {
+      status = take_given(fit, modes, least_persist, out, written);
+    } else if (faster && !fits) {
       if (fit->request->n_blocks > 0) memcpy(out->modes, modes, fit->request->n_blocks * sizeof *modes);
       out->forecast = forecast;
       *n_persist = least_persist;
@@ -94,14 +124,16 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
 
 static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
   uint32_t n_persist, window;
+  bool written = false;
   out->smallest_bytes = ptn_rule_smallest_bytes(rule);
+  out->safest_bytes = ptn_rule_safest_bytes(rule);
   out->forecast = (ptn_forecast){0};
   if (!ptn_rule_choose(rule, out->modes, &n_persist, &window)) return refuse(fit, rule);
   if (fit->request->profile && fit->request->access_phases) {
     PTN_TRY(ptn_search(fit, rule, out->modes, &n_persist, &window, &out->forecast));
-    if (!fit->least && n_persist < fit->request->n_chunks) PTN_TRY(try_least(fit, rule, &n_persist, &window, out));
+    if (!fit->least && n_persist < fit->request->n_chunks) PTN_TRY(try_least(fit, rule, &n_persist, &window, out, &written));
   }
-  return write_plan(fit, n_persist, window, out);
+  return written ? PTN_OK : write_plan(fit, n_persist, window, out);
 }
 
 ptn_status ptn_plan_make(const ptn_plan_request *request, ptn_plan *out) {

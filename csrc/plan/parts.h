@@ -59,6 +59,7 @@ void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
  * for requests that know it. */
 void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes);
 bool ptn_peak_knows_least(const ptn_plan_request *request);
+bool ptn_peak_adds_gradients(const ptn_plan_request *request); /* of several passes, one pass after the other */
 
 /* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);
@@ -149,9 +150,9 @@ void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, 
 uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /* of the budget; plan: with a ring */
 /* What a ring of the host's takes of its memory at most; 0: the ring is not the host's. */
 uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request);
-/* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
 /* With the least: what the budget leaves to read ahead into, as far as it is of use; 0 else. */
 uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes);
+/* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 /* The window that gives so many slots and fits with the modes composed last; 0: none. */
 uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
@@ -164,6 +165,7 @@ ptn_status ptn_rule_create(ptn_rule **out, ptn_fit *fit);
 void ptn_rule_destroy(ptn_rule *rule); /* NULL is allowed */
 uint64_t ptn_rule_least_bytes(const ptn_rule *rule);    /* the smallest budget for modes and n_persist as given */
 uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule); /* and where they are free */
+uint64_t ptn_rule_safest_bytes(const ptn_rule *rule);   /* there, of plans that do not count with the least */
 void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes);
 /* False: nothing fits. modes: n_blocks entries. What fits only with the least sets it in the fit. */
 bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window);

@@ -26,7 +26,8 @@
  * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
  * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
  * is allowed for; the runtime holds backward back before there would be two. Who needs its memory waits until it has gone, so that
- * it is not among what cannot be done without.
+ * it is not among what cannot be done without; but where gradients of several passes are added up before they are clipped, as much
+ * is held beside the one that arrives.
  *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
  * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
@@ -91,6 +92,8 @@ void ptn_peak_match(const ptn_plan_request *request, uint32_t *consumer_of_phase
 int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, bool away) {
   return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
 }
+
+bool ptn_peak_adds_gradients(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
 
 bool ptn_peak_knows_least(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_phases; i++) {
@@ -242,7 +245,7 @@ uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_byt
     const completion *of = &peak->completions[i];
     bool persistent = of->chunk < n_persist;
     complete += persistent ? of->grad_bytes & stay : 0;
-    pending = higher(pending, persistent || least ? 0 : of->grad_bytes);
+    pending = higher(pending, persistent || (least && !ptn_peak_adds_gradients(peak->request)) ? 0 : of->grad_bytes);
     highest = higher(highest, stretch_bytes[of->stretch] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);

@@ -47,11 +47,11 @@ typedef struct ptn_plan_chunk {
 } ptn_plan_chunk;
 
 /* One phase of a step as a dry run saw it, with every block kept, with every block checkpointed and, where that is known, with
- * every block swapped and nothing of the stash in memory but what an operation uses. Phases come in the order of the step: before the blocks, each block's forward, the head (from the last block's forward to its backward), each
- * block's backward in reverse, the tail. A block used twice in a step has two phases of each kind. What runs between two blocks
- * belongs to the phase of the one that ran before. Bytes count activations and temporaries only, and gradients only until their
- * chunk is complete; never parameters or optimizer state. `entry` is what was live when the phase began, `peak` the highest
- * during it. */
+ * every block swapped and nothing of the stash in memory but what an operation uses. Phases come in the order of the step: before
+ * the blocks, each block's forward, the head (from the last block's forward to its backward), each block's backward in reverse, the
+ * tail. A block used twice in a step has two phases of each kind. What runs between two blocks belongs to the phase of the one that
+ * ran before. Bytes count activations and temporaries only, and gradients only until their chunk is complete; never parameters or
+ * optimizer state. `entry` is what was live when the phase began, `peak` the highest during it. */
 typedef struct ptn_phase {
   int32_t block;    /* -1: none */
   bool backward;
@@ -118,6 +118,7 @@ typedef struct ptn_plan {
   uint64_t static_bytes; /* of the peak, live always: persistent chunks with their state, slots, a ring that is not the host's */
   uint64_t peak_bytes; /* predicted, all that counts */
   uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
+  uint64_t safest_bytes; /* the same of plans in which a block that swaps counts as one that is recomputed */
   uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */
   uint64_t rise_bytes; /* by which backward of a block rises above its begin; 0 where nothing swaps */
   uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */

@@ -44,6 +44,7 @@ struct ptn_rule {
   int64_t *slots_bytes; /* of the fewest slots, by number of persistent chunks; UNKNOWN: not asked for yet */
   int64_t least_bytes;       /* the smallest budget of the request's own choices */
   int64_t smallest_bytes;    /* the same with modes and n_persist free */
+  int64_t safest_bytes;      /* and without the last choice, which counts with the least */
   ptn_mode *modes;           /* composed last */
   choice *choices;           /* by number of kept blocks */
   choice swapped;            /* what is taken where none of them fits */
@@ -159,9 +160,6 @@ static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n
     *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->choices[k]));
     safest_bytes = lesser(safest_bytes, rule->choices[k].ring.bytes);
   }
-  rule->swapped = measure_swapped(rule, given);
-  *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->swapped));
-  safest_bytes = lesser(safest_bytes, rule->swapped.ring.bytes);
   return safest_bytes < INT64_MAX ? safest_bytes : 0;
 }
 
@@ -169,8 +167,9 @@ static ptn_status measure(ptn_rule *rule) {
   const ptn_plan_request *request = rule->request;
   uint32_t least_persist = rule->least_persist = rule->fit->least_persist;
   rule->most_persist = rule->n_chunks;
-  int64_t free_bytes = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->smallest_bytes), safest_bytes = free_bytes;
-  rule->least_bytes = rule->smallest_bytes;
+  int64_t free_bytes = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), safest_bytes = free_bytes;
+  rule->swapped = measure_swapped(rule, NULL);
+  rule->least_bytes = rule->smallest_bytes = lesser(rule->safest_bytes, choice_budget_bytes(rule, &rule->swapped));
   if (request->modes) {
     uint64_t stash_bytes = ptn_swap_stash_bytes(request, rule->fit->consumer_of_phase, request->modes);
     PTN_TRY(ptn_tiers_least_persist(request, stash_bytes, &least_persist));
@@ -186,6 +185,8 @@ static ptn_status measure(ptn_rule *rule) {
   }
   if (request->modes || request->n_persist >= 0) {
     safest_bytes = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
+    rule->swapped = measure_swapped(rule, request->modes);
+    rule->least_bytes = lesser(rule->least_bytes, choice_budget_bytes(rule, &rule->swapped));
   }
   /* Modes given may be better than any pattern. */
   rule->smallest_bytes = lesser(rule->smallest_bytes, rule->least_bytes);
@@ -225,6 +226,7 @@ ptn_status ptn_rule_create(ptn_rule **out, ptn_fit *fit) {
 
 uint64_t ptn_rule_least_bytes(const ptn_rule *rule) { return (uint64_t)rule->least_bytes; }
 uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule) { return (uint64_t)rule->smallest_bytes; }
+uint64_t ptn_rule_safest_bytes(const ptn_rule *rule) { return (uint64_t)rule->safest_bytes; }
 
 /* ---- choosing ---- */
 

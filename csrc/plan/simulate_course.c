@@ -324,7 +324,8 @@ static void find_room(ptn_course *course) {
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
-      if (chunk >= candidate->n_persist) pending_bytes = candidate->least ? 0 : ptn_most(pending_bytes, grad_bytes);
+      bool drains = candidate->least && !ptn_peak_adds_gradients(request);
+      if (chunk >= candidate->n_persist) pending_bytes = drains ? 0 : ptn_most(pending_bytes, grad_bytes);
       else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
     }
     double used_bytes = always_bytes + complete_bytes + pending_bytes + (double)candidate->phase_bytes[p];

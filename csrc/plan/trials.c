@@ -1,11 +1,12 @@
 /* Trials: what a choice needs, the least it can take, and what it takes.
  *
  * Problem: the search asks for needs, bounds and forecasts of thousands of choices, in any order. Design: what the last one had
- * in common with the next is kept: the phases of a set of kept blocks (blocks that swap count as recomputed ones), the slots of a
+ * in common with the next is kept: the phases of a set of kept blocks (blocks that swap count as recomputed ones there), the slots of a
  * window. Bytes of slots are kept for all numbers of persistent chunks that were asked for. What blocks that swap leave in memory
  * is looked at last, choice by choice: few models have any of it.
  *
- * Invariants: a choice has the same answer whenever it is asked; nothing here depends on the budget but `fits`.
+ * Invariants: a choice has the same answer whenever it is asked; of it only `fits` depends on the budget, and forecasts by what the
+ * budget leaves: gradients may wait in it, and with the least blocks read ahead into it.
  */
 #include <stdlib.h>
 #include <string.h>
