@@ -107,8 +107,10 @@ class Runner:
         return self.residency.unpack_parameter(saved)
 
     def recompute_all(self) -> None:
-        """No block of this forward keeps what it saves: those that would are recomputed."""
-        self.modes = tuple("checkpoint" if mode == "keep" else mode for mode in self.modes)
+        """No block of this forward keeps what it saves: those that would are recomputed; over a device those that swap too, for
+        its host has room for what was planned."""
+        as_they_are = () if self._wrapped.compute.separate else ("swap",)
+        self.modes = tuple(mode if mode in as_they_are else "checkpoint" for mode in self.modes)
 
     def forget(self) -> None:
         """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""
