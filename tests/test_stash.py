@@ -625,6 +625,7 @@ def _smallest(make: Callable[[], Any], loop: twins.Loop, **options: Any) -> int:
     for _ in ("states", "a batch", "chunks of that budget"):
         try:
             run(make, loop, memory=budget_bytes, **options)
+            break
         except protrain.BudgetError as error:
             budget_bytes = error.smallest_bytes
     return budget_bytes

@@ -146,7 +146,7 @@ static void add_counts(ptn_families *families) {
 }
 
 static ptn_mode given_mode(const ptn_families *families, uint32_t block) {
-  return families->request->modes ? families->request->modes[block] : PTN_SWAP;
+  return ptn_mode_least(families->request->modes, block);
 }
 
 static void add_given(ptn_families *families) {

@@ -12,8 +12,6 @@
 #include "base/bytes.h"
 #include "plan/parts.h"
 
-#define ALIKE 1.005 /* forecasts closer than this are alike */
-
 static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
   const ptn_plan_request *request = fit->request;
   unsigned long long needed = ptn_rule_least_bytes(rule); /* that works: the smallest budget for what was asked */
@@ -80,7 +78,7 @@ static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t
   request.n_persist = n_persist;
   request.n_buffer = 0;
   ptn_status status = ptn_plan_make(&request, out);
-  *taken = status == PTN_OK && (double)out->forecast.step_ns * ALIKE < (double)before.forecast.step_ns;
+  *taken = status == PTN_OK && (double)out->forecast.step_ns * PTN_PLAN_ALIKE < (double)before.forecast.step_ns;
   if (*taken) {
     out->smallest_bytes = before.smallest_bytes;
     out->safest_bytes = before.safest_bytes;
@@ -106,7 +104,7 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
     ptn_fit_compose(fit, modes);
     int64_t needed_bytes = ptn_fit_without_slots(fit, least_persist) + ptn_fit_slots(fit, least_persist, fit->few);
     bool fits = ptn_fit_budget_bytes(fit, least_persist, needed_bytes) <= fit->budget_bytes;
-    bool faster = status == PTN_OK && (double)forecast.step_ns * ALIKE < (double)out->forecast.step_ns;
+    bool faster = status == PTN_OK && (double)forecast.step_ns * PTN_PLAN_ALIKE < (double)out->forecast.step_ns;
     if (status == PTN_INVALID) status = PTN_OK; /* it needs a lane that is not there */
     if (faster && fits && fit->request->n_persist < 0) {
       status = take_given(fit, modes, least_persist, out, written);

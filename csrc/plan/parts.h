@@ -22,6 +22,7 @@
 /* Limits that keep every sum in 63 bits: no figure and no total of parameters above the one, no count above the other. */
 #define PTN_PLAN_MOST_BYTES ((uint64_t)1 << 45)
 #define PTN_PLAN_MOST_COUNT ((uint32_t)1 << 16)
+#define PTN_PLAN_ALIKE 1.005 /* forecasts closer than this are alike */
 
 /* ---- slots.c ---- */
 
@@ -41,6 +42,8 @@ void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint
 /* What the block saves is away from memory between its forward and its backward, dropped or on disk: the checkpoint run stands
  * for it, else the keep run. */
 static inline bool ptn_mode_away(ptn_mode mode) { return mode != PTN_KEEP; }
+/* With the least, where no modes are given all blocks swap. */
+static inline ptn_mode ptn_mode_least(const ptn_mode *given, uint32_t block) { return given ? given[block] : PTN_SWAP; }
 static inline bool ptn_mode_swaps(ptn_mode mode) { return mode == PTN_SWAP || mode == PTN_CHECKPOINT_SWAP; }
 static inline bool ptn_mode_recomputes(ptn_mode mode) { return mode == PTN_CHECKPOINT || mode == PTN_CHECKPOINT_SWAP; }
 
@@ -59,7 +62,8 @@ void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
  * for requests that know it. */
 void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes);
 bool ptn_peak_knows_least(const ptn_plan_request *request);
-bool ptn_peak_adds_gradients(const ptn_plan_request *request); /* of several passes, one pass after the other */
+/* Whether memory also counts gradients that wait for their update. */
+bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least);
 
 /* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);

@@ -93,7 +93,9 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
 }
 
-bool ptn_peak_adds_gradients(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
+bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) {
+  return !least || (request->grads_outlive_backward && request->n_passes > 1);
+}
 
 bool ptn_peak_knows_least(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_phases; i++) {
@@ -241,11 +243,12 @@ void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
   int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
   int64_t stay = peak->request->grads_outlive_backward ? 0 : -1; /* all bits */
+  bool counts_pending = ptn_peak_counts_pending(peak->request, least);
   for (uint32_t i = 0; i < peak->n_completions; i++) {
     const completion *of = &peak->completions[i];
     bool persistent = of->chunk < n_persist;
     complete += persistent ? of->grad_bytes & stay : 0;
-    pending = higher(pending, persistent || (least && !ptn_peak_adds_gradients(peak->request)) ? 0 : of->grad_bytes);
+    pending = higher(pending, counts_pending && !persistent ? of->grad_bytes : 0);
     highest = higher(highest, stretch_bytes[of->stretch] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);

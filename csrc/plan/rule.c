@@ -129,7 +129,7 @@ static bool choice_fits(const ptn_rule *rule, const choice *of) {
 static bool write_swapped(const ptn_rule *rule, const ptn_mode *given, ptn_mode *modes) {
   bool any = false;
   for (uint32_t i = 0; i < rule->n_blocks; i++) {
-    modes[i] = given ? given[i] : PTN_SWAP;
+    modes[i] = ptn_mode_least(given, i);
     any |= modes[i] == PTN_SWAP;
   }
   return any;

@@ -32,7 +32,6 @@
 #include "base/bytes.h"
 #include "plan/search_internal.h"
 
-#define STEP 1.005           /* forecasts closer than this are alike */
 #define FEW_CHUNKS 16        /* any number of them persistent */
 #define FEW_CHUNKS_GIVEN 128 /* the same where modes are given, and nothing else is to be found */
 #define N_FEWER 6            /* numbers of persistent chunks below the most that fits, of many chunks */
@@ -83,7 +82,7 @@ typedef struct search {
 
 /* ---- the order ---- */
 
-static int32_t step_of(double ns) { return (int32_t)floor(log(ns > 1 ? ns : 1) / log(STEP)); }
+static int32_t step_of(double ns) { return (int32_t)floor(log(ns > 1 ? ns : 1) / log(PTN_PLAN_ALIKE)); }
 
 /* Less than 0: a comes first. */
 static int compare(const entry *a, const entry *b) {

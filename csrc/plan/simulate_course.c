@@ -318,14 +318,14 @@ static void find_room(ptn_course *course) {
   const ptn_plan_request *request = course->request;
   const ptn_candidate *candidate = course->candidate;
   double always_bytes = (double)request->fixed_bytes, complete_bytes = 0, pending_bytes = 0;
+  bool counts_pending = ptn_peak_counts_pending(request, candidate->least);
   for (uint32_t c = 0; c < candidate->n_persist && request->grads_outlive_backward; c++)
     always_bytes += (double)request->chunks[c].grad_bytes;
   for (uint32_t p = 0; p < request->n_phases; p++) {
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
-      bool drains = candidate->least && !ptn_peak_adds_gradients(request);
-      if (chunk >= candidate->n_persist) pending_bytes = drains ? 0 : ptn_most(pending_bytes, grad_bytes);
+      if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, counts_pending ? grad_bytes : 0);
       else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
     }
     double used_bytes = always_bytes + complete_bytes + pending_bytes + (double)candidate->phase_bytes[p];
