@@ -26,14 +26,14 @@ N_STEPS = 16
 N_WARM = 4  # of these: plans are confirmed by the steps before
 
 MODELS: dict[str, tuple[Any, tuple[int, int]]] = {
-    "GPT-2 384x6, 2x256": (lambda: _gpt2(384, 6), (2, 256)),
-    "GPT-2 768x6, 2x512": (lambda: _gpt2(768, 6), (2, 512)),
-    "GPT-2 512x8, 4x512": (lambda: _gpt2(512, 8), (4, 512)),
+    "GPT-2 384x6, 2x256": (lambda: gpt2(384, 6), (2, 256)),
+    "GPT-2 768x6, 2x512": (lambda: gpt2(768, 6), (2, 512)),
+    "GPT-2 512x8, 4x512": (lambda: gpt2(512, 8), (4, 512)),
     "Llama 512x6, 2x512": (lambda: _llama(512, 6), (2, 512)),
 }
 
 
-def _gpt2(hidden: int, layers: int) -> Any:
+def gpt2(hidden: int, layers: int) -> Any:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_embd=hidden, n_layer=layers, n_head=hidden // 64, vocab_size=1024, use_cache=False, resid_pdrop=0, attn_pdrop=0,

@@ -12,8 +12,12 @@ least the lane's processor time where no core is free, since the team waits for 
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
 what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
-the next one is always there, while in a training step it comes later, and wakes a thread of the disk's that sleeps. What bytes
-cost compute that depends on memory more than the products here do is added where the model is known (requests.py).
+the next one is always there, while in a training step it comes later, and wakes a thread of the disk's that sleeps.
+
+What goes to the disk goes through memory, and through caches that compute shares. So a second computation, which does nothing
+but walk through memory, runs beside reads and writes too. What it loses more by a byte than the first one does, which differs by
+a factor of ten among machines, is memory_drag_seconds_per_byte; it is added by how much a model depends on memory (requests.py).
+What was seen is joined with an expectation as above, in checksums of that byte: they tell how fast memory is.
 
 It takes one to two seconds, and memory of `BUFFER_BYTES` and what compute needs, in no budget. It is done once in a process for a
 disk and a number of compute threads. The disk is moved by the store's own requests, in a file of `FILE_BYTES` that has no name
@@ -68,6 +72,9 @@ DOUBT = 1.5
 MOST_DRAG = 6.0
 #: The drag of a request beside its bytes, in parts of its processor time: expected, not seen, so no part of what is doubted.
 EXPECTED_REQUEST_DRAG = 2.5
+#: What a byte costs compute that walks through memory beside what it costs products, in checksums of it: expected, how far off
+#: that may be, and the most that is believed.
+EXPECTED_MEMORY_DRAG, MEMORY_DOUBT, MOST_MEMORY_DRAG = 2.0, 2.0, 8.0
 #: Of the link to a device: transfers of each direction, and the size of each.
 LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
 #: Of parameters and state at home on a device, where no step has told.
@@ -159,7 +166,28 @@ def _sum(counts: Iterable[_Counts]) -> _Counts:
     return _Counts(*map(sum, zip(*counts, strict=True)))
 
 
-class _Compute:
+class _Computation:
+    """What is computed so many times in a segment."""
+
+    passes = 1
+
+    def once(self) -> None:
+        raise NotImplementedError
+
+    def segment(self) -> float:
+        """Seconds of a segment."""
+        begin = time.perf_counter()
+        for _ in range(self.passes):
+            self.once()
+        return time.perf_counter() - begin
+
+    def fit(self, seconds: float) -> None:
+        """Make a segment about so long."""
+        self.segment()  # the first one prepares what the others use
+        self.passes = max(1, round(seconds / min(self.segment() for _ in range(4))))
+
+
+class _Products(_Computation):
     """The mix of a transformer's block: two products with a GELU between them, an addition and a norm. 9.75 MiB of its own."""
 
     TOKENS, WIDTH, INNER = 512, 384, 1536
@@ -171,22 +199,27 @@ class _Compute:
         self.x, self.y = (filled(self.TOKENS, self.WIDTH, 0.5) for _ in range(2))
         self.rise, self.fall = filled(self.WIDTH, self.INNER, 0.01), filled(self.INNER, self.WIDTH, 0.01)
         self.inner = filled(self.TOKENS, self.INNER, 0.0)
-        self.passes = 1  # in a segment
 
-    def segment(self) -> float:
-        """Seconds of a segment."""
-        begin = time.perf_counter()
-        for _ in range(self.passes):
-            torch.mm(self.x, self.rise, out=self.inner)
-            torch.ops.aten.gelu_(self.inner)
-            torch.mm(self.inner, self.fall, out=self.y)
-            self.y.add_(self.x)
-            F.layer_norm(self.y, (self.WIDTH,))
-        return time.perf_counter() - begin
+    def once(self) -> None:
+        torch.mm(self.x, self.rise, out=self.inner)
+        torch.ops.aten.gelu_(self.inner)
+        torch.mm(self.inner, self.fall, out=self.y)
+        self.y.add_(self.x)
+        F.layer_norm(self.y, (self.WIDTH,))
 
-    def fit(self, seconds: float) -> None:
-        """Make a segment about so long."""
-        self.passes = max(1, round(seconds / min(self.segment() for _ in range(4))))
+
+class _Walk(_Computation):
+    """What waits for memory: additions and GELUs over 12 MiB, of which no core's own cache holds much."""
+
+    ROWS, COLUMNS, PARTS = 512, 1536, 4
+
+    def __init__(self) -> None:
+        self.parts = torch.full((self.PARTS, self.ROWS, self.COLUMNS), 0.5, dtype=torch.float32, device="cpu").unbind()
+
+    def once(self) -> None:
+        for part, other in zip(self.parts, self.parts[1:] + self.parts[:1], strict=True):
+            other.add_(part, alpha=0.0)
+            F.gelu(part)
 
 
 @dataclass
@@ -216,9 +249,28 @@ class _Lane:
         return self.moved_bytes(counts) / self.busy_ns(counts) * 1e9
 
     @property
+    def lost_per_byte(self) -> list[float]:
+        """Seconds of what ran beside it."""
+        return [lost / self.moved_bytes(segment.counts) for lost, segment in zip(self.lost, self.beside, strict=True)]
+
+    @property
     def processor_seconds_per_byte(self) -> float:
         nanoseconds, size = self.processor(_sum(segment.whole for segment in self.beside + self.idle))
         return nanoseconds / size / 1e9
+
+
+def _spread(values: list[float]) -> float:
+    middle = median(values)
+    return median(abs(value - middle) for value in values)
+
+
+def _joined(expected: float, doubt: float, seen: list[float], least_spread: float) -> float:
+    """What was expected, to within `doubt`, and the median of what was seen, with weights by their uncertainty: that of the
+    median from how the values vary, or, where few of them happen to agree, from `least_spread`."""
+    spread = max(_spread(seen), least_spread)
+    noise = 1.86 * spread / math.sqrt(len(seen))  # from a median of distances to the standard error of a median
+    weight = doubt**2 / (doubt**2 + noise**2) if doubt > 0 else 0.0
+    return expected + weight * (median(seen) - expected)
 
 
 def _disk_lane(bench: _core.MachineBench, reads: bool, writes: bool, request_bytes: int = REQUEST_BYTES) -> _Lane:
@@ -245,14 +297,15 @@ class _Calibration:
 
     def __init__(self, bench: _core.MachineBench) -> None:
         self.bench = bench
-        self.compute = _Compute()
-        self.alone: list[float] = []  # seconds of segments
+        self.products, self.walk = _Products(), _Walk()
+        self.alone: list[float] = []  # seconds of segments of products
+        self.walk_alone: list[float] = []
         self.read, self.write = _disk_lane(bench, True, False), _disk_lane(bench, False, True)
         self.both, self.update = _disk_lane(bench, True, True), _update_lane(bench)
         self.small = _disk_lane(bench, True, True, SMALL_REQUEST_BYTES)
         slow = min(LONGEST_SEGMENT_SECONDS, bench.first_write_ns / 1e9 * SEGMENT_BYTES / FILE_BYTES)
-        self.compute.segment()  # the first one prepares what the others use
-        self.compute.fit(max(SEGMENT_SECONDS, slow))
+        self.products.fit(max(SEGMENT_SECONDS, slow))
+        self.walk.fit(max(SEGMENT_SECONDS, slow))
         self.idle_seconds = max(IDLE_SECONDS, slow)
         threads = torch.get_num_threads()
         self.full = threads >= len(os.sched_getaffinity(0))  # no core is free
@@ -269,17 +322,12 @@ class _Calibration:
     # ---- measuring ----
 
     def _wanted_rounds(self) -> int:
-        middle = median(self.alone)
-        return ROUNDS if median(abs(seconds - middle) for seconds in self.alone) <= MOST_SPREAD * middle else 2 * ROUNDS
+        return ROUNDS if _spread(self.alone) <= MOST_SPREAD * median(self.alone) else 2 * ROUNDS
 
     def _round(self) -> None:
-        before = self._alone()
-        for lane in (self.read, self.write, self.update):
-            lane.beside.append(self._with(lane, self.compute.segment))
-            after = self._alone()
-            lane.lost.append(lane.beside[-1].seconds - (before + after) / 2)
-            before = after
-        self.small.beside.append(self._with(self.small, self.compute.segment))
+        self._in_turns(self.products, self.alone, (self.read, self.write, self.update))
+        self._in_turns(self.walk, self.walk_alone, (self.both,))
+        self.small.beside.append(self._with(self.small, self.products.segment))
         for lane in (self.read, self.write, self.both, self.update):
             lane.idle.append(self._with(lane, self._wait))
 
@@ -287,9 +335,13 @@ class _Calibration:
         time.sleep(self.idle_seconds)
         return self.idle_seconds
 
-    def _alone(self) -> float:
-        self.alone.append(self.compute.segment())
-        return self.alone[-1]
+    def _in_turns(self, what: _Computation, alone: list[float], lanes: Iterable[_Lane]) -> None:
+        """Segments with nothing beside them, which go to `alone`, and between them one beside each lane."""
+        alone.append(what.segment())
+        for lane in lanes:
+            lane.beside.append(self._with(lane, what.segment))
+            alone.append(what.segment())
+            lane.lost.append(lane.beside[-1].seconds - (alone[-2] + alone[-1]) / 2)
 
     def _look(self) -> _Counts:
         return _Counts(*self.bench.look())
@@ -311,13 +363,19 @@ class _Calibration:
     # ---- conclusions ----
 
     def _drag(self, lane: _Lane) -> float:
-        """Seconds of compute lost for each byte: see the head of this file."""
+        """Seconds of products lost for each byte: see the head of this file."""
         processor = lane.processor_seconds_per_byte
         expected, least = (lane.expected * processor, processor) if self.full else (0.0, 0.0)
-        seen = [lost / lane.moved_bytes(segment.counts) for lost, segment in zip(lane.lost, lane.beside, strict=True)]
-        doubt, noise = DOUBT * processor, self._noise(lane, seen)
-        weight = doubt**2 / (doubt**2 + noise**2)
-        return min(max(expected + weight * (median(seen) - expected), least), MOST_DRAG * processor)
+        found = _joined(expected, DOUBT * processor, lane.lost_per_byte, self._noise(lane, self.alone))
+        return min(max(found, least), MOST_DRAG * processor)
+
+    def _memory_drag(self, checksum_seconds: float) -> float:
+        """Seconds that what walks through memory loses for each byte more than products."""
+        products = [sum(lost) / 2 for lost in zip(self.read.lost_per_byte, self.write.lost_per_byte, strict=True)]
+        seen = [of_walk - of_products for of_walk, of_products in zip(self.both.lost_per_byte, products, strict=True)]
+        expected = EXPECTED_MEMORY_DRAG * checksum_seconds if self.full else 0.0
+        found = _joined(expected, MEMORY_DOUBT * checksum_seconds, seen, self._noise(self.both, self.walk_alone))
+        return min(max(found, 0.0), MOST_MEMORY_DRAG * checksum_seconds)
 
     def _request_seconds(self) -> float:
         """Of processor time, for a request beside its bytes."""
@@ -334,15 +392,10 @@ class _Calibration:
 
         return request, of_bytes(read), of_bytes(write)
 
-    def _noise(self, lane: _Lane, seen: list[float]) -> float:
-        """The uncertainty of the median of what was seen: from how it varies, or, where few values happen to agree, from how
-        compute alone varies."""
-        middle, alone = median(seen), median(self.alone)
-        moved = median(lane.moved_bytes(segment.counts) for segment in lane.beside)
-        spread = max(
-            median(abs(value - middle) for value in seen), median(abs(seconds - alone) for seconds in self.alone) / moved
-        )
-        return 1.86 * spread / math.sqrt(len(seen))  # from a median of distances to the standard error of a median
+    @staticmethod
+    def _noise(lane: _Lane, alone: list[float]) -> float:
+        """From how the same computation varies with nothing beside it, in seconds for each of the lane's bytes; see `_joined`."""
+        return _spread(alone) / median(lane.moved_bytes(segment.counts) for segment in lane.beside)
 
     def _machine(self) -> Machine:
         speeds = [
@@ -356,17 +409,19 @@ class _Calibration:
             both.at_ns / 1e9
         )
         # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
+        checksum = self._checksum_seconds() / torch.get_num_threads()
         updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
         return Machine(
             disk_read=read_bytes,
             disk_write=write_bytes,
             update=update,
             disk_overlap=min(max(overlap, 1.0), 2.0),
-            stash_drag_seconds_per_byte=self._checksum_seconds() / torch.get_num_threads(),
+            stash_drag_seconds_per_byte=checksum,
+            memory_drag_seconds_per_byte=self._memory_drag(checksum),
             request_drag_seconds=request,
             step_update_bytes_per_second=1e9 / updates,
         )
 
     def _checksum_seconds(self) -> float:
-        """Of one thread, for a byte that lies in no cache."""
+        """Of one thread, for a byte that comes past the caches on its way in, and lies in one on its way out."""
         return median(spent_ns / size for size, spent_ns in (self.bench.checksums() for _ in range(CHECKSUM_PASSES))) / 1e9

@@ -75,4 +75,5 @@ def scaled_drag(machine: Machine, factor: float) -> Machine:
         disk_read=scaled(machine.disk_read), disk_write=scaled(machine.disk_write), update=scaled(machine.update),
         stash_drag_seconds_per_byte=machine.stash_drag_seconds_per_byte * factor,
         request_drag_seconds=machine.request_drag_seconds * factor,
+        memory_drag_seconds_per_byte=machine.memory_drag_seconds_per_byte * factor,
     )  # fmt: skip

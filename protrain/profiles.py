@@ -42,6 +42,8 @@ class Machine:
     stash_drag_seconds_per_byte: compute lost for each byte of activations beside the lane's drag: measured, it is that of the
     checksums that compute's threads take. Negative where activations lose less, which is never below nothing.
     request_drag_seconds: compute lost for each request to the disk, beside what its bytes cost.
+    memory_drag_seconds_per_byte: compute that does nothing but walk through memory loses so much more for each byte of the disk's
+    lanes.
     step_update_bytes_per_second: of parameters and state at home on the device, updated in step().
     step_fixed_seconds: of each step; access_seconds: of each demand of a chunk that is there; checkpoint_seconds: of each
     recomputed block beside recomputation; swap_seconds: of each block of a swap mode.
@@ -57,6 +59,7 @@ class Machine:
     link_overlap: float = 2.0
     stash_drag_seconds_per_byte: float = 0.0
     request_drag_seconds: float = 0.0
+    memory_drag_seconds_per_byte: float = 0.0
     step_update_bytes_per_second: float = 0.0
     step_fixed_seconds: float = 0.0
     access_seconds: float = 0.0

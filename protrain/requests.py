@@ -29,28 +29,28 @@ MOST_PARTS = 64
 LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
 
 
-#: The share of memory in what counted operations take, up to which a byte costs what was measured, and from which on it costs
-#: so much more, in parts of its checksum, which tells how fast memory is. Steps of six models, all swapped beside all kept:
+#: The share of memory in what counted operations take, up to which a byte costs what it costs products, and from which on it
+#: costs what it costs a walk through memory. Steps of six models, all swapped beside all kept:
 #: docs/decisions/0007-plans-by-time.md.
-LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE, MORE_BY_MEMORY = 0.16, 0.25, 4.0
+LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE = 0.16, 0.25
 
 
 def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Machine:
-    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory. Of one whose
-    requests cost nothing, as where a core is free or a file describes it, all is as it was.
+    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory. Of one where walks
+    through memory lose nothing more, as where a file describes it, all is as it was.
 
     Args:
         counted: of each phase of a step: floating-point operations, bytes that operations read and write, operations.
     """
-    if machine.request_drag_seconds == 0:
+    if machine.memory_drag_seconds_per_byte == 0:
         return machine
     flops, moved, operations = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0, 0)
     whole = ordinary_seconds(flops, moved, operations)
     share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
     part = min(max((share - LEAST_MEMORY_SHARE) / (MOST_MEMORY_SHARE - LEAST_MEMORY_SHARE), 0.0), 1.0)
-    more = part * MORE_BY_MEMORY * machine.checksum_seconds_per_byte
+    more = part * machine.memory_drag_seconds_per_byte
     read, write = (_more(lane, more) for lane in (machine.disk_read, machine.disk_write))
-    return replace(machine, disk_read=read, disk_write=write)
+    return replace(machine, disk_read=read, disk_write=write, memory_drag_seconds_per_byte=0.0)
 
 
 def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:

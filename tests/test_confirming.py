@@ -107,9 +107,11 @@ def test_the_middle_is_of_each() -> None:
 def test_what_is_scaled_and_what_is_not() -> None:
     assert scaled_times(Times(((1.0, 0.5), (2.0, 0.0))), 1.5) == Times(((1.5, 0.75), (3.0, 0.0)))
     lanes = {lane: Speed(1e9, 2e9, 1e-10) for lane in ("upload", "offload", "gather", "disk_read", "disk_write", "update")}
-    machine = Machine(**lanes, stash_drag_seconds_per_byte=-5e-11, request_drag_seconds=1e-5, step_fixed_seconds=0.1)
+    dragging = {"stash_drag_seconds_per_byte": -5e-11, "request_drag_seconds": 1e-5, "memory_drag_seconds_per_byte": 3e-11}
+    machine = Machine(**lanes, **dragging, step_fixed_seconds=0.1)
     twice = {lane: replace(speed, drag_seconds_per_byte=2e-10) for lane, speed in lanes.items()}
-    assert scaled_drag(machine, 2.0) == replace(machine, **twice, stash_drag_seconds_per_byte=-1e-10, request_drag_seconds=2e-5)
+    twice_dragging = {name: 2 * seconds for name, seconds in dragging.items()}
+    assert scaled_drag(machine, 2.0) == replace(machine, **twice, **twice_dragging)
 
 
 # ---- sessions ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from protrain.profiles import Machine, Speed
 from protrain.requests import with_memory, with_requests
 from protrain.sizes import KIB, MIB
 
-REQUEST, CHECKSUM = 50e-6, 0.5e-10
+REQUEST, CHECKSUM, WALK = 50e-6, 0.5e-10, 2e-10
 LANE = Speed(1e9, 1e9, 1e-10)
 MACHINE = Machine(disk_read=LANE, disk_write=LANE, stash_drag_seconds_per_byte=CHECKSUM, request_drag_seconds=REQUEST)
 
@@ -39,19 +40,22 @@ def counted(memory_share: float) -> list[tuple[int, int, int]]:
 
 
 def test_compute_that_depends_on_memory_loses_more() -> None:
-    assert with_memory(MACHINE, counted(0.0)) == with_memory(MACHINE, counted(0.16)) == MACHINE
-    found = [drags(with_memory(MACHINE, counted(share)))[0] for share in (0.16, 0.19, 0.205, 0.22, 0.25, 0.4, 1.0)]
+    machine = replace(MACHINE, memory_drag_seconds_per_byte=WALK)
+    assert with_memory(machine, counted(0.0)) == with_memory(machine, counted(0.16)) == MACHINE
+    found = [drags(with_memory(machine, counted(share)))[0] for share in (0.16, 0.19, 0.205, 0.22, 0.25, 0.4, 1.0)]
     assert found == sorted(found)
-    assert found[2] == pytest.approx(1e-10 + 0.5 * 4 * CHECKSUM)
-    assert found[4:] == pytest.approx([1e-10 + 4 * CHECKSUM] * 3)
-    read, write, stash = drags(with_memory(MACHINE, counted(1.0)))
+    assert found[2] == pytest.approx(1e-10 + 0.5 * WALK)
+    assert found[4:] == pytest.approx([1e-10 + WALK] * 3)
+    of_memory = with_memory(machine, counted(1.0))
+    read, write, stash = drags(of_memory)
     assert (read, stash) == (write, MACHINE.stash_drag_seconds_per_byte)
+    assert with_memory(of_memory, counted(1.0)) is of_memory  # it is in there once
 
 
 def test_where_nothing_is_counted_memory_costs_nothing() -> None:
-    assert with_memory(MACHINE, []) == with_memory(MACHINE, [(0, 0, 0)] * 3) == MACHINE
-    described = Machine(disk_read=LANE, disk_write=LANE)
-    assert with_memory(described, counted(1.0)) is described
+    machine = replace(MACHINE, memory_drag_seconds_per_byte=WALK)
+    assert with_memory(machine, []) == with_memory(machine, [(0, 0, 0)] * 3) == MACHINE
+    assert with_memory(MACHINE, counted(1.0)) is MACHINE  # a walk through memory loses nothing more
 
 
 def test_each_byte_has_its_part_of_its_request() -> None:
