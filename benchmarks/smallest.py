@@ -1,6 +1,6 @@
 """How small a budget can be: all blocks recomputed, and all swapped; what a step takes there.
 
-    python benchmarks/smallest.py --out benchmarks/results/smallest.json
+    python -m benchmarks.smallest --out benchmarks/results/smallest.json
 
 For each model the smallest budget in which all blocks are recomputed, and the smallest of all, which the planner finds: then
 blocks swap, and nothing but what an operation uses is in memory. Both are trained, and a budget in the middle; single steps take
@@ -9,17 +9,14 @@ turns, and the median of their times counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 import protrain
+from benchmarks.turns import Run, gpt2, keep_rows
 from protrain.blocks import find_blocks
 
 N_STEPS = 16
@@ -33,15 +30,6 @@ MODELS: dict[str, tuple[Any, tuple[int, int]]] = {
 }
 
 
-def gpt2(hidden: int, layers: int) -> Any:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=hidden, n_layer=layers, n_head=hidden // 64, vocab_size=1024, use_cache=False, resid_pdrop=0, attn_pdrop=0,
-            embd_pdrop=0, bos_token_id=0, eos_token_id=0,
-        )
-    ).train()  # fmt: skip
-
-
 def _llama(hidden: int, layers: int) -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -49,23 +37,6 @@ def _llama(hidden: int, layers: int) -> Any:
             intermediate_size=8 * hidden // 3, vocab_size=1024, use_cache=False,
         )
     ).train()  # fmt: skip
-
-
-class Run:
-    """A model in training, at a budget, with the blocks' modes as given or as the planner takes them."""
-
-    def __init__(self, make: Any, memory: int, modes: list[str] | None) -> None:
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.model, self.optimizer = protrain.wrap(model, optimizer, memory=memory, block_modes=modes)
-        self.seconds: list[float] = []
-
-    def step(self, ids: torch.Tensor) -> None:
-        begin = time.perf_counter()
-        self.model(input_ids=ids, labels=ids).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - begin)
 
 
 def smallest(make: Any, ids: torch.Tensor, modes: list[str] | None) -> int:
@@ -114,22 +85,12 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    rows = []
-    for name in MODELS:
-        rows.append(measure(name))
-        for kind in ("recomputed", "planned", "between", "least"):
-            row = rows[-1][kind]
-            mib = row["budget_bytes"] / 2**20
-            print(f"{name:20} {kind:10} {mib:7.1f} MiB {row['step_seconds']:.3f} s {row['of_recomputed']:.3f} {row['modes']}")
-    if given.out:
-        command = "python benchmarks/smallest.py --out benchmarks/results/smallest.json"
-        found = {"command": command, "threads": torch.get_num_threads(), "models": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+def show(row: dict[str, Any]) -> None:
+    for kind in ("recomputed", "planned", "between", "least"):
+        of = row[kind]
+        mib = of["budget_bytes"] / 2**20
+        print(f"{row['model']:20} {kind:10} {mib:7.1f} MiB {of['step_seconds']:.3f} s {of['of_recomputed']:.3f} {of['modes']}")
 
 
 if __name__ == "__main__":
-    main()
+    keep_rows("smallest", __doc__, MODELS, measure, show)

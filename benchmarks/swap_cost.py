@@ -8,17 +8,14 @@ it what the step waited for the disk. Beside it what `protrain.plan` foretells.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 import protrain
-from benchmarks.smallest import gpt2
+from benchmarks.turns import Run, gpt2, keep_rows
 
 N_STEPS = 28
 N_WARM = 4
@@ -34,29 +31,14 @@ MODELS = {
 }
 
 
-class Run:
-    """A model in training with all blocks in one mode."""
+def same_weights(hidden: int, layers: int) -> Any:
+    torch.manual_seed(0)
+    return gpt2(hidden, layers)
 
-    def __init__(self, hidden: int, layers: int, mode: str) -> None:
-        torch.manual_seed(0)
-        model = gpt2(hidden, layers)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.model, self.optimizer = protrain.wrap(model, optimizer, memory=MEMORY_BYTES, block_modes=[mode] * layers)
-        self.losses: list[float] = []
 
-    def step(self, ids: torch.Tensor) -> float:
-        begin = time.perf_counter()
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        return time.perf_counter() - begin
-
-    @property
-    def moved_bytes(self) -> int:
-        status = protrain.status(self.model)
-        return status.disk_read_bytes + status.disk_write_bytes
+def moved_bytes(run: Run) -> int:
+    status = protrain.status(run.model)
+    return status.disk_read_bytes + status.disk_write_bytes
 
 
 def foretold(hidden: int, layers: int, ids: torch.Tensor) -> dict[str, float]:
@@ -73,15 +55,16 @@ def foretold(hidden: int, layers: int, ids: torch.Tensor) -> dict[str, float]:
 def measure(name: str) -> dict[str, Any]:
     hidden, layers, shape = MODELS[name]
     ids = torch.randint(1024, shape, generator=torch.Generator().manual_seed(0))
-    keep, swap = (Run(hidden, layers, mode) for mode in ("keep", "swap"))
-    pairs, waits, before = [], [], 0
+    keep, swap = (Run(partial(same_weights, hidden, layers), MEMORY_BYTES, [mode] * layers) for mode in ("keep", "swap"))
+    waits, before = [], 0
     for number in range(N_STEPS):
         if number == N_WARM:
-            before = swap.moved_bytes
-        pairs.append((keep.step(ids), swap.step(ids)))
+            before = moved_bytes(swap)
+        keep.step(ids)
+        swap.step(ids)
         waits.append(protrain.status(swap.model).wait_seconds)
-    pairs = pairs[N_WARM:]
-    moved = (swap.moved_bytes - before) / len(pairs)
+    pairs = list(zip(keep.seconds, swap.seconds, strict=True))[N_WARM:]
+    moved = (moved_bytes(swap) - before) / len(pairs)
     if keep.losses != swap.losses:
         raise SystemExit(f"{name}: the losses differ")
     lost = statistics.median(b - a for a, b in pairs)
@@ -100,19 +83,9 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    rows = []
-    for name in MODELS:
-        rows.append(measure(name))
-        print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="; ", flush=True)
-    if given.out:
-        command = "python -m benchmarks.swap_cost --out benchmarks/results/swap_cost.json"
-        found = {"command": command, "threads": torch.get_num_threads(), "models": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+def show(row: dict[str, Any]) -> None:
+    print(*(f"{key} {value}" for key, value in row.items()), sep="; ", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    keep_rows("swap_cost", __doc__, MODELS, measure, show)

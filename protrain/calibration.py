@@ -408,8 +408,8 @@ class _Calibration:
         overlap = (both.read_bytes / read.idle_bytes_per_second + both.write_bytes / write.idle_bytes_per_second) / (
             both.at_ns / 1e9
         )
-        # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
         checksum = self._checksum_seconds() / torch.get_num_threads()
+        # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
         updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
         return Machine(
             disk_read=read_bytes,
