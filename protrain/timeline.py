@@ -199,6 +199,7 @@ class BlockClock:
             self.watch_backward()
             self._backward_begins()
         self._end(now)
+        self._engine.stash_go_on()  # where the block behind this one has no gradients, nobody else says that it is over
         self._open, self._open_ns = number, now
         self._sample("before backward of block", number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -181,6 +182,72 @@ def test_swap_trains_where_keeping_does_not_fit() -> None:
 
     status = assert_equal(run(Net, loop, memory=budget, plan=swap), run(Net, loop), budget)
     assert status.plan.n_swap == N_BLOCKS
+
+
+class Then(torch.autograd.Function):
+    """Calls `what` in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, what: Callable[[], Any]) -> torch.Tensor:
+        ctx.what = what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.what()
+        return grad, None
+
+
+class Watched(Block):
+    begun: Callable[[], Any] = staticmethod(lambda: None)  # called when its backward begins
+
+    def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = Then.apply(super().forward(x, scale), self.begun)  # type: ignore[no-untyped-call]
+        return y
+
+
+class WatchedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Watched(64) for _ in range(N_BLOCKS))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_reading_ahead_goes_on_when_a_kept_block_gives_memory_back(frozen: bool) -> None:
+    """A block that keeps what it saved asks the stash for nothing."""
+    model: Any = WatchedNet()
+    model.layers[3].requires_grad_(not frozen)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 << 20, block_modes=["keep", "keep", "swap", "keep"])
+    stats = session_of(model).engine.stats
+    held: list[torch.Tensor] = []
+    read_bytes: list[int] = []
+
+    def fill(y: torch.Tensor) -> torch.Tensor:
+        """What was saved before must leave memory, which is full until the backward of this."""
+        now = stats()
+        held.append(torch.empty((64 << 20) - now["live_bytes"] + now["stash_memory_bytes"] - (8 << 20), dtype=torch.uint8))
+        kept: torch.Tensor = Then.apply(y, give_back)  # type: ignore[no-untyped-call]
+        return kept
+
+    def give_back() -> None:
+        read_bytes.append(stats()["stash_read_bytes"])
+        held.clear()
+
+    def look() -> None:
+        for _ in range(1000):
+            if stats()["stash_read_bytes"] > read_bytes[0]:
+                break
+            time.sleep(0.01)
+        read_bytes.append(stats()["stash_read_bytes"])
+
+    try:
+        trained(model, optimizer, inputs(1)[0])
+        model.layers[3].inner, model.layers[2].begun = fill, look
+        trained(model, optimizer, inputs(1)[0])
+        before, after = read_bytes
+        assert after > before
+    finally:
+        protrain.unwrap(model)
 
 
 def test_a_wait_for_what_left_memory_is_counted() -> None:

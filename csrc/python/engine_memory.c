@@ -183,3 +183,11 @@ PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused) {
   if (ptn_engine_over_device(engine)) ptn_device_stash_end(ptn_engine_device_stash(engine));
   Py_RETURN_NONE;
 }
+
+PyObject *ptn_python_stash_go_on(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  ptn_stash_go_on(ptn_engine_stash(engine));
+  Py_RETURN_NONE;
+}

@@ -630,6 +630,7 @@ static PyMethodDef engine_methods[] = {
     {"set_headroom", ptn_python_set_headroom, METH_O, NULL},
     {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},
     {"stash_end", ptn_python_stash_end, METH_NOARGS, NULL},
+    {"stash_go_on", ptn_python_stash_go_on, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -182,6 +182,13 @@ void ptn_stash_end(ptn_stash *stash) {
   ptn_unlock(&stash->mutex);
 }
 
+void ptn_stash_go_on(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  stash->hold_back = false;
+  if (stash->turned && stash->backward && stash->backward->ahead) ptn_stash_advance(stash);
+  ptn_unlock(&stash->mutex);
+}
+
 /* ---- records: their lists ---- */
 
 static ptn_record **bucket(ptn_stash *stash, uint64_t serial) { return &stash->table[serial * 0x9e3779b97f4a7c15u >> 54]; }

@@ -53,6 +53,8 @@ void ptn_stash_begin(ptn_stash *stash); /* a forward begins: what is put from no
 /* Backward has come to the records: from now on memory is for reading ahead. Best called when what lies behind the records, the
  * head of a model, has had its backward: until then memory is its. */
 void ptn_stash_end(ptn_stash *stash);
+/* An operation of backward is over that may have freed memory of others, such as what a kept block saved: reads ahead. */
+void ptn_stash_go_on(ptn_stash *stash);
 
 /* ---- records ---- */
 

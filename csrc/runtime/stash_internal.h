@@ -85,7 +85,7 @@ struct ptn_stash {
   traffic writes, reads;
   uint64_t ended_count; /* writes and reads */
   uint32_t reads_moving_count; /* of reads.in_flight_count: those that end without anybody's help */
-  bool hold_back; /* memory was given up to somebody who needs it: no reading ahead until the next get */
+  bool hold_back; /* memory was given up to somebody who needs it: no reading ahead until the next operation */
   uint64_t headroom_bytes;
   ptn_status failure; /* of a write, until somebody was told */
   ptn_error failure_error;

@@ -236,6 +236,32 @@ static void reading_ahead_leaves_room(void) {
   world_close(&here);
 }
 
+/* It also goes on in memory that others give back, once they say so; as when it was told to hold back. */
+static void reading_ahead_goes_on(void) {
+  for (int held_back = 0; held_back < 2; held_back++) {
+    uint64_t goal_bytes = (CREW + 20) * BYTES, headroom_bytes = 11 * BYTES;
+    world_open(&here, (world_options){.limit_bytes = goal_bytes});
+    crew_bring(&here, &people, RECORD_WRITTEN);
+    tensor others = tensor_make(&here, goal_bytes - headroom_bytes, 1);
+    ptn_account_set_goal(here.account, goal_bytes);
+    ptn_stash_set_headroom(here.stash, headroom_bytes);
+    ptn_stash_end(here.stash);
+    ptn_stash_go_on(here.stash);
+    if (held_back) CHECK(!ptn_stash_relieve(here.stash, true));
+    tensor_free(&others);
+    world_settle(&here);
+    CHECK(world_stats(&here).read_bytes == 0);
+    ptn_stash_go_on(here.stash);
+    WAIT_UNTIL(world_stats(&here).read_bytes == CREW * BYTES);
+    for (uint64_t i = CREW; i-- > 0;) {
+      get_and_free(people.records[i], true, i + 1);
+      ptn_record_drop(people.records[i], true);
+    }
+    CHECK(world_stats(&here).read_bytes == CREW * BYTES);
+    world_close(&here);
+  }
+}
+
 /* ---- handed back from memory ---- */
 
 /* Asked for before its turn came: no write is made, and nobody waits for a disk that stands still. */
@@ -454,6 +480,7 @@ int main(int count, char **words) {
       {"many_blocks", many_blocks},
       {"order_of_small_and_large", order_of_small_and_large},
       {"reading_ahead_leaves_room", reading_ahead_leaves_room},
+      {"reading_ahead_goes_on", reading_ahead_goes_on},
       {"forwarded_while_queued_or_written", forwarded_while_queued_or_written},
       {"forwarded_from_a_holder", forwarded_from_a_holder},
       {"dropped_in_every_state", dropped_in_every_state},
