@@ -178,16 +178,23 @@ class _Segment:
     entry: int
     peak: int
     pending: bool = False
-    born: int = 0  # live now of what was made in it
-    working: int = 0  # and the highest of that
+    lowest: int = field(init=False)  # so far
+    working: int = 0  # by how much it rose above the lowest before, at most
     small: int = 0  # what a block saved, too small for the stash, but for its outputs
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
 
+    def __post_init__(self) -> None:
+        self.lowest = self.entry
+
+    def rise(self, live_bytes: int) -> None:
+        self.peak, self.working = max(self.peak, live_bytes), max(self.working, live_bytes - self.lowest)
+
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
-        self.peak, self.working = max(self.peak, end.peak), max(self.working, end.working)
+        self.rise(end.peak)
+        self.working, self.lowest = max(self.working, end.working), min(self.lowest, end.lowest)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
 
@@ -245,7 +252,7 @@ class _Meter(TorchDispatchMode):
     def _drop(self, key: int, size: int, segment: _Segment) -> None:
         if self.known.pop(key, None) is not None:
             self.live_bytes -= size
-            segment.born -= size
+            self.segments[-1].lowest = min(self.segments[-1].lowest, self.live_bytes)
             if segment.block >= 0 and not segment.backward and self.segments[-1].backward:
                 if size >= self.least_bytes:
                     self.saved.setdefault(segment.block, []).append(size)
@@ -266,7 +273,6 @@ class _Meter(TorchDispatchMode):
 
         self.known[key] = weakref.ref(storage, drop)
         self.live_bytes += size
-        segment.born += size
 
     def _size(self, storage: Any) -> int:
         return self.round_bytes(storage.nbytes()) if storage.nbytes() else 0
@@ -335,8 +341,7 @@ class _Meter(TorchDispatchMode):
             self._count(tensor)
         workspace = self.workspace(func, args, kwargs or {}, outputs)
         segment = self.segments[-1]
-        segment.peak = max(segment.peak, self.live_bytes + workspace)
-        segment.working = max(segment.working, segment.born + workspace)
+        segment.rise(self.live_bytes + workspace)
         if not func.is_view:
             segment.operations += 1
             segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*_tensors(inputs), *outputs))

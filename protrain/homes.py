@@ -164,7 +164,7 @@ class Homes:
         if bounds != self._bounds:
             self._bounds, self._headroom = bounds, found.headroom_bytes
         self._engine.set_goal(self._goal)
-        self._engine.set_headroom(self._headroom)
+        self._engine.set_headroom(self._headroom, found.recompute_bytes)
 
     def adjust_headroom(self, marked_bytes: int = 0) -> None:
         """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds. marked_bytes:
@@ -175,4 +175,4 @@ class Homes:
             found = self.arrangement
             wanted = self._headroom - (unused * 3 // 4 if unused > 0 else unused)
             self._headroom = min(max(wanted, found.rise_bytes), found.headroom_bytes)
-            self._engine.set_headroom(self._headroom)
+            self._engine.set_headroom(self._headroom, found.recompute_bytes)

@@ -125,8 +125,9 @@ class Arrangement:
     accesses: chunks that are not persistent in the order in which a step with the plan's modes reads them.
     static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
     stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
-    rise_bytes: by how much the backward of a block rises above its begin; 0 where nothing swaps.
-    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes; 0 where nothing swaps.
+    rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
+    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
+    beside what is asked for behind a block that recomputes.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
     host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
@@ -144,6 +145,7 @@ class Arrangement:
     stash_bytes: int = 0
     headroom_bytes: int = 0
     rise_bytes: int = 0
+    recompute_bytes: int = 0
     shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
     gradient_memory_bytes: int = 0
     staging_bytes: int = 0
@@ -311,6 +313,7 @@ def arrange(
         found["stash_bytes"],
         found["headroom_bytes"],
         found["rise_bytes"],
+        found["recompute_bytes"],
         host_ring_bytes=found["ring_bytes"] - ring_bytes,
         safest_bytes=found["safest_bytes"],
     )

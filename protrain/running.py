@@ -6,6 +6,7 @@ hooks of a block also see to its activations (activations.py); those of a single
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ from .activations import (
 )
 from .compiled import frozen, functions_behind, grad_fns, has_compiled
 from .device_stash import DeviceStash, Stashed
+from .dryrun import recomputes
 from .errors import PlanError
 from .parameters import ChunkParameter, DisableTorchFunction, mark_views
 from .residency import Residency
@@ -51,6 +53,16 @@ def _check_no_transform() -> None:
             "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
             "torch.func.functional_call"
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _last_recomputed(modes: tuple[str, ...]) -> list[int]:
+    """Of each block the last one before it that is recomputed, or 0."""
+    last, found = 0, []
+    for number, mode in enumerate(modes):
+        found.append(last)
+        last = number if recomputes(mode) else last
+    return found
 
 
 class Runner:
@@ -111,6 +123,12 @@ class Runner:
         its host has room for what was planned."""
         as_they_are = () if self._wrapped.compute.separate else ("swap",)
         self.modes = tuple(mode if mode in as_they_are else "checkpoint" for mode in self.modes)
+
+    def block_is_back(self, number: int, recomputed: bool) -> None:
+        """The backward of block `number` has begun, or goes on with what it has recomputed: what is asked for before the next
+        recomputation has no more than backward itself to leave room for."""
+        waits = not recomputed and recomputes(self.modes[number])
+        self._engine.stash_near(number if waits else _last_recomputed(self.modes)[number])
 
     def forget(self) -> None:
         """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""

@@ -62,7 +62,7 @@ class Session:
         arrangement = first_arrangement(wrapped)
         self.engine = wrapped.make_engine()
         device_clock = DeviceClock(wrapped.compute) if isinstance(wrapped.compute, Accelerator) else None
-        self.clock = BlockClock(self.engine, self._backward_begins, device_clock)
+        self.clock = BlockClock(self.engine, self._backward_begins, self._block_is_back, device_clock)
         self.residency = Residency(wrapped, self.engine, self, device_clock)
         self.runner = Runner(wrapped, self.engine, self.residency, self.clock, arrangement.plan.block_modes)
         self.homes = Homes(wrapped, self.engine, self.residency, self.runner, arrangement)
@@ -198,6 +198,9 @@ class Session:
     def _backward_begins(self) -> None:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
+
+    def _block_is_back(self, number: int, recomputed: bool) -> None:
+        self.runner.block_is_back(number, recomputed)
 
     def _settle_stash(self) -> None:
         """What copies from a device are done with is free; what failed of them is told."""

@@ -67,14 +67,22 @@ class BlockClock:
     """
 
     __slots__ = (
-        "_backward_begins", "_began_ns", "_closed", "_engine", "_first_block_task", "_last", "_open", "_open_ns", "_queued",
-        "device", "in_backward", "passes", "sampler", "step",
+        "_backward_begins", "_began_ns", "_block_is_back", "_closed", "_engine", "_first_block_task", "_last", "_open",
+        "_open_ns", "_queued", "device", "in_backward", "passes", "sampler", "step",
     )  # fmt: skip
 
-    def __init__(self, engine: _core.Engine, backward_begins: Callable[[], None], device: DeviceClock | None = None) -> None:
+    def __init__(
+        self,
+        engine: _core.Engine,
+        backward_begins: Callable[[], None],
+        block_is_back: Callable[[int, bool], None],
+        device: DeviceClock | None = None,
+    ) -> None:
         self._engine = engine
         self.device = device  # told of each time that is read here, where a device computes
         self._backward_begins = backward_begins  # called when the first block of a backward begins
+        # Called with a block's number when its backward begins, with False, and when its recomputation is over, with True.
+        self._block_is_back = block_is_back
         self._closed = False
         self._began_ns = 0  # of the step under way; 0: none
         self._open = -1  # the block whose backward goes on; -1: none
@@ -90,7 +98,7 @@ class BlockClock:
     def close(self) -> None:
         """The engine goes; hooks in graphs that live on do nothing, and hold no session."""
         self._closed, self.sampler = True, None
-        self._backward_begins = _nothing
+        self._backward_begins, self._block_is_back = _nothing, _nothing
 
     def now(self) -> int:
         """The time in ns; over a device a point of its compute stream too."""
@@ -169,6 +177,7 @@ class BlockClock:
                 _core.trace_add(self._engine, COMPUTE, RECOMPUTE, number, begin, now)
                 self._sample("after recomputing block", number)
                 self._open, self._open_ns = open_block, now
+                self._block_is_back(number, True)
 
         return timed
 
@@ -199,7 +208,7 @@ class BlockClock:
             self.watch_backward()
             self._backward_begins()
         self._end(now)
-        self._engine.stash_go_on()  # where the block behind this one has no gradients, nobody else says that it is over
+        self._block_is_back(number, False)
         self._open, self._open_ns = number, now
         self._sample("before backward of block", number)
 
@@ -274,8 +283,8 @@ class _BlockHooks:
             clock._end(clock.now())
 
 
-def _nothing() -> None:
-    """What a backward begins once the engine is gone."""
+def _nothing(*_: Any) -> None:
+    """What a backward begins, and tells, once the engine is gone."""
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

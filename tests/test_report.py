@@ -70,8 +70,9 @@ def test_a_step_without_a_watch_takes_no_sample(causal_lm: LanguageModel, token_
 
 def test_marks_that_samples_take_still_tell_the_headroom() -> None:
     headrooms: list[int] = []
-    engine = SimpleNamespace(mark=lambda: 10, set_headroom=headrooms.append)
-    homes = Homes(*cast("tuple[Any, ...]", (None, engine, None, None, SimpleNamespace(rise_bytes=0, headroom_bytes=50))))
+    engine = SimpleNamespace(mark=lambda: 10, set_headroom=lambda headroom_bytes, _: headrooms.append(headroom_bytes))
+    arrangement = SimpleNamespace(rise_bytes=0, headroom_bytes=50, recompute_bytes=0)
+    homes = Homes(*cast("tuple[Any, ...]", (None, engine, None, None, arrangement)))
     for marked_bytes in (100, 60):
         homes._goal, homes._headroom = 100, 40
         homes.adjust_headroom(marked_bytes)

@@ -360,7 +360,7 @@ def test_intervals() -> None:
 def clock(fresh_disk: Path) -> Iterator[BlockClock]:
     """A clock that writes into the trace of an engine that does nothing else."""
     engine = _core.Engine(str(fresh_disk), MIB, [(4096, True)], [(0, 0, 4, True, 0)], 1, 2)
-    clock = BlockClock(engine, lambda: None)
+    clock = BlockClock(engine, lambda: None, lambda *_: None)
     clock.begin_step()
     yield clock
     clock.close()

@@ -85,9 +85,11 @@ uint64_t ptn_swap_phase_bytes(const ptn_plan_request *request, const uint32_t *c
 /* That room, for the largest block of the mode swap. */
 uint64_t ptn_swap_stream_bytes(const ptn_plan_request *request, const uint32_t *consumer_of_phase, const ptn_mode *modes);
 
-/* How far the backward of a block rises above where it began; above_static_bytes: of the peak. */
+/* How far the backward of a block rises, by what it does with its saved tensors in memory and by what it recomputes;
+ * above_static_bytes: of the peak. */
 uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *modes);
 uint64_t ptn_swap_headroom_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes);
+uint64_t ptn_swap_recompute_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes);
 
 /* ---- request.c ---- */
 

@@ -58,7 +58,7 @@ typedef struct ptn_phase {
   uint64_t keep_entry_bytes, keep_peak_bytes;
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;
   uint64_t swap_entry_bytes, swap_peak_bytes; /* a peak of 0 in every phase: not known */
-  uint64_t keep_working_bytes; /* the most that was live at once of what was made in the phase itself; 0: not known */
+  uint64_t keep_working_bytes; /* by how much what was live rose above the least before it in the phase, at most; 0: not known */
   uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
 } ptn_phase;
 
@@ -120,8 +120,9 @@ typedef struct ptn_plan {
   uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
   uint64_t safest_bytes; /* the same of plans in which a block that swaps counts as one that is recomputed */
   uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */
-  uint64_t rise_bytes; /* by which backward of a block rises above its begin; 0 where nothing swaps */
-  uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak; 0 where nothing swaps */
+  uint64_t rise_bytes; /* by which backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two */
+  uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak */
+  uint64_t recompute_bytes; /* the same beside what is asked for behind a block that recomputes */
   uint64_t disk_bytes; /* homes and shadows of chunks on disk, and the stash where it is there */
   uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
   uint64_t host_bytes; /* their parameters and state, and the stash and the ring where they are there; of one rank */

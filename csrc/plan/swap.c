@@ -9,14 +9,14 @@
  *              estimate: what was made before the blocks and is saved by one of them is not in it, in place of which the
  *              output of the last block is. Each forward is rounded up for the alignment of its records.
  *   headroom   What the backward of a block makes beside its saved tensors, at most: what was read ahead and left so much free
- *              need not give way to the operations of any block, of whatever mode. Where saved tensors are in memory when the
- *              backward begins (keep, swap) their going hides a part of it from the peak, and what is read ahead takes their
- *              place at once: so it is what was made in the phase itself. A block that recomputes rises by what it recomputes.
- *              The head is not in it: backward through it ends before the first block asks for anything.
+ *              need not give way to the operations of any block, once its saved tensors are in memory, whatever its mode. Their
+ *              going hides a part of it from the peak, and what is read ahead takes their place at once: so it is the highest
+ *              rise above any moment before. The head is not in it: backward through it ends before a block asks for anything.
  *   rise       The same without what going hides: what is kept in memory to the end of forward, and not refilled, leaves that.
+ *   recompute  By what a block that recomputes rises, at most: it is left free beside what is asked for behind such a block.
  *
- * Invariants: all are 0 where no block swaps, and where no phases are known; headroom is at most half of what the peak leaves
- * beside static bytes: room to read ahead into is worth more than the certainty that nothing gives way.
+ * Invariants: all are 0 where no block swaps, and where no phases are known; headroom and recompute are at most half of what the
+ * peak leaves beside static bytes: room to read ahead into is worth more than the certainty that nothing gives way.
  */
 #include "base/bytes.h"
 #include "plan/parts.h"
@@ -48,12 +48,16 @@ uint64_t ptn_swap_stream_bytes(const ptn_plan_request *request, const uint32_t *
 }
 
 static uint64_t rise_bytes(const ptn_phase *phase, ptn_mode mode) {
-  return ptn_mode_recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes
-                                   : phase->keep_peak_bytes - phase->keep_entry_bytes;
+  (void)mode;
+  return phase->keep_peak_bytes - phase->keep_entry_bytes;
 }
 
 static uint64_t working_bytes(const ptn_phase *phase, ptn_mode mode) {
-  return ptn_mode_recomputes(mode) ? rise_bytes(phase, mode) : ptn_max_u64(phase->keep_working_bytes, rise_bytes(phase, mode));
+  return ptn_max_u64(phase->keep_working_bytes, rise_bytes(phase, mode));
+}
+
+static uint64_t recompute_bytes(const ptn_phase *phase, ptn_mode mode) {
+  return ptn_mode_recomputes(mode) ? phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes : 0;
 }
 
 static uint64_t highest(const ptn_plan_request *request, const ptn_mode *modes,
@@ -74,4 +78,8 @@ uint64_t ptn_swap_rise_bytes(const ptn_plan_request *request, const ptn_mode *mo
 
 uint64_t ptn_swap_headroom_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes) {
   return ptn_min_u64(highest(request, modes, working_bytes), above_static_bytes / 2);
+}
+
+uint64_t ptn_swap_recompute_bytes(const ptn_plan_request *request, const ptn_mode *modes, uint64_t above_static_bytes) {
+  return ptn_min_u64(highest(request, modes, recompute_bytes), above_static_bytes / 2);
 }

@@ -50,10 +50,11 @@ PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
 PyObject *ptn_python_held(PyObject *object, PyObject *unused);
 PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
 PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
-PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number);
+PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_go_on(PyObject *object, PyObject *unused);
+PyObject *ptn_python_stash_near(PyObject *object, PyObject *number);
 
 /* Methods of Engine over a device (engine_device.c). */
 PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments);

@@ -157,12 +157,11 @@ PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) {
   Py_RETURN_NONE;
 }
 
-PyObject *ptn_python_set_headroom(PyObject *object, PyObject *number) {
+PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
-  if (!engine) return NULL;
-  unsigned long long headroom_bytes = PyLong_AsUnsignedLongLong(number);
-  if (PyErr_Occurred()) return NULL;
-  ptn_stash_set_headroom(ptn_engine_stash(engine), headroom_bytes);
+  unsigned long long headroom_bytes, recompute_bytes;
+  if (!engine || !PyArg_ParseTuple(arguments, "KK", &headroom_bytes, &recompute_bytes)) return NULL;
+  ptn_stash_set_headroom(ptn_engine_stash(engine), headroom_bytes, recompute_bytes);
   Py_RETURN_NONE;
 }
 
@@ -189,5 +188,14 @@ PyObject *ptn_python_stash_go_on(PyObject *object, PyObject *unused) {
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
   ptn_stash_go_on(ptn_engine_stash(engine));
+  Py_RETURN_NONE;
+}
+
+PyObject *ptn_python_stash_near(PyObject *object, PyObject *number) {
+  ptn_engine *engine = ptn_python_engine(object);
+  if (!engine) return NULL;
+  long block = PyLong_AsLong(number);
+  if (block == -1 && PyErr_Occurred()) return NULL;
+  ptn_stash_near(ptn_engine_stash(engine), (int32_t)block);
   Py_RETURN_NONE;
 }

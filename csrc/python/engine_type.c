@@ -627,10 +627,11 @@ static PyMethodDef engine_methods[] = {
     {"held", ptn_python_held, METH_NOARGS, NULL},
     {"mark", ptn_python_mark, METH_NOARGS, NULL},
     {"set_goal", ptn_python_set_goal, METH_O, NULL},
-    {"set_headroom", ptn_python_set_headroom, METH_O, NULL},
+    {"set_headroom", ptn_python_set_headroom, METH_VARARGS, NULL},
     {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},
     {"stash_end", ptn_python_stash_end, METH_NOARGS, NULL},
     {"stash_go_on", ptn_python_stash_go_on, METH_NOARGS, NULL},
+    {"stash_near", ptn_python_stash_near, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

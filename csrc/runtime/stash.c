@@ -158,6 +158,7 @@ void ptn_stash_begin(ptn_stash *stash) {
   if (!stash->closed) {
     stash->backward = NULL;
     stash->turned = stash->hold_back = false;
+    stash->near_number = INT32_MAX;
     stash->failure = PTN_OK; /* of a write that nobody was told of: its record stayed in memory, and that pass is over */
     if (!stash->current || stash->current->n_moments > 0) new_pass(stash); /* where it fails the pass before goes on */
     ptn_stash_write(stash, false);
@@ -182,10 +183,21 @@ void ptn_stash_end(ptn_stash *stash) {
   ptn_unlock(&stash->mutex);
 }
 
-void ptn_stash_go_on(ptn_stash *stash) {
-  ptn_lock(&stash->mutex);
+static void go_on(ptn_stash *stash) {
   stash->hold_back = false;
   if (stash->turned && stash->backward && stash->backward->ahead) ptn_stash_advance(stash);
+}
+
+void ptn_stash_go_on(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  go_on(stash);
+  ptn_unlock(&stash->mutex);
+}
+
+void ptn_stash_near(ptn_stash *stash, int32_t number) {
+  ptn_lock(&stash->mutex);
+  stash->near_number = number;
+  go_on(stash);
   ptn_unlock(&stash->mutex);
 }
 
@@ -509,9 +521,10 @@ void *ptn_record_drop(ptn_record *record, bool asked) {
 
 /* ---- figures ---- */
 
-void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes) {
+void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes, uint64_t recompute_bytes) {
   ptn_lock(&stash->mutex);
-  stash->headroom_bytes = headroom_bytes;
+  stash->near_headroom_bytes = headroom_bytes;
+  stash->headroom_bytes = ptn_max_u64(headroom_bytes, recompute_bytes);
   ptn_unlock(&stash->mutex);
 }
 

@@ -55,6 +55,8 @@ void ptn_stash_begin(ptn_stash *stash); /* a forward begins: what is put from no
 void ptn_stash_end(ptn_stash *stash);
 /* An operation of backward is over that may have freed memory of others, such as what a kept block saved: reads ahead. */
 void ptn_stash_go_on(ptn_stash *stash);
+/* The same; between what goes on and records of block `number`, and of those behind it, nothing is to be recomputed. */
+void ptn_stash_near(ptn_stash *stash, int32_t number);
 
 /* ---- records ---- */
 
@@ -81,8 +83,9 @@ uint64_t ptn_record_bytes(const ptn_record *record);
  * read again later. On a thread of the store, and of one that is about to submit
  * reads, it does nothing. */
 bool ptn_stash_relieve(ptn_stash *stash, bool must);
-/* What operations take while backward runs, in bytes; what is kept and what is read ahead leave so much room. */
-void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes);
+/* What operations take while backward runs, in bytes; what is kept and what is read ahead leave so much room. recompute_bytes: what
+ * the recomputation of a block takes; only what is near is read ahead into that. */
+void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes, uint64_t recompute_bytes);
 void ptn_stash_get_stats(ptn_stash *stash, ptn_stash_stats *out);
 uint64_t ptn_stash_mark(ptn_stash *stash); /* returns most_disk_bytes and starts it anew */
 

@@ -297,7 +297,8 @@ static bool is_ahead(const ptn_record *record, uint64_t bytes) {
 static bool may_read(const ptn_stash *stash, const ptn_record *record, uint64_t begun_bytes) {
   uint64_t gathered_bytes = ptn_store_gathered_bytes(stash->store), bytes = record->block.bytes;
   uint64_t held_bytes = stash->stats.memory_bytes, room_bytes = ptn_account_room(stash->account);
-  room_bytes -= ptn_min_u64(room_bytes, stash->headroom_bytes);
+  bool near = record->number >= stash->near_number;
+  room_bytes -= ptn_min_u64(room_bytes, near ? stash->near_headroom_bytes : stash->headroom_bytes);
   if (begun_bytes > 0) {
     if (begun_bytes + bytes > gathered_bytes) return false;
   } else if (is_ahead(record, ptn_min_u64(2 * gathered_bytes, room_bytes))) {

@@ -266,7 +266,7 @@ int main(int argc, char **argv) {
   CHECK_OK(ptn_account_create(&account, 1024 * PTN_MIB, press, &stash));
   ptn_account_set_goal(account, 512 * PTN_MIB);
   CHECK_OK(ptn_stash_create(&stash, store, account, NULL));
-  ptn_stash_set_headroom(stash, 64 * PTN_MIB);
+  ptn_stash_set_headroom(stash, 64 * PTN_MIB, 0);
   CHECK_OK(ptn_thread_start(&computing, "compute", compute_always, NULL));
   measure(store, stash, account, argc > 5 ? atoi(argv[5]) : 4, given_bytes);
   atomic_store(&stop, true);

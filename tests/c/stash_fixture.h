@@ -196,10 +196,12 @@ static inline void tensor_change(tensor *tensor, uint64_t seed) {
   fill_words(tensor->memory, tensor->block.bytes, seed);
 }
 
+#define NUMBER 7 /* of the block whose records they are */
+
 static inline ptn_record *tensor_put(world *world, const tensor *tensor, bool fresh_expected) {
   ptn_record *record = NULL;
   bool fresh = !fresh_expected;
-  CHECK_OK(ptn_stash_put(world->stash, &tensor->block, tensor->version, 7, &record, &fresh));
+  CHECK_OK(ptn_stash_put(world->stash, &tensor->block, tensor->version, NUMBER, &record, &fresh));
   CHECK(record && fresh == fresh_expected && ptn_record_bytes(record) == tensor->block.bytes);
   return record;
 }

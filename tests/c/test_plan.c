@@ -154,7 +154,7 @@ static uint64_t plain_peak(const model *of, const answer *given) {
 static void check_swap(const model *of, const answer *given) {
   const ptn_plan_request *request = &of->request;
   const ptn_plan *plan = &given->plan;
-  uint64_t stash = 0, rise = 0, room = (plan->peak_bytes - plan->static_bytes) / 2;
+  uint64_t stash = 0, rise = 0, recompute = 0, room = (plan->peak_bytes - plan->static_bytes) / 2;
   bool any = false;
   for (uint32_t b = 0; b < request->n_blocks; b++) {
     const ptn_phase *forward = &of->phases[1 + b], *backward = &of->phases[request->n_phases - 2 - b];
@@ -164,11 +164,12 @@ static void check_swap(const model *of, const answer *given) {
                               : forward[1].keep_entry_bytes - forward[0].keep_entry_bytes - forward[0].small_bytes;
     if (swaps) stash += (retained + 65535) / 65536 * 65536;
     any |= swaps;
-    rise = ptn_max_u64(rise, again ? backward->checkpoint_peak_bytes - backward->checkpoint_entry_bytes
-                                   : backward->keep_peak_bytes - backward->keep_entry_bytes);
+    rise = ptn_max_u64(rise, backward->keep_peak_bytes - backward->keep_entry_bytes);
+    if (again) recompute = ptn_max_u64(recompute, backward->checkpoint_peak_bytes - backward->checkpoint_entry_bytes);
   }
   CHECK(plan->stash_bytes == stash);
   CHECK(plan->headroom_bytes == (any ? ptn_min_u64(rise, room) : 0));
+  CHECK(plan->recompute_bytes == (any ? ptn_min_u64(recompute, room) : 0));
 }
 
 static void check_answer(const model *of, const answer *given, uint64_t budget_bytes) {
@@ -282,7 +283,7 @@ static void check_swapped(const model *of, uint64_t *random) {
     CHECK(a.plan.peak_bytes == b.plan.peak_bytes && a.plan.n_persist == b.plan.n_persist);
     CHECK(a.plan.static_bytes == b.plan.static_bytes && a.plan.piece_bytes == b.plan.piece_bytes);
     CHECK(memcmp(a.slot_of_chunk, b.slot_of_chunk, sizeof a.slot_of_chunk) == 0);
-    CHECK(b.plan.stash_bytes == 0 && b.plan.headroom_bytes == 0);
+    CHECK(b.plan.stash_bytes == 0 && b.plan.headroom_bytes == 0 && b.plan.recompute_bytes == 0);
     CHECK(a.plan.disk_bytes == b.plan.disk_bytes + a.plan.stash_bytes);
     if (before.status == PTN_OK) {
       CHECK(a.plan.n_persist >= before.plan.n_persist && a.plan.stash_bytes == before.plan.stash_bytes);

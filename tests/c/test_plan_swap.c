@@ -24,6 +24,7 @@ static uint64_t stash_of(const ptn_mode *modes) {
 }
 
 static uint64_t headroom_of(const ptn_mode *modes) { return ptn_swap_headroom_bytes(&step, modes, UINT64_MAX); }
+static uint64_t recompute_of(const ptn_mode *modes) { return ptn_swap_recompute_bytes(&step, modes, UINT64_MAX); }
 
 /* Block 0 retains 100 KiB kept and 10 KiB checkpointed, block 1 (used twice) 200 and 20, 300 and 30; block 2 has no backward. */
 static void by_hand(void) {
@@ -44,28 +45,28 @@ static void by_hand(void) {
   step.n_phases = 10;
   const ptn_mode swap[] = {PTN_SWAP, PTN_SWAP, PTN_SWAP};
   CHECK(stash_of(swap) == (128 + 256 + 320) * KIB);
-  CHECK(headroom_of(swap) == 70 * KIB);
+  CHECK(headroom_of(swap) == 70 * KIB && recompute_of(swap) == 0);
   const ptn_mode both[] = {PTN_CHECKPOINT_SWAP, PTN_CHECKPOINT_SWAP, PTN_CHECKPOINT_SWAP};
   CHECK(stash_of(both) == (64 + 64 + 64) * KIB);
-  CHECK(headroom_of(both) == 301 * KIB);
+  CHECK(headroom_of(both) == 70 * KIB && recompute_of(both) == 301 * KIB);
   const ptn_mode neither[] = {PTN_KEEP, PTN_CHECKPOINT, PTN_KEEP};
   CHECK(stash_of(neither) == 0);
-  CHECK(headroom_of(neither) == 0);
+  CHECK(headroom_of(neither) == 0 && recompute_of(neither) == 0);
   const ptn_mode one[] = {PTN_CHECKPOINT, PTN_SWAP, PTN_KEEP};
   CHECK(stash_of(one) == (256 + 320) * KIB);
-  CHECK(headroom_of(one) == 110 * KIB); /* the recomputation of the block that does not swap */
+  CHECK(headroom_of(one) == 70 * KIB && recompute_of(one) == 110 * KIB); /* of the block that does not swap */
   const ptn_mode kept[] = {PTN_KEEP, PTN_SWAP, PTN_KEEP};
-  CHECK(headroom_of(kept) == 70 * KIB); /* the backward of the block that stays */
+  CHECK(headroom_of(kept) == 70 * KIB && recompute_of(kept) == 0); /* the backward of the block that stays */
   CHECK(ptn_swap_rise_bytes(&step, kept) == 70 * KIB);
   phases[7].keep_working_bytes = 95 * KIB; /* going saved tensors hid 45 of them */
   CHECK(headroom_of(kept) == 95 * KIB && headroom_of(swap) == 95 * KIB && ptn_swap_rise_bytes(&step, kept) == 70 * KIB);
-  CHECK(headroom_of(both) == 301 * KIB && headroom_of(neither) == 0 && ptn_swap_rise_bytes(&step, neither) == 0);
+  CHECK(headroom_of(both) == 95 * KIB && headroom_of(neither) == 0 && ptn_swap_rise_bytes(&step, neither) == 0);
   const ptn_mode unused[] = {PTN_KEEP, PTN_KEEP, PTN_SWAP};
   CHECK(stash_of(unused) == 0);
-  CHECK(ptn_swap_headroom_bytes(&step, both, 100 * KIB) == 50 * KIB);
-  CHECK(ptn_swap_headroom_bytes(&step, both, 0) == 0);
+  CHECK(ptn_swap_headroom_bytes(&step, both, 100 * KIB) == 50 * KIB && ptn_swap_headroom_bytes(&step, both, 0) == 0);
+  CHECK(ptn_swap_recompute_bytes(&step, both, 100 * KIB) == 50 * KIB && ptn_swap_recompute_bytes(&step, both, 0) == 0);
   step.n_phases = 0;
-  CHECK(stash_of(swap) == 0 && headroom_of(swap) == 0);
+  CHECK(stash_of(swap) == 0 && headroom_of(swap) == 0 && recompute_of(both) == 0);
 }
 
 static uint64_t upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
@@ -118,7 +119,7 @@ static void check_step(uint64_t *random) {
   ptn_mode modes[MOST_BLOCKS], more[MOST_BLOCKS], alone[MOST_BLOCKS];
   draw_step(random, use_of_phase);
   for (uint32_t b = 0; b < step.n_blocks; b++) modes[b] = (ptn_mode)upto(random, 3);
-  uint64_t stash = stash_of(modes), headroom = headroom_of(modes), sum = 0;
+  uint64_t stash = stash_of(modes), headroom = headroom_of(modes), again = recompute_of(modes), sum = 0;
   CHECK(stash == plain_stash(modes, use_of_phase));
   bool any = false;
   for (uint32_t b = 0; b < step.n_blocks; b++) {
@@ -127,18 +128,18 @@ static void check_step(uint64_t *random) {
     sum += stash_of(alone); /* the blocks' parts do not depend on one another */
   }
   CHECK(sum == stash && stash % 65536 == 0);
-  CHECK(any || (stash == 0 && headroom == 0));
+  CHECK(any || (stash == 0 && headroom == 0 && again == 0));
   for (uint32_t i = 0; i < step.n_phases && any; i++) { /* every backward has its room, and one of them needs all of it */
     if (phases[i].block < 0 || !phases[i].backward) continue;
-    bool again = modes[phases[i].block] >= PTN_CHECKPOINT;
-    CHECK(headroom >= (again ? phases[i].checkpoint_peak_bytes - phases[i].checkpoint_entry_bytes
-                             : phases[i].keep_peak_bytes - phases[i].keep_entry_bytes));
+    CHECK(headroom >= phases[i].keep_peak_bytes - phases[i].keep_entry_bytes);
+    bool recomputes = modes[phases[i].block] == PTN_CHECKPOINT || modes[phases[i].block] == PTN_CHECKPOINT_SWAP;
+    CHECK(!recomputes || again >= phases[i].checkpoint_peak_bytes - phases[i].checkpoint_entry_bytes);
   }
   for (uint32_t b = 0; b < step.n_blocks; b++) { /* one more block that swaps: never less of either */
     if (modes[b] == PTN_SWAP || modes[b] == PTN_CHECKPOINT_SWAP) continue;
     memcpy(more, modes, sizeof more);
     more[b] = modes[b] == PTN_KEEP ? PTN_SWAP : PTN_CHECKPOINT_SWAP;
-    CHECK(stash_of(more) >= stash && headroom_of(more) >= headroom);
+    CHECK(stash_of(more) >= stash && headroom_of(more) >= headroom && recompute_of(more) >= again);
   }
   uint64_t least = 0;
   for (uint64_t above = 0; above < (uint64_t)1 << 24; above = 2 * above + 12345) { /* more memory: never less room, within half */

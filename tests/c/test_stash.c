@@ -219,7 +219,7 @@ static void reading_ahead_leaves_room(void) {
   world_open(&here, (world_options){.limit_bytes = 64 * BYTES});
   crew_bring(&here, &people, RECORD_WRITTEN);
   ptn_account_set_goal(here.account, goal_bytes);
-  ptn_stash_set_headroom(here.stash, headroom_bytes);
+  ptn_stash_set_headroom(here.stash, headroom_bytes, 0);
   ptn_account_mark(here.account);
   ptn_stash_end(here.stash);
   WAIT_UNTIL(world_stats(&here).read_bytes > 0);
@@ -244,7 +244,7 @@ static void reading_ahead_goes_on(void) {
     crew_bring(&here, &people, RECORD_WRITTEN);
     tensor others = tensor_make(&here, goal_bytes - headroom_bytes, 1);
     ptn_account_set_goal(here.account, goal_bytes);
-    ptn_stash_set_headroom(here.stash, headroom_bytes);
+    ptn_stash_set_headroom(here.stash, headroom_bytes, 0);
     ptn_stash_end(here.stash);
     ptn_stash_go_on(here.stash);
     if (held_back) CHECK(!ptn_stash_relieve(here.stash, true));
@@ -260,6 +260,31 @@ static void reading_ahead_goes_on(void) {
     CHECK(world_stats(&here).read_bytes == CREW * BYTES);
     world_close(&here);
   }
+}
+
+/* Room for a recomputation is left beside what is asked for behind it, and not beside what is near. */
+static void what_is_near_is_read_into_the_room_of_recomputation(void) {
+  uint64_t goal_bytes = (CREW + 20) * BYTES, recompute_bytes = 11 * BYTES;
+  world_open(&here, (world_options){.limit_bytes = goal_bytes});
+  crew_bring(&here, &people, RECORD_WRITTEN);
+  tensor others = tensor_make(&here, goal_bytes - recompute_bytes, 1);
+  ptn_account_set_goal(here.account, goal_bytes);
+  ptn_stash_set_headroom(here.stash, 0, recompute_bytes);
+  ptn_stash_end(here.stash);
+  ptn_stash_near(here.stash, NUMBER + 1);
+  world_settle(&here);
+  CHECK(world_stats(&here).read_bytes == 0);
+  ptn_stash_near(here.stash, NUMBER);
+  WAIT_UNTIL(world_stats(&here).read_bytes >= recompute_bytes / 2);
+  world_settle(&here);
+  CHECK(world_account(&here).live_bytes <= goal_bytes && atomic_load(&here.must_count) == 0);
+  tensor_free(&others);
+  for (uint64_t i = CREW; i-- > 0;) {
+    get_and_free(people.records[i], true, i + 1);
+    ptn_record_drop(people.records[i], true);
+  }
+  CHECK(world_stats(&here).read_bytes == CREW * BYTES);
+  world_close(&here);
 }
 
 /* ---- handed back from memory ---- */
@@ -481,6 +506,7 @@ int main(int count, char **words) {
       {"order_of_small_and_large", order_of_small_and_large},
       {"reading_ahead_leaves_room", reading_ahead_leaves_room},
       {"reading_ahead_goes_on", reading_ahead_goes_on},
+      {"what_is_near_is_read_into_the_room_of_recomputation", what_is_near_is_read_into_the_room_of_recomputation},
       {"forwarded_while_queued_or_written", forwarded_while_queued_or_written},
       {"forwarded_from_a_holder", forwarded_from_a_holder},
       {"dropped_in_every_state", dropped_in_every_state},

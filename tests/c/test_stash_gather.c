@@ -199,7 +199,7 @@ static void the_turn_looks_at_the_queue(void) {
     open_world(0);
     put(0, 6, BYTES);
     ptn_account_set_goal(here.account, 16 * BYTES);
-    ptn_stash_set_headroom(here.stash, (needed ? 12 : 4) * BYTES); /* of 10 that are left */
+    ptn_stash_set_headroom(here.stash, (needed ? 12 : 4) * BYTES, 0); /* of 10 that are left */
     ptn_stash_end(here.stash);
     if (needed) WAIT_UNTIL(world_stats(&here).written_bytes == 6 * BYTES);
     world_settle(&here);

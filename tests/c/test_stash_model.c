@@ -180,7 +180,7 @@ static void press(model *model) {
 
 static void turn(model *model) {
   ptn_stash *stash = model->world.stash;
-  switch (below(model, 8)) {
+  switch (below(model, 10)) {
     case 0:
     case 1:
       ptn_stash_begin(stash);
@@ -189,8 +189,12 @@ static void turn(model *model) {
     case 2:
     case 3:
     case 4: ptn_stash_end(stash); break;
-    case 5: ptn_stash_set_headroom(stash, below(model, 2) ? 0 : below(model, model->limit_bytes)); break;
+    case 5:
+      ptn_stash_set_headroom(stash, below(model, 2) ? 0 : below(model, model->limit_bytes), below(model, model->limit_bytes));
+      break;
     case 6: ptn_account_set_goal(model->world.account, below(model, 2) ? 0 : below(model, model->limit_bytes + PAGE)); break;
+    case 7: ptn_stash_go_on(stash); break;
+    case 8: ptn_stash_near(stash, NUMBER - 1 + (int32_t)below(model, 3)); break;
     default: ptn_stash_relieve(stash, below(model, 2)); break;
   }
 }

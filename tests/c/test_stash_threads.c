@@ -213,13 +213,15 @@ static _Atomic bool over;
 static void *meddle(void *argument) {
   uint64_t state = (uint64_t)(uintptr_t)argument;
   while (!atomic_load(&over)) {
-    switch (check_random(&state) % 7) {
+    switch (check_random(&state) % 9) {
       case 0: ptn_stash_begin(here.stash); break;
       case 1:
       case 2: ptn_stash_end(here.stash); break;
       case 3: ptn_stash_relieve(here.stash, check_random(&state) % 2); break;
-      case 4: ptn_stash_set_headroom(here.stash, check_random(&state) % (30 * BYTES)); break;
+      case 4: ptn_stash_set_headroom(here.stash, check_random(&state) % (30 * BYTES), check_random(&state) % (40 * BYTES)); break;
       case 5: ptn_account_set_goal(here.account, check_random(&state) % (100 * BYTES)); break;
+      case 6: ptn_stash_go_on(here.stash); break;
+      case 7: ptn_stash_near(here.stash, NUMBER - 1 + (int32_t)(check_random(&state) % 3)); break;
       default: CHECK(ptn_stash_mark(here.stash) <= THREADS * OWN * share_bytes);
     }
     nap_briefly();
