@@ -64,19 +64,19 @@ typedef struct ptn_phase {
 
 typedef struct ptn_plan_request {
   uint64_t budget_bytes;
-  uint64_t fixed_bytes;   /* live whatever the plan is: buffers, batch */
+  uint64_t fixed_bytes; /* live whatever the plan is: buffers, batch */
   uint32_t n_chunks;
   const ptn_plan_chunk *chunks; /* in execution order */
   uint32_t n_blocks;
-  uint32_t n_phases;      /* 0: nothing is known of the activations, they are not counted */
+  uint32_t n_phases; /* 0: nothing is known of the activations, they are not counted */
   const ptn_phase *phases;
   uint32_t n_accesses;
-  const uint32_t *accesses;     /* chunk of each access in a step, in order, forward and backward */
+  const uint32_t *accesses; /* chunk of each access in a step, in order, forward and backward */
   const uint32_t *access_phases; /* the phase of each access, never falling; NULL: not known, then nothing is timed */
-  uint32_t n_together;          /* the most chunks that one operation reads at once; 0 is read as 1 */
-  uint32_t n_arrays;            /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
-  const ptn_mode *modes;        /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
-  int64_t n_persist;            /* as given, or -1: the planner chooses */
+  uint32_t n_together; /* the most chunks that one operation reads at once; 0 is read as 1 */
+  uint32_t n_arrays; /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
+  const ptn_mode *modes; /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
+  int64_t n_persist; /* as given, or -1: the planner chooses */
   int64_t n_buffer; /* with n_persist given: the slots of the plan that it is from, where so many fit; 0 or less: free */
   bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
   uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
