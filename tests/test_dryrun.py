@@ -20,7 +20,7 @@ import protrain
 from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
-from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, dry_run
+from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, _Segment, dry_run
 from protrain.sizes import stash_least_bytes
 from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 
@@ -644,3 +644,16 @@ def test_what_cannot_be_foreseen_is_an_error() -> None:
         predict(nn.Linear(4, 4).requires_grad_(False), (torch.ones(2, 4),))
     with pytest.raises(DryRunError, match="mkldnn_rnn_layer"):
         predict(nn.LSTM(4, 4), (torch.ones(2, 3, 4),))
+
+
+def test_a_segment_rises_above_the_lowest_moment_before() -> None:
+    """What goes early leaves room that a later rise needs, however low the peak is."""
+    segment = _Segment(0, True, 100, 100)
+    for lowest, live in ((100, 110), (40, 90), (60, 95)):
+        segment.lowest = min(segment.lowest, lowest)
+        segment.rise(live)
+    assert (segment.peak, segment.working) == (110, 55)
+    end = _Segment(-1, True, 70, 70, pending=True)
+    end.rise(105)
+    segment.absorb(end)
+    assert (segment.peak, segment.working, segment.lowest) == (110, 65, 40)

@@ -55,7 +55,7 @@ void ptn_stash_begin(ptn_stash *stash); /* a forward begins: what is put from no
 void ptn_stash_end(ptn_stash *stash);
 /* An operation of backward is over that may have freed memory of others, such as what a kept block saved: reads ahead. */
 void ptn_stash_go_on(ptn_stash *stash);
-/* The same; between what goes on and records of block `number`, and of those behind it, nothing is to be recomputed. */
+/* The same; nothing is to be recomputed before records of blocks from `number` on are asked for: they are near. */
 void ptn_stash_near(ptn_stash *stash, int32_t number);
 
 /* ---- records ---- */

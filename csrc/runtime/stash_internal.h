@@ -86,7 +86,7 @@ struct ptn_stash {
   uint64_t ended_count; /* writes and reads */
   uint32_t reads_moving_count; /* of reads.in_flight_count: those that end without anybody's help */
   bool hold_back; /* memory was given up to somebody who needs it: no reading ahead until the next operation */
-  uint64_t headroom_bytes, near_headroom_bytes; /* near: beside records of block near_number and of those behind it */
+  uint64_t headroom_bytes, near_headroom_bytes; /* near: beside records of blocks from near_number on */
   int32_t near_number;
   ptn_status failure; /* of a write, until somebody was told */
   ptn_error failure_error;

@@ -3,8 +3,8 @@
  * Writes go out in the order of the forward pass, a few at a time, so that a record that is asked for before its turn need not be
  * written. Once forward is over only what memory needs is written: the rest is asked for soonest, and the disk is for reading.
  * Reading ahead walks the records from the last back to the first and stops where the account has no room under its goal beside
- * what an operation may need; each record that backward asks for moves it on. Backward that asks for records in another order is
- * served as well, only later.
+ * what operations may need, and a recomputation where one comes before; each record that backward asks for moves it on, and each
+ * operation of which it is told that it has ended. Backward that asks for records in another order is served as well, only later.
  *
  * Each request interrupts those who compute, twice, however short it is. So short records go together, as many as the store moves
  * at once: a write waits for those that come next, a read until there is room for several, as long as memory and what was read ahead

@@ -275,6 +275,14 @@ static inline void crew_bring(world *world, crew *crew, record_state state) {
   else WAIT_UNTIL(world_stats(world).read_bytes == CREW * bytes);
 }
 
+/* Backward in order; each record is asked for once, and dropped. */
+static inline void crew_take_back(const crew *crew) {
+  for (uint64_t i = CREW; i-- > 0;) {
+    get_and_free(crew->records[i], true, i + 1);
+    ptn_record_drop(crew->records[i], true);
+  }
+}
+
 /* ---- a program of named cases ---- */
 
 typedef struct test_case {

@@ -227,25 +227,29 @@ static void reading_ahead_leaves_room(void) {
   uint64_t ahead_bytes = world_account(&here).interval_peak_bytes;
   CHECK(ahead_bytes > 0 && ahead_bytes <= goal_bytes - headroom_bytes);
   CHECK(world_stats(&here).memory_bytes == ahead_bytes && world_stats(&here).read_bytes == ahead_bytes);
-  for (uint64_t i = CREW; i-- > 0;) {
-    get_and_free(people.records[i], true, i + 1);
-    ptn_record_drop(people.records[i], true);
-  }
+  crew_take_back(&people);
   CHECK(world_account(&here).interval_peak_bytes <= goal_bytes - headroom_bytes + BYTES); /* and one that was asked for */
   CHECK(world_stats(&here).read_bytes == CREW * BYTES && atomic_load(&here.must_count) == 0);
   world_close(&here);
 }
 
+#define FULL_BYTES ((CREW + 20) * BYTES) /* the goal and the limit where others have all but what is to be left free */
+
+/* Backward begins, with all records on the disk and no room to read ahead. */
+static tensor begin_without_room(uint64_t headroom_bytes, uint64_t recompute_bytes) {
+  world_open(&here, (world_options){.limit_bytes = FULL_BYTES});
+  crew_bring(&here, &people, RECORD_WRITTEN);
+  tensor others = tensor_make(&here, FULL_BYTES - ptn_max_u64(headroom_bytes, recompute_bytes), 1);
+  ptn_account_set_goal(here.account, FULL_BYTES);
+  ptn_stash_set_headroom(here.stash, headroom_bytes, recompute_bytes);
+  ptn_stash_end(here.stash);
+  return others;
+}
+
 /* It also goes on in memory that others give back, once they say so; as when it was told to hold back. */
 static void reading_ahead_goes_on(void) {
   for (int held_back = 0; held_back < 2; held_back++) {
-    uint64_t goal_bytes = (CREW + 20) * BYTES, headroom_bytes = 11 * BYTES;
-    world_open(&here, (world_options){.limit_bytes = goal_bytes});
-    crew_bring(&here, &people, RECORD_WRITTEN);
-    tensor others = tensor_make(&here, goal_bytes - headroom_bytes, 1);
-    ptn_account_set_goal(here.account, goal_bytes);
-    ptn_stash_set_headroom(here.stash, headroom_bytes, 0);
-    ptn_stash_end(here.stash);
+    tensor others = begin_without_room(11 * BYTES, 0);
     ptn_stash_go_on(here.stash);
     if (held_back) CHECK(!ptn_stash_relieve(here.stash, true));
     tensor_free(&others);
@@ -253,10 +257,7 @@ static void reading_ahead_goes_on(void) {
     CHECK(world_stats(&here).read_bytes == 0);
     ptn_stash_go_on(here.stash);
     WAIT_UNTIL(world_stats(&here).read_bytes == CREW * BYTES);
-    for (uint64_t i = CREW; i-- > 0;) {
-      get_and_free(people.records[i], true, i + 1);
-      ptn_record_drop(people.records[i], true);
-    }
+    crew_take_back(&people);
     CHECK(world_stats(&here).read_bytes == CREW * BYTES);
     world_close(&here);
   }
@@ -264,25 +265,17 @@ static void reading_ahead_goes_on(void) {
 
 /* Room for a recomputation is left beside what is asked for behind it, and not beside what is near. */
 static void what_is_near_is_read_into_the_room_of_recomputation(void) {
-  uint64_t goal_bytes = (CREW + 20) * BYTES, recompute_bytes = 11 * BYTES;
-  world_open(&here, (world_options){.limit_bytes = goal_bytes});
-  crew_bring(&here, &people, RECORD_WRITTEN);
-  tensor others = tensor_make(&here, goal_bytes - recompute_bytes, 1);
-  ptn_account_set_goal(here.account, goal_bytes);
-  ptn_stash_set_headroom(here.stash, 0, recompute_bytes);
-  ptn_stash_end(here.stash);
+  uint64_t recompute_bytes = 11 * BYTES;
+  tensor others = begin_without_room(0, recompute_bytes);
   ptn_stash_near(here.stash, NUMBER + 1);
   world_settle(&here);
   CHECK(world_stats(&here).read_bytes == 0);
   ptn_stash_near(here.stash, NUMBER);
   WAIT_UNTIL(world_stats(&here).read_bytes >= recompute_bytes / 2);
   world_settle(&here);
-  CHECK(world_account(&here).live_bytes <= goal_bytes && atomic_load(&here.must_count) == 0);
+  CHECK(world_account(&here).live_bytes <= FULL_BYTES && atomic_load(&here.must_count) == 0);
   tensor_free(&others);
-  for (uint64_t i = CREW; i-- > 0;) {
-    get_and_free(people.records[i], true, i + 1);
-    ptn_record_drop(people.records[i], true);
-  }
+  crew_take_back(&people);
   CHECK(world_stats(&here).read_bytes == CREW * BYTES);
   world_close(&here);
 }
@@ -294,10 +287,7 @@ static void forwarded_while_queued_or_written(void) {
   for (record_state state = RECORD_QUEUED; state <= RECORD_WRITING; state++) {
     world_open(&here, (world_options){0});
     crew_bring(&here, &people, state);
-    for (uint64_t i = CREW; i-- > 0;) {
-      get_and_free(people.records[i], true, i + 1);
-      ptn_record_drop(people.records[i], true);
-    }
+    crew_take_back(&people);
     ptn_stash_stats stats = world_stats(&here);
     CHECK(stats.forwarded_bytes == CREW * people.bytes && stats.read_bytes == 0 && stats.wait_ns == 0);
     uint64_t begun_bytes = world_account(&here).live_bytes; /* the queued ones went at once */

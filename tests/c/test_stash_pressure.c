@@ -15,13 +15,6 @@ static void *open_soon(void *argument) {
   return NULL;
 }
 
-static void take_back_everybody(void) {
-  for (uint64_t i = CREW; i-- > 0;) {
-    get_and_free(people.records[i], true, i + 1);
-    ptn_record_drop(people.records[i], true);
-  }
-}
-
 static void take_back_but_last(void) {
   ptn_record_drop(people.records[CREW - 1], true);
   for (uint64_t i = CREW - 1; i-- > 0;) {
@@ -52,7 +45,7 @@ static void the_whole_budget_in_every_state(void) {
         WAIT_UNTIL(world_account(&here).live_bytes == 0); /* the question that failed counts for nothing */
         for (uint64_t i = CREW; i-- > 0;) ptn_record_drop(people.records[i], true);
       } else {
-        take_back_everybody();
+        crew_take_back(&people);
       }
       CHECK(world_account(&here).peak_bytes <= limit_bytes);
       world_close(&here);
@@ -100,7 +93,7 @@ static void a_goal_slows_forward(void) {
     CHECK(world_account(&here).peak_bytes <= most_bytes && world_stats(&here).wait_ns > 0);
     CHECK(atomic_load(&here.must_count) == 0 || !goal);
     ptn_stash_end(here.stash);
-    take_back_everybody();
+    crew_take_back(&people);
     CHECK(world_account(&here).peak_bytes <= most_bytes + (goal ? BYTES : 0)); /* what is asked for now may pass the goal */
     faulty_calm(&shaker);
     world_close(&here);
