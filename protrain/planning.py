@@ -36,9 +36,9 @@ class Forecast:
     and the waits are its sum; lanes are busy beside that.
 
     compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
-    loses to lanes that use the same processor and memory, update what step() computes; wait_seconds by reason: chunk (parameters
-    still being brought), stash_write (memory that activations still take), stash_read (activations), gradients (in backward, for
-    them to leave memory), update (in step(), for updates under way).
+    loses to lanes that use the same processor and memory, and to a budget full to its last 32nd, update what step() computes;
+    wait_seconds by reason: chunk (parameters still being brought), stash_write (memory that activations still take), stash_read
+    (activations), gradients (in backward, for them to leave memory), update (in step(), for updates under way).
     """
 
     compute_seconds: float
@@ -368,6 +368,7 @@ def _timed(times: Times, machine: Machine) -> tuple[Any, ...]:
         _ns(machine.access_seconds),
         _ns(machine.checkpoint_seconds),
         _ns(machine.swap_seconds),
+        machine.request_drag_seconds * 1e9,
     )
 
 

@@ -9,7 +9,8 @@ A request takes a disk thread's time beside that of its bytes: system calls, an 
 shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
 byte, given to it, has in it the drag of the requests that carry so many of this model's bytes: chunks as they are fetched, their
 state in pieces of the update lane's ring, records of activations. What lies side by side on the disk and is short goes together:
-the arrays of a chunk that is one piece of the ring, and as many records as the store moves at once.
+the arrays of a chunk that is one piece of the ring, and as many records as the store moves at once. Where a plan leaves the ring
+smaller pieces, the core adds what their requests cost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .sizes import KIB, MIB
 PIECE_BYTES = 4 * MIB
 #: Of them in one, at most.
 MOST_PARTS = 64
-#: Of the update lane's ring, as csrc/plan/fit.c has it: the largest piece that a budget of so many of it allows.
+#: Of the update lane's ring, as csrc/plan/room.c has it: the largest piece that a budget of so many of it allows.
 LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
 
 
@@ -78,9 +79,7 @@ def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, r
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
     stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + checksums + write) / 2, least)
-    return replace(
-        machine, disk_read=disk_read, disk_write=disk_write, stash_drag_seconds_per_byte=stash, request_drag_seconds=0.0
-    )
+    return replace(machine, disk_read=disk_read, disk_write=disk_write, stash_drag_seconds_per_byte=stash)
 
 
 def _requests(size: int, most: int) -> int:

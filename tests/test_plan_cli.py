@@ -323,7 +323,7 @@ def test_a_sweep_goes_from_the_smallest_budget_to_where_all_is_kept() -> None:
     with pytest.raises(BudgetError):
         plan_from_profile(profile, first.budget_bytes - 4096)
     assert (last.n_persist, set(last.block_modes)) == (last.n_chunks, {"keep"})
-    assert last.peak_bytes == last.budget_bytes
+    assert last.peak_bytes < last.budget_bytes < 1.05 * last.peak_bytes  # part of a budget stays free
     assert first.n_persist < first.n_chunks
     assert len(plans) == sweep.N_BUDGETS
     for a, b in pairwise(plans):

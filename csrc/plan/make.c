@@ -66,20 +66,21 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   return PTN_OK;
 }
 
-/* What follows from the choice of these modes and chunks alone, in place of *out where it is faster; else *out is as it was, but for
- * what write_plan writes. */
-static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, ptn_plan *out, bool *taken) {
+/* What follows from the choice of these modes and chunks alone, in place of *out where it is so much faster; else *out is as it was,
+ * but for what write_plan writes. */
+static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, double faster, ptn_plan *out,
+                             bool *taken) {
   size_t bytes = fit->request->n_blocks * sizeof *modes;
   ptn_plan_request request = *fit->request;
   ptn_plan before = *out;
   ptn_mode *modes_before = calloc(bytes + 1, 1);
   if (!modes_before) return ptn_fail(PTN_MEMORY, "no memory to plan %u blocks", fit->request->n_blocks);
   if (bytes > 0) memcpy(modes_before, out->modes, bytes);
-  request.modes = modes;
+  request.modes = modes == out->modes ? modes_before : modes;
   request.n_persist = n_persist;
   request.n_buffer = 0;
   ptn_status status = ptn_plan_make(&request, out);
-  *taken = status == PTN_OK && (double)out->forecast.step_ns * PTN_PLAN_ALIKE < (double)before.forecast.step_ns;
+  *taken = status == PTN_OK && (double)out->forecast.step_ns * faster < (double)before.forecast.step_ns;
   if (*taken) {
     out->smallest_bytes = before.smallest_bytes;
     out->safest_bytes = before.safest_bytes;
@@ -92,8 +93,8 @@ static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t
 }
 
 /* What a plan that counts with the least takes, where another fits as well: chunks that stay may be worth more than reading ahead.
- * It must be faster by more than forecasts tell apart. Given again it would be a plan without the least, where that fits beside the
- * smallest ring: then it is that. *written: *out is whole. */
+ * It must be faster by more than forecasts tell apart. Given again it may be a plan without the least, where that fits: then it is
+ * what it would be. *written: *out is whole. */
 static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, uint32_t *window, ptn_plan *out, bool *written) {
   ptn_mode *modes = calloc((size_t)fit->request->n_blocks + 1, sizeof *modes);
   ptn_forecast forecast;
@@ -108,7 +109,7 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
     bool faster = status == PTN_OK && (double)forecast.step_ns * PTN_PLAN_ALIKE < (double)out->forecast.step_ns;
     if (status == PTN_INVALID) status = PTN_OK; /* it needs a lane that is not there */
     if (faster && fits && fit->request->n_persist < 0) {
-      status = take_given(fit, modes, least_persist, out, written);
+      status = take_given(fit, modes, least_persist, PTN_PLAN_ALIKE, out, written);
     } else if (faster && !fits) {
       if (fit->request->n_blocks > 0) memcpy(out->modes, modes, fit->request->n_blocks * sizeof *modes);
       out->forecast = forecast;
@@ -119,6 +120,14 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
   }
   free(modes);
   return status;
+}
+
+/* A plan that is squeezed and counts without the least may be one with it when it is given again (rule.c): then it is that. */
+static ptn_status settle(ptn_fit *fit, uint32_t n_persist, uint32_t window, ptn_plan *out, bool *written) {
+  ptn_fit_compose(fit, out->modes);
+  int64_t needed_bytes = ptn_fit_without_slots(fit, n_persist) + ptn_fit_slots(fit, n_persist, window);
+  if (!ptn_fit_is_squeezed(fit, n_persist, needed_bytes)) return PTN_OK;
+  return take_given(fit, out->modes, n_persist, 0, out, written);
 }
 
 static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
@@ -132,6 +141,7 @@ static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
     PTN_TRY(ptn_search(fit, rule, out->modes, &n_persist, &window, &out->forecast));
     if (!fit->least && n_persist < fit->request->n_chunks) PTN_TRY(try_least(fit, rule, &n_persist, &window, out, &written));
   }
+  if (!written && !fit->least && fit->request->n_persist < 0) PTN_TRY(settle(fit, n_persist, window, out, &written));
   return written ? PTN_OK : write_plan(fit, n_persist, window, out);
 }
 

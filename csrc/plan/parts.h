@@ -5,7 +5,8 @@
  *   peak.c      what a candidate holds at its highest moment
  *   swap.c      what a plan writes of activations, and the memory it works in while they are read ahead
  *   tiers.c     what is at home on the host and what on disk
- *   fit.c       what a budget holds beside the modes of a candidate: persistent chunks, slots, ring
+ *   fit.c       what a budget holds beside the modes of a candidate: persistent chunks, slots
+ *   room.c      what it leaves for that beside the ring and holes, and the ring itself
  *   rule.c      which candidate is taken where nothing was timed
  *   simulate.c  what a candidate takes in time, event by event; simulate_course.c: what it does in which order,
  *               simulate_lanes.c: how jobs share lanes, simulate_jobs.c, simulate_stash.c: what waits for its turn
@@ -116,11 +117,14 @@ ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t sta
 /* ---- fit.c ---- */
 
 #define PTN_FIT_MOST_WINDOWS 16
+#define PTN_FIT_RING_LEVELS 6 /* pieces of 64 KiB, 128 KiB ... 2 MiB */
 
 typedef struct ptn_fit {
   const ptn_plan_request *request;
   int64_t budget_bytes;
-  int64_t limit_bytes;    /* for candidates that have a ring, without it */
+  int64_t limit_bytes;          /* for candidates that have a ring, without it */
+  int64_t ringless_limit_bytes; /* for the others */
+  int64_t roomy_bytes; /* up to here a candidate that has a ring is not squeezed */
   uint32_t n_trained_end; /* chunks from here on are all frozen */
   uint32_t least_persist; /* fewer have no place in the tiers behind memory */
   bool least; /* blocks that swap are composed with what they cannot do without */
@@ -132,6 +136,8 @@ typedef struct ptn_fit {
   int64_t *phase_bytes, *stretch_bytes; /* of the modes composed last */
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;
+  uint64_t *pieces_from; /* of the ring, for each size and chunk: of trained chunks from there on */
+  double compute_ns;     /* of a step; 0: not known */
   uint32_t n_slots;
   ptn_slots_scratch *slots;
   uint32_t n_simulated, n_bounded; /* candidates, by the search so far: what a test can limit where it cannot time */
@@ -140,17 +146,25 @@ typedef struct ptn_fit {
 /* fit is to be destroyed also where create fails. */
 ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request);
 void ptn_fit_destroy(ptn_fit *fit);
-/* Sets the limit: what the safest candidate needs is spared from all but the smallest ring. */
-void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes);
-
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes);
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist); /* of the modes composed last */
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window); /* assigns; their bytes */
 uint64_t ptn_fit_persistent_bytes(const ptn_fit *fit, uint32_t n_persist);
 
+/* The window that gives so many slots and fits with the modes composed last; 0: none. */
+uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
+
+/* ---- room.c ---- */
+
+void ptn_fit_count_pieces(ptn_fit *fit);
+/* Sets the limits: what the safest candidates with a ring and without one need is spared from all but the smallest ring. */
+void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes, int64_t ringless_bytes);
 bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist);
 /* needed_bytes: of modes, persistent chunks and slots, without a ring. */
 bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
+/* Whether it has less room for holes between blocks, or for the ring, than others leave; and the time that it loses by that. */
+bool ptn_fit_is_squeezed(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
+int64_t ptn_fit_squeeze_ns(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes); /* with the least ring */
 void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, ptn_plan *out);
 uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /* of the budget; plan: with a ring */
@@ -160,8 +174,6 @@ uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request);
 uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes);
 /* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
-/* The window that gives so many slots and fits with the modes composed last; 0: none. */
-uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
 
 /* ---- rule.c ---- */
 
@@ -187,6 +199,7 @@ typedef struct ptn_candidate {
   const int32_t *slot_of_chunk;  /* n_chunks; -1: persistent */
   const int64_t *phase_bytes;    /* as ptn_peak_compose gives them for these modes */
   uint64_t above_static_bytes;   /* what the plan's peak leaves for phases, gradients and activations under way */
+  int64_t squeeze_ns;            /* lost since it leaves little of the budget free */
   uint64_t pending_bytes;        /* gradients of chunks that may wait for their updates before backward does */
   bool least;                    /* phase_bytes leave no room to read ahead within the backward of a block that swaps */
 } ptn_candidate;

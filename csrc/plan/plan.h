@@ -100,7 +100,7 @@ typedef enum ptn_wait_reason {
 typedef struct ptn_forecast {
   int64_t step_ns; /* the sum of what follows up to wait_ns; 0: nothing was timed */
   int64_t compute_ns, recompute_ns, fixed_ns;
-  int64_t drag_ns; /* compute lost to lanes */
+  int64_t drag_ns; /* compute lost to lanes, and to a budget that is full */
   int64_t update_ns; /* in step(): updates of chunks on the device, and those that could not begin before */
   int64_t wait_ns[PTN_N_WAITS];
   int64_t busy_ns[PTN_N_LANES]; /* beside compute */

@@ -9,11 +9,12 @@
  * blocks that are alike: their activations are gone before the first block is recomputed.
  *
  * Where none of that fits there is one more choice: all blocks swap (or have the modes given), counted with what swapping cannot do
- * without (peak.c). It is the last as it waits for the disk.
+ * without (peak.c). It is the last as it waits for the disk; but where modes and chunks are given, it is taken before the same that
+ * is squeezed (room.c).
  *
  * Invariants, for two requests that differ in their budgets alone: the one with more keeps at least as many blocks, and with the
  * same modes at least as many chunks; every budget from smallest_bytes on has a plan; no plan passes its budget. They hold
- * because each choice is "the largest that fits" among needs that do not depend on the budget (fit.c).
+ * because each choice is "the largest that fits" among needs that do not depend on the budget (fit.c, room.c).
  */
 #include <stdlib.h>
 #include <string.h>
@@ -71,6 +72,7 @@ void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes) {
 }
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t slots_bytes(ptn_rule *rule, uint32_t n_persist) {
   int64_t *known = &rule->slots_bytes[n_persist];
@@ -151,23 +153,30 @@ static choice measure_swapped(ptn_rule *rule, const ptn_mode *given) {
   return found;
 }
 
-/* Of all choices. The least that a candidate with a ring needs is returned, 0: there is none. */
-static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, int64_t *least_bytes) {
-  int64_t safest_bytes = INT64_MAX;
-  *least_bytes = INT64_MAX;
+/* What the choices need at least: with a ring, or without one where that is less; the other, or both where there is none, is 0. */
+typedef struct needs {
+  int64_t ring_bytes, ringless_bytes;
+} needs;
+
+/* Of all choices. */
+static needs measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, int64_t *least_bytes) {
+  choice least = {.ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}};
   for (uint32_t k = 0; k < n_choices; k++) {
     rule->choices[k] = measure_choice(rule, k, given);
-    *least_bytes = lesser(*least_bytes, choice_budget_bytes(rule, &rule->choices[k]));
-    safest_bytes = lesser(safest_bytes, rule->choices[k].ring.bytes);
+    least.ring.bytes = lesser(least.ring.bytes, rule->choices[k].ring.bytes);
+    least.ringless.bytes = lesser(least.ringless.bytes, rule->choices[k].ringless.bytes);
   }
-  return safest_bytes < INT64_MAX ? safest_bytes : 0;
+  *least_bytes = choice_budget_bytes(rule, &least);
+  if (*least_bytes == INT64_MAX) return (needs){0};
+  bool ringless = least.ringless.bytes == *least_bytes;
+  return (needs){.ring_bytes = ringless ? 0 : least.ring.bytes, .ringless_bytes = ringless ? *least_bytes : 0};
 }
 
 static ptn_status measure(ptn_rule *rule) {
   const ptn_plan_request *request = rule->request;
   uint32_t least_persist = rule->least_persist = rule->fit->least_persist;
   rule->most_persist = rule->n_chunks;
-  int64_t free_bytes = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), safest_bytes = free_bytes;
+  needs free = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), here = free;
   rule->swapped = measure_swapped(rule, NULL);
   rule->least_bytes = rule->smallest_bytes = lesser(rule->safest_bytes, choice_budget_bytes(rule, &rule->swapped));
   if (request->modes) {
@@ -184,14 +193,14 @@ static ptn_status measure(ptn_rule *rule) {
         rule->least_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
   }
   if (request->modes || request->n_persist >= 0) {
-    safest_bytes = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
+    here = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
     rule->swapped = measure_swapped(rule, request->modes);
     rule->least_bytes = lesser(rule->least_bytes, choice_budget_bytes(rule, &rule->swapped));
   }
   /* Modes given may be better than any pattern. */
   rule->smallest_bytes = lesser(rule->smallest_bytes, rule->least_bytes);
   /* What fits where all is free, fits where it is given. */
-  ptn_fit_spare(rule->fit, safest_bytes > free_bytes ? safest_bytes : free_bytes);
+  ptn_fit_spare(rule->fit, greater(here.ring_bytes, free.ring_bytes), greater(here.ringless_bytes, free.ringless_bytes));
   return PTN_OK;
 }
 
@@ -254,7 +263,15 @@ static void choose_persist(const ptn_rule *rule, const choice *of, uint32_t *n_p
   *window = fit->few;
 }
 
+static bool is_squeezed(const ptn_rule *rule, const choice *of) {
+  const least *with = least_fits(rule, &of->ringless) ? &of->ringless : &of->ring;
+  return ptn_fit_is_squeezed(rule->fit, with->n_persist, with->bytes);
+}
+
 bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window) {
+  bool given = rule->request->modes && rule->request->n_persist >= 0; /* then swapped is the same, counted with the least */
+  if (given && choice_fits(rule, &rule->swapped) && !is_squeezed(rule, &rule->swapped) && is_squeezed(rule, &rule->choices[0]))
+    return ptn_rule_choose_least(rule, modes, n_persist, window);
   for (uint32_t k = rule->n_choices; k-- > 0;) {
     if (!choice_fits(rule, &rule->choices[k])) continue;
     ptn_rule_modes(rule, k, modes);

@@ -306,7 +306,7 @@ static void write_forecast(ptn_simulation *run, ptn_forecast *out) {
     out->wait_ns[run->never_wait] = part(out, INFINITY);
     return;
   }
-  out->drag_ns = part(out, tally->drag_ns);
+  out->drag_ns = part(out, tally->drag_ns + (double)course->candidate->squeeze_ns);
   out->update_ns = part(out, tally->wait_ns[PTN_WAIT_OPEN] + persistent_ns);
   for (int i = 0; i < PTN_N_WAITS; i++) out->wait_ns[i] = part(out, tally->wait_ns[i]);
   for (int i = 0; i < PTN_N_LANES; i++) {

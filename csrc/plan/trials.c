@@ -128,6 +128,7 @@ static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, co
                          .slot_of_chunk = assign(trials, window, n_persist),
                          .phase_bytes = phase_bytes,
                          .above_static_bytes = above_bytes,
+                         .squeeze_ns = ptn_fit_squeeze_ns(trials->fit, n_persist, whole_bytes),
                          .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes + (int64_t)stream_bytes),
                          .least = trials->fit->least};
   return true;

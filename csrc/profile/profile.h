@@ -46,6 +46,8 @@ typedef struct ptn_profile {
   int64_t access_ns; /* of a demand of a chunk that is there */
   int64_t checkpoint_ns; /* of a block that is recomputed, beside its recomputation */
   int64_t swap_ns; /* of a block of a swap mode: its hooks */
+  double
+      request_ns; /* compute lost for a request to the disk that the lanes' drag does not count: for small pieces of the ring */
 } ptn_profile;
 
 #endif

@@ -139,14 +139,15 @@ static int read_modes(PyObject *list, ptn_mode *modes) {
   return !PyErr_Occurred();
 }
 
-/* (times, lanes, disk_overlap, link_overlap, stash_drag, step_update, step_fixed_ns, access_ns, checkpoint_ns, swap_ns) */
+/* (times, lanes, disk_overlap, link_overlap, stash_drag, step_update, step_fixed_ns, access_ns, checkpoint_ns, swap_ns,
+ * request_ns or none) */
 static int read_profile(PyObject *tuple, size_t n_phases, ptn_phase_times *times, ptn_profile *out) {
   PyObject *phases, *lanes;
   long long fixed_ns, access_ns, checkpoint_ns, swap_ns;
   if (!PyTuple_Check(tuple) ||
-      !PyArg_ParseTuple(tuple, "O!O!ddddLLLL", &PyList_Type, &phases, &PyList_Type, &lanes, &out->disk_overlap,
+      !PyArg_ParseTuple(tuple, "O!O!ddddLLLL|d", &PyList_Type, &phases, &PyList_Type, &lanes, &out->disk_overlap,
                         &out->link_overlap, &out->stash_drag_ns_per_byte, &out->step_update_bytes_per_s, &fixed_ns, &access_ns,
-                        &checkpoint_ns, &swap_ns)) {
+                        &checkpoint_ns, &swap_ns, &out->request_ns)) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "profile must be a tuple or None");
     return 0;
   }

@@ -1,7 +1,8 @@
 """`protrain plan --sweep`: time and peak of a step against the budget, from the smallest that works to where nothing more helps.
 
-The largest budget of the sweep is the peak of the plan for memory without end: with it all is kept and persistent. The smallest
-is what the planner's refusals name, and is looked for where they name none. Between them budgets rise by one factor.
+The largest budget of the sweep is one that has the plan for memory without end, where all is kept and persistent: its peak, or a
+little more, as plans leave part of a budget free. The smallest is what the planner's refusals name, and is looked for where they
+name none. Between them budgets rise by one factor.
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ def sweep(plan_for: Callable[[int], Plan], ceiling_bytes: int = ENDLESS_BYTES, c
         BudgetError: the ceiling is too low.
     """
     smallest = smallest_budget(plan_for, ceiling_bytes)
-    largest = plan_for(ceiling_bytes).peak_bytes
-    return [plan_for(budget) for budget in budgets(smallest, largest, count)]
+    return [plan_for(budget) for budget in budgets(smallest, enough_budget(plan_for, ceiling_bytes), count)]
+
+
+def enough_budget(plan_for: Callable[[int], Plan], ceiling_bytes: int) -> int:
+    """A budget that has the ceiling's plan, little above the smallest that has."""
+    wanted = plan_for(ceiling_bytes).peak_bytes
+    budget = wanted
+    while budget < ceiling_bytes and plan_for(budget).peak_bytes < wanted:
+        budget += budget // FINENESS + 1
+    return min(budget, ceiling_bytes)
 
 
 def budgets(smallest: int, largest: int, count: int) -> list[int]:

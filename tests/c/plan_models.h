@@ -190,6 +190,7 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   profile->step_fixed_ns = (int64_t)(step_ns / 100);
   profile->access_ns = (int64_t)(step_ns / 20000);
   profile->checkpoint_ns = profile->swap_ns = (int64_t)(step_ns / 5000);
+  profile->request_ns = model_upto(random, 1) ? step_ns / 10000 : 0;
   profile->n_phases = request->n_phases;
   profile->phases = out->times;
   request->profile = profile;

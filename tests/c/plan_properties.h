@@ -76,6 +76,15 @@ static inline void check_tiers(const model *of, const answer *given) {
   CHECK(given->plan.host_bytes == host_bytes || given->plan.host_bytes == host_bytes + given->plan.stash_bytes);
 }
 
+/* The ring and holes have their part of the budget; but what is safest may fill it, next to the smallest budget, and where all blocks
+ * swap, more chunks that stay may be worth what that costs. */
+static inline void check_room(const model *of, const answer *given, uint64_t budget) {
+  if (of->request.ring_host_bytes > 0 || given->n_swap == of->request.n_blocks) return;
+  if (given->plan.safest_bytes + budget / 6 + (2 << 20) > budget) return;
+  CHECK(given->plan.peak_bytes <= budget - budget / 32);
+  CHECK(given->plan.piece_bytes == 0 || given->plan.piece_bytes >= 2 << 20 || given->plan.piece_bytes * 4 * 192 > budget);
+}
+
 /* A plan that was made, given again: with a profile and without one, with its slots and, where times are known, without. */
 static inline void check_given_again(const model *of, const answer *given, uint64_t budget) {
   ptn_plan_request again = of->request;
@@ -136,6 +145,7 @@ static inline void check_ladder(const model *of, uint64_t *random, measured *ris
     CHECK(given.plan.peak_bytes <= budget && given.plan.smallest_bytes == smallest);
     check_forecast(&given.plan.forecast);
     check_tiers(of, &given);
+    check_room(of, &given, budget);
     check_given_again(of, &given, budget);
     ample = is_ample(of, &given);
     /* What stays in memory is updated in step(), whatever could be hidden by moving. */
@@ -264,18 +274,22 @@ static inline void check_bounds(const model *of, uint64_t *random) {
 
 /* ---- against all there is ---- */
 
-/* What a budget leaves for a candidate with a ring (fit.c). */
-static inline int64_t limit_of(const model *of, uint64_t budget_bytes) {
+/* What a budget leaves for candidates (room.c). */
+typedef struct limits {
+  int64_t with_ring, ringless, roomy;
+} limits;
+
+static inline limits limits_of(const model *of, uint64_t budget_bytes) {
   ptn_plan_request request = of->request;
   ptn_fit fit;
   ptn_rule *rule;
   request.budget_bytes = budget_bytes;
   CHECK_OK(ptn_fit_create(&fit, &request));
   CHECK_OK(ptn_rule_create(&rule, &fit));
-  int64_t limit_bytes = fit.limit_bytes;
+  limits found = {fit.limit_bytes, fit.ringless_limit_bytes, fit.roomy_bytes};
   ptn_rule_destroy(rule);
   ptn_fit_destroy(&fit);
-  return limit_bytes;
+  return found;
 }
 
 #define N_BUDGETS 8
@@ -285,7 +299,8 @@ typedef struct reference {
   bench at;
   answer given[N_BUDGETS];
   uint64_t budgets[N_BUDGETS];
-  int64_t limits[N_BUDGETS], fastest_ns[N_BUDGETS];
+  limits limits[N_BUDGETS];
+  int64_t fastest_ns[N_BUDGETS];
 } reference;
 
 static inline void ask_all(reference *all, const model *of) {
@@ -298,7 +313,7 @@ static inline void ask_all(reference *all, const model *of) {
     all->budgets[i] = smallest + (ample - smallest) * i / N_BUDGETS;
     model_ask(&of->request, all->budgets[i], &all->given[i]);
     CHECK_OK(all->given[i].status);
-    all->limits[i] = limit_of(of, all->budgets[i]);
+    all->limits[i] = limits_of(of, all->budgets[i]);
     all->fastest_ns[i] = INT64_MAX;
   }
 }
@@ -313,13 +328,16 @@ static inline void try_budgets(reference *all, ptn_candidate *candidate, int64_t
   int64_t bound_ns = ptn_bound_ns(all->at.bounds, candidate, &moved_bytes);
   for (uint32_t c = candidate->n_persist; c < all->of->request.n_chunks; c++) all_bytes += all->of->chunks[c].grad_bytes;
   for (int i = 0; i < N_BUDGETS; i++) {
-    if (needed_bytes > (ring ? all->limits[i] : (int64_t)all->budgets[i]) || bound_ns >= all->fastest_ns[i]) continue;
+    const limits *here = &all->limits[i];
+    if (needed_bytes > (ring ? here->with_ring : here->ringless) || bound_ns >= all->fastest_ns[i]) continue;
     fit->budget_bytes = (int64_t)all->budgets[i];
+    fit->roomy_bytes = here->roomy;
     uint64_t pending_bytes = ptn_fit_pending_bytes(fit, candidate->n_persist, needed_bytes);
     candidate->pending_bytes = ptn_min_u64(pending_bytes, 2 * all_bytes + 1);
     if (candidate->pending_bytes != simulated_bytes) ptn_simulate(all->at.simulation, candidate, &forecast);
     simulated_bytes = candidate->pending_bytes;
-    if (forecast.step_ns < all->fastest_ns[i]) all->fastest_ns[i] = forecast.step_ns;
+    int64_t step_ns = forecast.step_ns + ptn_fit_squeeze_ns(fit, candidate->n_persist, needed_bytes);
+    if (step_ns < all->fastest_ns[i]) all->fastest_ns[i] = step_ns;
   }
 }
 

@@ -2,7 +2,7 @@
  * what is stated, the same again when its own plan is given; its bounds never above the simulation; and against all there is,
  * where that is little. A few dozen seeds here, as many as there is time for in test_fuzz_plan_search.c. */
 /* sources: csrc/plan/bounds.c csrc/plan/climb.c csrc/plan/families.c csrc/plan/fit.c csrc/plan/make.c csrc/plan/peak.c
- * csrc/plan/request.c csrc/plan/rule.c csrc/plan/search.c csrc/plan/simulate.c csrc/plan/simulate_course.c
+ * csrc/plan/request.c csrc/plan/room.c csrc/plan/rule.c csrc/plan/search.c csrc/plan/simulate.c csrc/plan/simulate_course.c
  * csrc/plan/simulate_jobs.c csrc/plan/simulate_lanes.c csrc/plan/simulate_stash.c csrc/plan/slots.c csrc/plan/sums.c
  * csrc/plan/swap.c csrc/plan/tiers.c csrc/plan/trials.c */
 #include "plan_properties.h"
@@ -108,6 +108,39 @@ static void check_ample(uint64_t *random) {
   }
 }
 
+/* Modes and chunks as given may fill the budget. That costs time, and so do the requests of a ring of smaller pieces; with more memory
+ * it does not. */
+static void check_full(uint64_t *random) {
+  static model of;
+  static ptn_mode modes[MODEL_MOST]; /* all kept */
+  answer full, roomy;
+  for (int round = 0; round < 20; round++) {
+    model_draw(&of, random, &(model_shape){.n_blocks = 6, .n_chunks = 8, .alike = true});
+    ptn_plan_request request = of.request;
+    request.modes = modes;
+    request.n_persist = round % 2 == 0 ? 8 : 4;
+    of.profile.request_ns = 0;
+    int64_t compute_ns = 0;
+    for (uint32_t p = 0; p < request.n_phases; p++) compute_ns += of.times[p].compute_ns;
+    model_ask(&request, 0, &full);
+    uint64_t smallest = ptn_last_error()->smallest_bytes;
+    model_ask(&request, smallest, &full);
+    model_ask(&request, 2 * smallest, &roomy);
+    CHECK(full.status == PTN_OK && roomy.status == PTN_OK && full.plan.n_persist == roomy.plan.n_persist);
+    CHECK(full.plan.peak_bytes > smallest - smallest / 256);
+    if (request.n_persist == 8) CHECK(full.plan.forecast.drag_ns > compute_ns / 25 && roomy.plan.forecast.drag_ns == 0);
+    CHECK(full.plan.forecast.step_ns >= roomy.plan.forecast.step_ns);
+    of.profile.request_ns = 1e6;
+    answer dear;
+    model_ask(&request, smallest, &dear);
+    bool smaller = 2 * 192 * full.plan.piece_bytes <= smallest && full.plan.piece_bytes > 0;
+    int64_t more_ns = dear.plan.forecast.step_ns - full.plan.forecast.step_ns;
+    CHECK(smaller ? more_ns >= 7000000 && more_ns % 7000000 == 0 : more_ns == 0);
+    model_ask(&request, 2 * smallest, &dear);
+    CHECK(dear.plan.forecast.step_ns == roomy.plan.forecast.step_ns);
+  }
+}
+
 /* How long a search takes is limited by what it looks at, whatever the machine: 100 blocks, 100 chunks. */
 static void check_work(uint64_t *random) {
   static model of;
@@ -154,5 +187,6 @@ int main(void) {
   check_refusals(&random);
   check_no_room(&random);
   check_ample(&random);
+  check_full(&random);
   return 0;
 }

@@ -1,7 +1,7 @@
 /* The simulation of a step: cases computed by hand, and what holds of every step on random ones: parts that sum, bytes that are
  * moved, lower bounds, faster lanes that are never slower. All times are the simulation's own; nothing here looks at a clock. */
-/* sources: csrc/plan/fit.c csrc/plan/peak.c csrc/plan/simulate.c csrc/plan/simulate_*.c csrc/plan/slots.c csrc/plan/swap.c
- * csrc/plan/tiers.c */
+/* sources: csrc/plan/fit.c csrc/plan/peak.c csrc/plan/room.c csrc/plan/simulate.c csrc/plan/simulate_*.c csrc/plan/slots.c
+ * csrc/plan/swap.c csrc/plan/tiers.c */
 #include <string.h>
 
 #include "base/bytes.h"
