@@ -13,5 +13,7 @@
 static inline uint64_t ptn_round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 static inline uint64_t ptn_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline uint64_t ptn_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+static inline int64_t ptn_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ptn_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #endif

@@ -146,6 +146,7 @@ typedef struct ptn_fit {
 /* fit is to be destroyed also where create fails. */
 ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request);
 void ptn_fit_destroy(ptn_fit *fit);
+
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes);
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist); /* of the modes composed last */
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window); /* assigns; their bytes */

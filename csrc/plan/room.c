@@ -41,9 +41,6 @@ int64_t ptn_fit_budget_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t nee
 
 static int64_t level_budget_bytes(int level) { return BUDGET_PER_PIECE * (LEAST_PIECE_BYTES << level); }
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static int64_t holes_bytes(const ptn_fit *fit, int64_t budget_bytes) { return ring_counts(fit) ? budget_bytes / HOLES_PART : 0; }
 static int64_t fillable_bytes(const ptn_fit *fit, int64_t budget_bytes) { return budget_bytes - holes_bytes(fit, budget_bytes); }
 
@@ -53,7 +50,7 @@ static int64_t spendable(const ptn_fit *fit) {
   int64_t fillable = fillable_bytes(fit, fit->budget_bytes), left = fillable - ring_bytes(fit, 0, LEAST_PIECES);
   for (int level = 1; level < PTN_FIT_RING_LEVELS; level++) {
     int64_t before = fillable_bytes(fit, level_budget_bytes(level)) - ring_bytes(fit, level - 1, LEAST_PIECES);
-    left = lesser(left, larger(before, fillable - ring_bytes(fit, level, LEAST_PIECES)));
+    left = ptn_min_i64(left, ptn_max_i64(before, fillable - ring_bytes(fit, level, LEAST_PIECES)));
   }
   return left;
 }
@@ -61,10 +58,10 @@ static int64_t spendable(const ptn_fit *fit) {
 void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes, int64_t ringless_bytes) {
   int64_t budget = fit->budget_bytes;
   fit->roomy_bytes = fit->limit_bytes = budget;
-  fit->ringless_limit_bytes = larger(fillable_bytes(fit, budget), lesser(budget, ringless_bytes));
+  fit->ringless_limit_bytes = ptn_max_i64(fillable_bytes(fit, budget), ptn_min_i64(budget, ringless_bytes));
   if (!ring_counts(fit)) return;
   fit->roomy_bytes = spendable(fit);
-  fit->limit_bytes = larger(fit->roomy_bytes, lesser(budget - ring_bytes(fit, 0, LEAST_PIECES), safest_bytes));
+  fit->limit_bytes = ptn_max_i64(fit->roomy_bytes, ptn_min_i64(budget - ring_bytes(fit, 0, LEAST_PIECES), safest_bytes));
 }
 
 bool ptn_fit_fits(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {

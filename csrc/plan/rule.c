@@ -71,9 +71,6 @@ void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes) {
   }
 }
 
-static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int64_t slots_bytes(ptn_rule *rule, uint32_t n_persist) {
   int64_t *known = &rule->slots_bytes[n_persist];
   if (*known == UNKNOWN) *known = ptn_fit_slots(rule->fit, n_persist, rule->fit->few);
@@ -83,7 +80,7 @@ static int64_t slots_bytes(ptn_rule *rule, uint32_t n_persist) {
 /* The least budget of a choice. */
 static int64_t choice_budget_bytes(const ptn_rule *rule, const choice *of) {
   int64_t ring_bytes = of->ring.bytes < INT64_MAX ? ptn_fit_budget_bytes(rule->fit, 0, of->ring.bytes) : INT64_MAX;
-  return lesser(ring_bytes, of->ringless.bytes);
+  return ptn_min_i64(ring_bytes, of->ringless.bytes);
 }
 
 /* Of the modes composed last. Slots may take less with more chunks persistent, so that all numbers are looked at; but what is
@@ -163,8 +160,8 @@ static needs measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_c
   choice least = {.ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}};
   for (uint32_t k = 0; k < n_choices; k++) {
     rule->choices[k] = measure_choice(rule, k, given);
-    least.ring.bytes = lesser(least.ring.bytes, rule->choices[k].ring.bytes);
-    least.ringless.bytes = lesser(least.ringless.bytes, rule->choices[k].ringless.bytes);
+    least.ring.bytes = ptn_min_i64(least.ring.bytes, rule->choices[k].ring.bytes);
+    least.ringless.bytes = ptn_min_i64(least.ringless.bytes, rule->choices[k].ringless.bytes);
   }
   *least_bytes = choice_budget_bytes(rule, &least);
   if (*least_bytes == INT64_MAX) return (needs){0};
@@ -176,9 +173,9 @@ static ptn_status measure(ptn_rule *rule) {
   const ptn_plan_request *request = rule->request;
   uint32_t least_persist = rule->least_persist = rule->fit->least_persist;
   rule->most_persist = rule->n_chunks;
-  needs free = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), here = free;
+  needs all = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), here = all;
   rule->swapped = measure_swapped(rule, NULL);
-  rule->least_bytes = rule->smallest_bytes = lesser(rule->safest_bytes, choice_budget_bytes(rule, &rule->swapped));
+  rule->least_bytes = rule->smallest_bytes = ptn_min_i64(rule->safest_bytes, choice_budget_bytes(rule, &rule->swapped));
   if (request->modes) {
     uint64_t stash_bytes = ptn_swap_stash_bytes(request, rule->fit->consumer_of_phase, request->modes);
     PTN_TRY(ptn_tiers_least_persist(request, stash_bytes, &least_persist));
@@ -195,12 +192,12 @@ static ptn_status measure(ptn_rule *rule) {
   if (request->modes || request->n_persist >= 0) {
     here = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
     rule->swapped = measure_swapped(rule, request->modes);
-    rule->least_bytes = lesser(rule->least_bytes, choice_budget_bytes(rule, &rule->swapped));
+    rule->least_bytes = ptn_min_i64(rule->least_bytes, choice_budget_bytes(rule, &rule->swapped));
   }
   /* Modes given may be better than any pattern. */
-  rule->smallest_bytes = lesser(rule->smallest_bytes, rule->least_bytes);
+  rule->smallest_bytes = ptn_min_i64(rule->smallest_bytes, rule->least_bytes);
   /* What fits where all is free, fits where it is given. */
-  ptn_fit_spare(rule->fit, greater(here.ring_bytes, free.ring_bytes), greater(here.ringless_bytes, free.ringless_bytes));
+  ptn_fit_spare(rule->fit, ptn_max_i64(here.ring_bytes, all.ring_bytes), ptn_max_i64(here.ringless_bytes, all.ringless_bytes));
   return PTN_OK;
 }
 
