@@ -93,6 +93,7 @@ class PlanResult(TypedDict):
     rise_bytes: int
     headroom_bytes: int
     recompute_bytes: int
+    pending_bytes: int
     disk_bytes: int
     host_bytes: int
     slot_of_chunk: list[int]

@@ -5,7 +5,9 @@ its lanes take together is known when the plan runs. How much of a difference is
 divided as their uncertainties are, the way measurements of one sum are joined, and the steps' own uncertainty has its part: on a
 machine whose speed varies neither they nor the profile are to be believed alone. Then the planner searches again.
 
-Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits are not compared.
+Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits are compared too: where they are not
+those foretold, what the disk carried in them says how fast it is by now. Disks slow down once their caches are full or what they
+were granted is used up, long after they were measured.
 """
 
 from __future__ import annotations
@@ -15,20 +17,26 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from .dryrun import recomputes
+from .observed import DiskWork
 from .planning import Forecast
 from .profiles import Machine, Speed, Times
 from .timeline import COMPUTE, RECOMPUTE, WAIT, Pass, Raw, both, length, union
 
 #: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
 COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
+#: Parts of a step: waits that are others than foretold by less say nothing of the disk, and so does a disk busy in them for less.
+WAIT_DOUBT, TELLING_SHARE = 0.02, 0.01
+#: Disks are not believed to be so many times as fast as was measured, nor so many times slower.
+MOST_DISK_FACTOR = 8.0
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Of one step, in seconds: of its passes, and of the rest. Without waits."""
+    """Of one step, in seconds: of its passes, and of the rest, without waits; and of waits."""
 
     passes_seconds: float
     rest_seconds: float
+    wait_seconds: float = 0.0
 
 
 def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int, block_modes: Sequence[str]) -> Sum | None:
@@ -41,14 +49,17 @@ def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns:
     if any(not recomputes(block_modes[number]) for number in again):
         return None
     waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
-    all_ns = end_ns - begin_ns - length(both(waits, [(float(begin_ns), float(end_ns))]))
+    waits_ns = length(both(waits, [(float(begin_ns), float(end_ns))]))
     passes_ns = length(inside) - length(both(waits, inside))
-    return Sum(passes_ns / 1e9, max(all_ns - passes_ns, 0.0) / 1e9)
+    return Sum(passes_ns / 1e9, max(end_ns - begin_ns - waits_ns - passes_ns, 0.0) / 1e9, waits_ns / 1e9)
 
 
 def middle(sums: Sequence[Sum]) -> Sum:
     """The median of each."""
-    return Sum(median(one.passes_seconds for one in sums), median(one.rest_seconds for one in sums))
+    passes, rest, waits = (
+        median(getattr(one, name) for one in sums) for name in ("passes_seconds", "rest_seconds", "wait_seconds")
+    )
+    return Sum(passes, rest, waits)
 
 
 def factors(forecast: Forecast, passes_seconds: float) -> tuple[float, float]:
@@ -57,6 +68,25 @@ def factors(forecast: Forecast, passes_seconds: float) -> tuple[float, float]:
     variance = (COMPUTE_DOUBT * compute) ** 2 + (DRAG_DOUBT * drag) ** 2 + (STEP_DOUBT * passes_seconds) ** 2
     each = (passes_seconds - compute - drag) / variance if variance > 0 else 0.0
     return 1 + each * COMPUTE_DOUBT**2 * compute, max(1 + each * DRAG_DOUBT**2 * drag, 0.0)
+
+
+def disk_factor(works: Sequence[DiskWork], step_seconds: float) -> float:
+    """How many times as fast as it was taken to be the disk is, by what it carried in waits of steps of this length; 1 where that
+    is too little to tell."""
+    taken = sum(one.taken_seconds for one in works)
+    if taken <= TELLING_SHARE * step_seconds * len(works):
+        return 1.0
+    return min(max(sum(one.expected_seconds for one in works) / taken, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
+
+
+def scaled_disk(machine: Machine, factor: float) -> Machine:
+    """A machine whose disk carries so many times as much."""
+
+    def scaled(speed: Speed) -> Speed:
+        carried, idle = speed.bytes_per_second * factor, speed.idle_bytes_per_second * factor
+        return replace(speed, bytes_per_second=carried, idle_bytes_per_second=idle)
+
+    return replace(machine, disk_read=scaled(machine.disk_read), disk_write=scaled(machine.disk_write))
 
 
 def scaled_times(times: Times, factor: float) -> Times:

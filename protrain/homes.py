@@ -128,8 +128,7 @@ class Homes:
             engine.set_staging(found.staging_bytes, STAGING_PIECES if found.staging_bytes else 0)
             self._set_stash()
             self._tell_unlocked()
-        budget, plan = wrapped.settings.memory_bytes, found.plan
-        engine.set_pending(max(budget - plan.peak_bytes, max(wrapped.layout.grad_bytes, default=0)))
+        engine.set_pending(max(found.pending_bytes, max(wrapped.layout.grad_bytes, default=0)))
         self._set_order()
         self._set_goal()
         self._runner.make_hooks(on_disk=any(slot >= 0 for slot in found.slot_of_chunk))

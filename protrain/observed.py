@@ -25,8 +25,9 @@ class Observed:
     rest_seconds: float
 
 
-READ, WRITE, UPDATE, ACTIVATIONS, PARAMETERS = (
+READ, WRITE, UPDATE, ACTIVATIONS, PARAMETERS, UPDATING = (
     LANES.index("read"), LANES.index("write"), LANES.index("update"), KINDS.index("activations"), KINDS.index("parameters"),
+    KINDS.index("update"),
 )  # fmt: skip
 
 
@@ -125,6 +126,40 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
             requests.add((start, end, lane))
             lost += share * machine.request_drag_seconds
     return lost
+
+
+@dataclass(frozen=True)
+class DiskWork:
+    """What the disk carried while compute waited, in seconds: what that should have taken by a machine's figures, and took."""
+
+    expected_seconds: float
+    taken_seconds: float
+
+
+def disk_work(events: Sequence[Raw], begin_ns: int, end_ns: int, machine: Machine) -> DiskWork:
+    """Of a step, from its raw events. While compute waits the disk shares with nobody, and has all to do that it can. Waits for
+    updates are left out: there the lane may be what is slow."""
+    waits = union(
+        (float(max(start, begin_ns)), float(min(end, end_ns)))
+        for start, end, _, _, lane, kind in events
+        if lane == WAIT and kind != UPDATING and start < end_ns and end > begin_ns
+    )
+    expected = 0.0
+    busy: dict[int, list[Interval]] = {READ: [], WRITE: []}
+    for start, end, size, _, lane, _ in events:
+        if lane not in busy or end <= start:
+            continue
+        speed = machine.disk_read if lane == READ else machine.disk_write
+        carried = speed.idle_bytes_per_second or speed.bytes_per_second
+        inside = both([(float(start), float(end))], waits)
+        if inside and carried > 0:
+            expected += length(inside) / (end - start) * size / carried
+            busy[lane] += inside
+    reads, writes = union(busy[READ]), union(busy[WRITE])
+    together = length(both(reads, writes))
+    # Both at once get done more than one alone, by the overlap.
+    taken = length(reads) + length(writes) + (machine.disk_overlap - 2) * together
+    return DiskWork(expected, taken / 1e9)
 
 
 def without_drag(times: Times, lost_seconds: float, n_passes: int) -> Times:

@@ -22,13 +22,24 @@ from typing import Any
 
 from .calibration import DEVICE_UPDATE_BYTES_PER_SECOND, measure_device, measure_machine
 from .compute import Accelerator
-from .confirming import Sum, factors, middle, scaled_drag, scaled_times, sum_of
+from .confirming import (
+    MOST_DISK_FACTOR,
+    WAIT_DOUBT,
+    Sum,
+    disk_factor,
+    factors,
+    middle,
+    scaled_disk,
+    scaled_drag,
+    scaled_times,
+    sum_of,
+)  # fmt: skip
 from .device_clock import DeviceClock
 from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
 from .fitting import Fitter, Shapes, covers, elements
 from .homes import Homes
-from .observed import drag_seconds, least, observe, of_whole, without_drag
+from .observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
 from .profiles import Machine, Times
 from .requests import with_memory
 from .timeline import BlockClock
@@ -67,7 +78,9 @@ class Pacer:
         self._told = False
         self._seen: list[Sum] = []  # of steps that may confirm the plan in use
         self._confirmed = 0  # plans, one after another
+        self._works: list[DiskWork] = []  # of the same steps
         self._drag_factor = 1.0  # what lanes cost this model, to what was measured beside other computation
+        self._disk_factor = 1.0  # what the disk carries by now, to what was measured
         #: Steps of a device: planned seconds, share of the planned batch, begin and end.
         self._ordered: deque[tuple[float, float, tuple[Any, Any]]] = deque()
         self._departure: tuple[float, float] | None = None  # planned and taken, where the next step is profiled for it
@@ -75,7 +88,7 @@ class Pacer:
     def begin(self, run: DryRun | None, shapes: Shapes) -> None:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
-        self._times, self._departure, self._drag_factor = None, None, 1.0
+        self._times, self._departure, self._drag_factor, self._disk_factor = None, None, 1.0, 1.0
         self._profiled = self._passed_over = self._departed = 0
         self._confirm_anew()
         self._ordered.clear()
@@ -121,6 +134,7 @@ class Pacer:
         elif planned > 0 and self._departs(planned, step_seconds, share):
             if self._observe(self._run, update_seconds, share):
                 self._confirm_anew()
+                self._learn_disk(self._disk_works(), step_seconds)
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
         elif planned > 0 and not self._departed and share == 1.0 and self._confirmed < MOST_CONFIRMED:
@@ -128,7 +142,19 @@ class Pacer:
 
     def _confirm_anew(self) -> None:
         self._seen.clear()
+        self._works.clear()
         self._confirmed = 0
+
+    def _disk_works(self) -> list[DiskWork]:
+        """Of the last step; none where it is not known what the disk carries."""
+        step, machine = self._clock.step, self._machine()
+        if step is None or machine is None or machine.disk_read.bytes_per_second == 0:
+            return []
+        return [disk_work(step.raw(), step.begin_ns, step.end_ns, machine)]
+
+    def _learn_disk(self, works: list[DiskWork], step_seconds: float) -> None:
+        factor = self._disk_factor * disk_factor(works, step_seconds)
+        self._disk_factor = min(max(factor, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
 
     def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int, behind_backward: bool) -> None:
         """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
@@ -143,12 +169,17 @@ class Pacer:
         if found is None:
             return
         self._seen.append(replace(found, rest_seconds=max(found.rest_seconds - update_seconds, 0.0)))
+        self._works += self._disk_works() if len(self._seen) > 1 else []
         if len(self._seen) <= CONFIRMING_STEPS:
             return
-        seen = middle(self._seen[1:])
+        seen, works = middle(self._seen[1:]), [*self._works]
         self._seen.clear()
+        self._works.clear()
         of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
-        before = self._times, self._drag_factor, self._rest_seconds
+        before = self._times, self._drag_factor, self._disk_factor, self._rest_seconds
+        seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds
+        if abs(seen.wait_seconds - sum(plan.forecast.wait_seconds.values())) > WAIT_DOUBT * seconds:
+            self._learn_disk(works, seconds)
         self._times = scaled_times(self._times, of_compute)
         self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
@@ -156,7 +187,7 @@ class Pacer:
         try:
             self._plan(run, update_seconds, update_bytes)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
-            self._times, self._drag_factor, self._rest_seconds = before
+            self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
             raise
         if replace(self._homes.arrangement.plan, step_seconds=plan.step_seconds) == plan:
             self._confirmed = MOST_CONFIRMED
@@ -178,7 +209,8 @@ class Pacer:
         self._departed = self._departed + 1 if departs else 0
         if self._departed < self._patience + (0 if share >= LEAST_SHARE else MOST_PASSED_OVER):
             return False
-        self._departed, self._patience, self._times, self._drag_factor = 0, 2 * self._patience, None, 1.0
+        self._departed, self._patience, self._times = 0, 2 * self._patience, None
+        self._drag_factor = self._disk_factor = 1.0
         return True
 
     def _watch(self, device: DeviceClock, planned: float, share: float) -> None:
@@ -236,7 +268,7 @@ class Pacer:
         try:
             if isinstance(compute, Accelerator):
                 return measure_device(compute, settings.disk)
-            return scaled_drag(measure_machine(settings.disk), self._drag_factor)
+            return scaled_disk(scaled_drag(measure_machine(settings.disk), self._drag_factor), self._disk_factor)
         except (DiskError, DeviceError, BudgetError, MemoryError):
             return None
 

@@ -36,7 +36,7 @@ class Forecast:
     and the waits are its sum; lanes are busy beside that.
 
     compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
-    loses to lanes that use the same processor and memory, and to a budget full to its last 32nd, update what step() computes;
+    loses to lanes that use the same processor and memory, and to a budget full to its last 36th, update what step() computes;
     wait_seconds by reason: chunk (parameters still being brought), stash_write (memory that activations still take), stash_read
     (activations), gradients (in backward, for them to leave memory), update (in step(), for updates under way).
     """
@@ -128,6 +128,7 @@ class Arrangement:
     rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
     headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
     beside what is asked for behind a block that recomputes.
+    pending_bytes: of gradients of chunks on disk, that may wait for their updates before backward does.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
     host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
@@ -153,6 +154,7 @@ class Arrangement:
     stash_pool_bytes: int = 0
     stash_window_bytes: int = 0
     safest_bytes: int = 0
+    pending_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
@@ -316,6 +318,7 @@ def arrange(
         found["recompute_bytes"],
         host_ring_bytes=found["ring_bytes"] - ring_bytes,
         safest_bytes=found["safest_bytes"],
+        pending_bytes=found["pending_bytes"],
     )
 
 

@@ -14,7 +14,18 @@ from twins import MIB, adamw, assert_equal, loss_of, run
 import protrain
 from protrain import pacing
 from protrain.api import session_of
-from protrain.confirming import Sum, factors, middle, scaled_drag, scaled_times, sum_of
+from protrain.confirming import (
+    MOST_DISK_FACTOR,
+    Sum,
+    disk_factor,
+    factors,
+    middle,
+    scaled_disk,
+    scaled_drag,
+    scaled_times,
+    sum_of,
+)
+from protrain.observed import DiskWork
 from protrain.planning import Forecast
 from protrain.profiles import Machine, Speed, Times
 from protrain.timeline import COMPUTE, FORWARD, LANES, RECOMPUTE, WAIT, Pass
@@ -80,6 +91,7 @@ def test_waits_are_in_no_sum() -> None:
     assert found is not None
     assert found.passes_seconds == pytest.approx(4 - 0.5 - 0.75 + 2)
     assert found.rest_seconds == pytest.approx(10 - 6 - 0.5 - 0.5)
+    assert found.wait_seconds == pytest.approx(1.0 + 0.75 + 0.5)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +113,7 @@ def test_a_step_that_tells_nothing(events: list[Any], passes: list[Pass]) -> Non
 
 
 def test_the_middle_is_of_each() -> None:
-    assert middle([Sum(1.0, 0.3), Sum(3.0, 0.1), Sum(2.0, 0.2)]) == Sum(2.0, 0.2)
+    assert middle([Sum(1.0, 0.3, 5.0), Sum(3.0, 0.1, 4.0), Sum(2.0, 0.2, 0.0)]) == Sum(2.0, 0.2, 4.0)
 
 
 def test_what_is_scaled_and_what_is_not() -> None:
@@ -112,6 +124,26 @@ def test_what_is_scaled_and_what_is_not() -> None:
     twice = {lane: replace(speed, drag_seconds_per_byte=2e-10) for lane, speed in lanes.items()}
     twice_dragging = {name: 2 * seconds for name, seconds in dragging.items()}
     assert scaled_drag(machine, 2.0) == replace(machine, **twice, **twice_dragging)
+
+
+@pytest.mark.parametrize(
+    ("works", "factor"),
+    [
+        ([], 1.0),
+        ([DiskWork(0.5, 1.0), DiskWork(0.1, 0.5)], 0.4),
+        ([DiskWork(0.5, 0.4), DiskWork(0.0, 0.0)], 1.25),
+        ([DiskWork(1e-3, 0.02), DiskWork(0.0, 0.0)], 1.0),  # a hundredth of each step tells nothing
+        ([DiskWork(9.0, 1.0)], MOST_DISK_FACTOR),
+        ([DiskWork(0.0, 1.0)], 1 / MOST_DISK_FACTOR),
+    ],
+)
+def test_the_disk_is_as_fast_as_in_all_waits_together(works: list[DiskWork], factor: float) -> None:
+    assert disk_factor(works, 1.0) == pytest.approx(factor)
+
+
+def test_a_slower_disk_is_slower_both_ways() -> None:
+    machine = Machine(disk_read=Speed(4.0, 8.0, 1.0), disk_write=Speed(2.0, 0.0, 1.0), update=Speed(1.0))
+    assert scaled_disk(machine, 0.5) == replace(machine, disk_read=Speed(2.0, 4.0, 1.0), disk_write=Speed(1.0, 0.0, 1.0))
 
 
 # ---- sessions ----
@@ -246,3 +278,46 @@ def test_lanes_that_cost_more_than_was_measured_lead_to_another_plan(
     first, last = plans[pacing.PROFILED_STEPS], plans[-1]
     assert first.n_swap > last.n_swap
     assert first.n_checkpoint < last.n_checkpoint
+
+
+@pytest.mark.parametrize("waited", ["as foretold", "longer", "a fifth of the step longer"])
+def test_waits_that_were_not_foretold_say_how_fast_the_disk_is(
+    waited: str, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What steps took is made up, and so is what the disk carried while they waited: a quarter of what it should have."""
+    clock, lane = Clock(monkeypatch), Speed(1e11, 1e11, 0.0)
+    machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "disk_work", lambda *_: DiskWork(0.05, 0.2))
+    model = gpt2()
+    clock.block_seconds = 1.0
+    clock.slow(model.transformer.h[1])
+    model, optimizer = protrain.wrap(model, adamw(model), memory=28 * MIB)
+    pacer = session_of(model).pacer
+
+    def as_planned(*_: Any) -> Sum:
+        found = protrain.status(model).plan.forecast
+        assert found is not None
+        passes = found.compute_seconds + found.recompute_seconds + found.drag_seconds
+        return Sum(passes, 0.0, sum(found.wait_seconds.values()) + (0.0 if waited == "as foretold" else 0.1))
+
+    monkeypatch.setattr(pacing, "sum_of", as_planned)
+    for ids in token_batches(pacing.PROFILED_STEPS + pacing.CONFIRMING_STEPS, batch=4):
+        step(model, optimizer, ids)
+    assert pacer._disk_factor == 1.0
+    (ids,) = token_batches(1, batch=4)
+    if waited == "a fifth of the step longer":
+        clock.block_seconds = 1.3
+        for _ in range(pacing.DEPARTED_STEPS - 1):
+            step(model, optimizer, ids)
+        with pytest.warns(UserWarning, match="measured and planned again"):
+            step(model, optimizer, ids)
+    else:
+        step(model, optimizer, ids)
+    assert pacer._disk_factor == (1.0 if waited == "as foretold" else 0.25)
+    carried = pacer._machine()
+    assert carried is not None
+    assert carried.disk_write.idle_bytes_per_second == pacer._disk_factor * 1e11
+    pacer.begin(session_of(model).fitter.dry_runs[0][1], ())  # a longer batch
+    assert pacer._disk_factor == 1.0
+    protrain.unwrap(model)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from protrain.dryrun import DryRun, Phase
-from protrain.observed import ACTIVATIONS, PARAMETERS, READ, WRITE, drag_seconds, observe
+from protrain.observed import ACTIVATIONS, PARAMETERS, READ, UPDATING, WRITE, DiskWork, disk_work, drag_seconds, observe
 from protrain.profiles import Machine, Speed
-from protrain.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, Pass, Raw
+from protrain.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, WAIT, Pass, Raw
 
 
 def phase(block: int, backward: bool, flops: int = 1000, again: tuple[int, int, int] = (0, 0, -1)) -> Phase:
@@ -79,3 +79,21 @@ def test_checksums_are_charged_for_what_compute_sums(drag: float, parameters: fl
     assert lost(READ, ACTIVATIONS) == lost(WRITE, ACTIVATIONS) == pytest.approx(1.0 + drag * 1e9)
     assert lost(READ, PARAMETERS) == pytest.approx(1.0 + parameters)
     assert lost(READ, state) == lost(WRITE, state) == pytest.approx(1.0)  # the update lane's
+
+
+def test_what_the_disk_carried_in_waits_says_how_fast_it_is() -> None:
+    machine = Machine(disk_read=Speed(5.0, 10.0), disk_write=Speed(20.0), disk_overlap=1.5)
+
+    def lasting(start: int, end: int, size: int, lane: int, kind: int = PARAMETERS) -> Raw:
+        return (start * 10**9, end * 10**9, size, 0, lane, kind)
+
+    waits = [lasting(-5, 8, 0, WAIT), lasting(6, 10, 0, WAIT), lasting(20, 30, 0, WAIT, UPDATING), lasting(90, 120, 0, WAIT)]
+    moved = [
+        lasting(5, 15, 100, READ), lasting(8, 10, 20, WRITE), lasting(12, 14, 50, READ), lasting(22, 25, 50, WRITE),
+        lasting(98, 102, 40, READ),
+    ]  # fmt: skip
+    found = disk_work([*waits, *moved], 0, 100 * 10**9, machine)
+    # Of the first the half inside; the write, beside which half as much again is done; of the last what is before the step's end.
+    assert found == DiskWork(pytest.approx(5.0 + 1.0 + 2.0), pytest.approx(5.0 + 0.5 * 2.0 + 2.0))
+    assert disk_work(moved, 0, 100 * 10**9, machine) == DiskWork(0.0, 0.0)
+    assert disk_work([*waits, *moved], 0, 100 * 10**9, Machine()).expected_seconds == 0.0

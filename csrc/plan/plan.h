@@ -123,6 +123,7 @@ typedef struct ptn_plan {
   uint64_t rise_bytes; /* by which backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two */
   uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak */
   uint64_t recompute_bytes; /* the same beside what is asked for behind a block that recomputes */
+  uint64_t pending_bytes; /* gradients of chunks that may wait for their updates before backward does */
   uint64_t disk_bytes; /* homes and shadows of chunks on disk, and the stash where it is there */
   uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
   uint64_t host_bytes; /* their parameters and state, and the stash and the ring where they are there; of one rank */

@@ -23,7 +23,7 @@
 #define BUDGET_PER_PIECE 192 /* a piece is allowed from a budget of so many of it */
 #define LEAST_PIECES 4
 #define MOST_PIECES 6
-#define HOLES_PART 32  /* of the budget, one in so many is left to holes between blocks */
+#define HOLES_PART 36  /* of the budget, one in so many is left to holes between blocks */
 #define FULL_DRAG 0.05 /* of computing, lost where nothing is left to them ... */
 #define QUARTER_DRAG 0.02 /* ... and to the requests of pieces a quarter as large; an eighth: three times as much; half: little */
 
@@ -146,18 +146,18 @@ uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request) {
   return share >= most / arrays ? most : ptn_max_u64(share * arrays, least);
 }
 
+/* Beside the ring and holes. */
 static uint64_t spare_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
   ptn_plan ring;
   ptn_fit_ring(fit, n_persist, needed_bytes, &ring);
-  int64_t bytes = fit->budget_bytes - needed_bytes - (int64_t)ptn_fit_counted_ring_bytes(fit, &ring);
+  int64_t bytes = fillable_bytes(fit, fit->budget_bytes) - needed_bytes - (int64_t)ptn_fit_counted_ring_bytes(fit, &ring);
   return bytes > 0 ? (uint64_t)bytes : 0;
 }
 
 uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes) {
   if (!fit->least) return 0;
   uint64_t enough_bytes = ptn_swap_stream_bytes(fit->request, fit->consumer_of_phase, modes);
-  uint64_t spare = spare_bytes(fit, n_persist, needed_bytes), holes = (uint64_t)holes_bytes(fit, fit->budget_bytes);
-  return spare > holes ? ptn_min_u64(spare - holes, enough_bytes) : 0;
+  return ptn_min_u64(spare_bytes(fit, n_persist, needed_bytes), enough_bytes);
 }
 
 uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {

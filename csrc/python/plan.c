@@ -226,8 +226,8 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
       add_number(dict, "peak_bytes", plan->peak_bytes) && add_number(dict, "smallest_bytes", plan->smallest_bytes) &&
       add_number(dict, "safest_bytes", plan->safest_bytes) && add_number(dict, "stash_bytes", plan->stash_bytes) &&
       add_number(dict, "rise_bytes", plan->rise_bytes) && add_number(dict, "headroom_bytes", plan->headroom_bytes) &&
-      add_number(dict, "recompute_bytes", plan->recompute_bytes) && add_number(dict, "disk_bytes", plan->disk_bytes) &&
-      add_number(dict, "host_bytes", plan->host_bytes) &&
+      add_number(dict, "recompute_bytes", plan->recompute_bytes) && add_number(dict, "pending_bytes", plan->pending_bytes) &&
+      add_number(dict, "disk_bytes", plan->disk_bytes) && add_number(dict, "host_bytes", plan->host_bytes) &&
       add(dict, "slot_of_chunk", integers(plan->slot_of_chunk, request->n_chunks, sizeof(int32_t), 1)) &&
       add(dict, "slot_bytes", integers(plan->slot_bytes, plan->n_buffer, sizeof(uint64_t), 0)) &&
       add(dict, "modes", integers(plan->modes, request->n_blocks, sizeof(ptn_mode), 0)) &&

@@ -81,7 +81,7 @@ static inline void check_tiers(const model *of, const answer *given) {
 static inline void check_room(const model *of, const answer *given, uint64_t budget) {
   if (of->request.ring_host_bytes > 0 || given->n_swap == of->request.n_blocks) return;
   if (given->plan.safest_bytes + budget / 6 + (2 << 20) > budget) return;
-  CHECK(given->plan.peak_bytes <= budget - budget / 32);
+  CHECK(given->plan.peak_bytes <= budget - budget / 36);
   CHECK(given->plan.piece_bytes == 0 || given->plan.piece_bytes >= 2 << 20 || given->plan.piece_bytes * 4 * 192 > budget);
 }
 
