@@ -55,6 +55,8 @@ LEAST_GAIN = 0.02
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
 #: Steps of a whole batch that confirm a plan, after one in which memory is touched; and how many plans are, one after another.
 CONFIRMING_STEPS, MOST_CONFIRMED = 3, 2
+#: Steps by which the speed of the disk is found between what it was taken to be and what its waits say.
+HALVINGS = 5
 #: Lanes are not believed to cost so many times as much as was measured, nor so many times less.
 MOST_DRAG_FACTOR = 4.0
 #: Bytes updated in memory from which on their time says how fast that goes; and what is taken where nothing was timed.
@@ -134,7 +136,7 @@ class Pacer:
         elif planned > 0 and self._departs(planned, step_seconds, share):
             if self._observe(self._run, update_seconds, share):
                 self._confirm_anew()
-                self._learn_disk(self._disk_works(), step_seconds)
+                self._learn_disk_again(self._run, update_seconds, update_bytes)
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
         elif planned > 0 and not self._departed and share == 1.0 and self._confirmed < MOST_CONFIRMED:
@@ -152,9 +154,38 @@ class Pacer:
             return []
         return [disk_work(step.raw(), step.begin_ns, step.end_ns, machine)]
 
-    def _learn_disk(self, works: list[DiskWork], step_seconds: float) -> None:
-        factor = self._disk_factor * disk_factor(works, step_seconds)
-        self._disk_factor = min(max(factor, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
+    def _learn_disk(self, run: DryRun, works: list[DiskWork], seen: Sum, update_seconds: float, update_bytes: int) -> None:
+        """How fast the disk is by now: so fast that the plan in use would wait as its steps did, and no further from what it was
+        taken to be than what it carried in their waits says."""
+        seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds
+        before, whole = self._disk_factor, disk_factor(works, seconds)
+        if whole == 1.0:
+            return
+
+        def foretold(part: float) -> float:
+            self._disk_factor = min(max(before * whole**part, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
+            machine = self._timed_machine(update_seconds, update_bytes)
+            forecast = self._fitter.decide(run, times=self._times, machine=machine, as_now=True).plan.forecast
+            return sum(forecast.wait_seconds.values()) if forecast is not None else 0.0
+
+        least, most = 0.0, 1.0
+        longer = seen.wait_seconds - foretold(least)
+        if abs(longer) <= WAIT_DOUBT * seconds or (longer > 0) != (whole < 1):
+            return
+        for _ in range(HALVINGS if (seen.wait_seconds > foretold(most)) != (whole < 1) else 0):
+            half = (least + most) / 2
+            if (seen.wait_seconds > foretold(half)) == (whole < 1):
+                least = half
+            else:
+                most = half
+        foretold(most)
+
+    def _learn_disk_again(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+        """The same by the last step alone."""
+        step, modes = self._clock.step, self._homes.arrangement.plan.block_modes
+        seen = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns, modes) if step is not None else None
+        if seen is not None:
+            self._learn_disk(run, self._disk_works(), seen, update_seconds, update_bytes)
 
     def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int, behind_backward: bool) -> None:
         """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
@@ -177,14 +208,12 @@ class Pacer:
         self._works.clear()
         of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
         before = self._times, self._drag_factor, self._disk_factor, self._rest_seconds
-        seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds
-        if abs(seen.wait_seconds - sum(plan.forecast.wait_seconds.values())) > WAIT_DOUBT * seconds:
-            self._learn_disk(works, seconds)
         self._times = scaled_times(self._times, of_compute)
         self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
         self._confirmed += 1
         try:
+            self._learn_disk(run, works, seen, update_seconds, update_bytes)
             self._plan(run, update_seconds, update_bytes)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
             self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
@@ -272,16 +301,22 @@ class Pacer:
         except (DiskError, DeviceError, BudgetError, MemoryError):
             return None
 
-    def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
-        fitter, machine = self._fitter, self._machine()
+    def _timed_machine(self, update_seconds: float, update_bytes: int) -> Machine | None:
+        """With what steps have shown of their own."""
+        machine = self._machine()
         if machine is None:
-            return
+            return None
         machine = replace(machine, step_fixed_seconds=self._rest_seconds)
         known = machine.step_update_bytes_per_second
         if update_seconds > 0 and update_bytes >= (TELLING_BYTES if known else 1):
             known = update_bytes / update_seconds
         unknown = UPDATE_BYTES_PER_SECOND if self._clock.device is None else DEVICE_UPDATE_BYTES_PER_SECOND
-        machine = replace(machine, step_update_bytes_per_second=known or unknown)
+        return replace(machine, step_update_bytes_per_second=known or unknown)
+
+    def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+        fitter, machine = self._fitter, self._timed_machine(update_seconds, update_bytes)
+        if machine is None:
+            return
         now = fitter.decide(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
             best = fitter.decide(run, times=self._times, machine=machine)

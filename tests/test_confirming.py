@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,4 +321,41 @@ def test_waits_that_were_not_foretold_say_how_fast_the_disk_is(
     assert carried.disk_write.idle_bytes_per_second == pacer._disk_factor * 1e11
     pacer.begin(session_of(model).fitter.dry_runs[0][1], ())  # a longer batch
     assert pacer._disk_factor == 1.0
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize(
+    ("seen", "work", "factor"),
+    [
+        (0.2, DiskWork(0.05, 0.2), 0.5),  # as slow as makes the waits those that were seen
+        (0.9, DiskWork(0.05, 0.2), 0.25),  # but no slower than what was carried says
+        (0.1, DiskWork(0.05, 0.2), 1.0),  # foretold as it was
+        (0.05, DiskWork(0.05, 0.2), 1.0),  # slower, and shorter waits: that is another reason
+        (0.05, DiskWork(0.8, 0.2), 2.0),
+        (0.01, DiskWork(0.8, 0.2), 4.0),
+        (0.2, DiskWork(0.8, 0.2), 1.0),
+        (0.2, DiskWork(0.0, 0.0), 1.0),
+    ],
+)
+def test_the_disk_is_taken_to_be_as_fast_as_explains_the_waits(
+    seen: float, work: DiskWork, factor: float, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = Speed(1e11, 1e11, 0.0)
+    machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
+    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=28 * MIB)
+    step(model, optimizer, token_batches(1, batch=4)[0])
+    session = session_of(model)
+
+    def decide(_: Any, *, machine: Machine, **__: Any) -> Any:
+        found = replace(forecast(0.5, 0.0), wait_seconds={"chunk": 0.1 * 1e11 / machine.disk_read.bytes_per_second})
+        return SimpleNamespace(plan=SimpleNamespace(forecast=found))
+
+    monkeypatch.setattr(session.fitter, "decide", decide)
+    run = session.fitter.dry_runs[0][1]
+    assert run is not None
+    session.pacer._learn_disk(run, [work], Sum(0.5, 0.0, seen), 0.0, 0)
+    assert session.pacer._disk_factor == pytest.approx(factor, rel=2 / 2**pacing.HALVINGS)
+    monkeypatch.undo()
     protrain.unwrap(model)
