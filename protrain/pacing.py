@@ -2,15 +2,15 @@
 
 A dry run says before the first step what fits memory, and a fixed rule makes the first plan from that alone. The first two
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
-searches with times, and where its plan is better than the one in use the session changes over, between two steps. The next steps
-confirm it (confirming.py): what they take corrects the profile, and the planner searches once more with that. A longer batch
-starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter batches, as padding to the longest
-sequence makes them, are a profile too: what they computed is taken for so many more elements. They depart where they take longer
-than the whole step that was planned, or less than their share of it.
+searches with times, and where its plan is better than the one in use the session changes over, between two steps. The next
+steps confirm it (confirming.py): what they take corrects the profile, how they wait the disk's speed, and the planner searches
+once more. A longer batch starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter
+batches, as padding to the longest sequence makes them, are a profile too: what they computed is taken for so many more
+elements. They depart where they take longer than the whole step that was planned, or less than their share of it.
 
 Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
-profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled. Lanes are not taken to cost
-a device compute, and its plans are not confirmed.
+profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled. Lanes are not taken to
+cost a device compute, and its plans are not confirmed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .confirming import (
     scaled_drag,
     scaled_times,
     sum_of,
-)  # fmt: skip
+)
 from .device_clock import DeviceClock
 from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
@@ -79,8 +79,8 @@ class Pacer:
         self._patience = DEPARTED_STEPS
         self._told = False
         self._seen: list[Sum] = []  # of steps that may confirm the plan in use
+        self._works: list[DiskWork] = []  # of the same steps, but for the first
         self._confirmed = 0  # plans, one after another
-        self._works: list[DiskWork] = []  # of the same steps
         self._drag_factor = 1.0  # what lanes cost this model, to what was measured beside other computation
         self._disk_factor = 1.0  # what the disk carries by now, to what was measured
         #: Steps of a device: planned seconds, share of the planned batch, begin and end.

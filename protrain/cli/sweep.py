@@ -39,12 +39,12 @@ def sweep(plan_for: Callable[[int], Plan], ceiling_bytes: int = ENDLESS_BYTES, c
 
 
 def enough_budget(plan_for: Callable[[int], Plan], ceiling_bytes: int) -> int:
-    """A budget that has the ceiling's plan, little above the smallest that has."""
+    """A budget that has the ceiling's plan, little above the smallest that has; at most a sixteenth above its peak."""
     wanted = plan_for(ceiling_bytes).peak_bytes
-    budget = wanted
-    while budget < ceiling_bytes and plan_for(budget).peak_bytes < wanted:
+    budget, most = wanted, min(wanted + wanted // 16, ceiling_bytes)
+    while budget < most and plan_for(budget).peak_bytes < wanted:
         budget += budget // FINENESS + 1
-    return min(budget, ceiling_bytes)
+    return min(budget, most)
 
 
 def budgets(smallest: int, largest: int, count: int) -> list[int]:
