@@ -25,7 +25,7 @@ from .timeline import COMPUTE, RECOMPUTE, WAIT, Pass, Raw, both, length, union
 #: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
 COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
 #: Parts of a step: waits that are others than foretold by less say nothing of the disk, and so does a disk busy in them for less.
-WAIT_DOUBT, TELLING_SHARE = 0.02, 0.01
+WAIT_DOUBT, TELLING_SHARE = 0.05, 0.01
 #: Disks are not believed to be so many times as fast as was measured, nor so many times slower.
 MOST_DISK_FACTOR = 8.0
 
