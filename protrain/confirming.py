@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from .dryrun import recomputes
-from .observed import DiskWork
+from .observed import DiskWork, waits_of
 from .planning import Forecast
 from .profiles import Machine, Speed, Times
-from .timeline import COMPUTE, RECOMPUTE, WAIT, Pass, Raw, both, length, union
+from .timeline import COMPUTE, RECOMPUTE, Pass, Raw, both, length, union
 
 #: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
 COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
@@ -48,8 +48,8 @@ def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns:
     again = {number for start, _, _, number, lane, kind in events if lane == COMPUTE and kind == RECOMPUTE and start >= begin_ns}
     if any(not recomputes(block_modes[number]) for number in again):
         return None
-    waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
-    waits_ns = length(both(waits, [(float(begin_ns), float(end_ns))]))
+    waits = waits_of(events, begin_ns, end_ns)
+    waits_ns = length(waits)
     passes_ns = length(inside) - length(both(waits, inside))
     return Sum(passes_ns / 1e9, max(end_ns - begin_ns - waits_ns - passes_ns, 0.0) / 1e9, waits_ns / 1e9)
 

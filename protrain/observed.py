@@ -31,18 +31,24 @@ READ, WRITE, UPDATE, ACTIVATIONS, PARAMETERS, UPDATING = (
 )  # fmt: skip
 
 
+def waits_of(events: Sequence[Raw], begin_ns: int, end_ns: int) -> list[Interval]:
+    """When compute waited between two times, from raw events."""
+    waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT)
+    return both(waits, [(float(begin_ns), float(end_ns))])
+
+
 def observe(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int, run: DryRun) -> Observed | None:
     """The times of a step from its raw events; None where it has no whole pass."""
     whole = [one for one in passes if begin_ns <= one.forward_ns < one.over_ns <= end_ns]
     if not whole:
         return None
-    waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT and end > begin_ns)
+    waits = waits_of(events, begin_ns, end_ns)
     computed = sorted(event for event in events if event[4] == COMPUTE and event[0] >= begin_ns)
     found = [_phases(computed, waits, one, run) or _divided(waits, one, run) for one in whole]
     sums = [tuple(sum(values) / len(found) for values in zip(*of_phase, strict=True)) for of_phase in zip(*found, strict=True)]
     inside = [(float(one.forward_ns), float(one.over_ns)) for one in whole]
     outside = (end_ns - begin_ns) - length(inside)
-    waited_outside = length(both(waits, [(float(begin_ns), float(end_ns))])) - length(both(waits, inside))
+    waited_outside = length(waits) - length(both(waits, inside))
     return Observed(Times(tuple((a, b) for a, b in sums)), max(outside - waited_outside, 0.0) / 1e9)
 
 
@@ -139,11 +145,7 @@ class DiskWork:
 def disk_work(events: Sequence[Raw], begin_ns: int, end_ns: int, machine: Machine) -> DiskWork:
     """Of a step, from its raw events. While compute waits the disk shares with nobody, and has all to do that it can. Waits for
     updates are left out: there the lane may be what is slow."""
-    waits = union(
-        (float(max(start, begin_ns)), float(min(end, end_ns)))
-        for start, end, _, _, lane, kind in events
-        if lane == WAIT and kind != UPDATING and start < end_ns and end > begin_ns
-    )
+    waits = waits_of([event for event in events if event[5] != UPDATING], begin_ns, end_ns)
     expected = 0.0
     busy: dict[int, list[Interval]] = {READ: [], WRITE: []}
     for start, end, size, _, lane, _ in events:

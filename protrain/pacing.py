@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from .homes import Homes
 from .observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
 from .profiles import Machine, Times
 from .requests import with_memory
-from .timeline import BlockClock
+from .timeline import BlockClock, Raw, StepTrace
 from .wrapped import Wrapped
 
 #: In the first of them memory is touched for the first time and threads start; of each phase the shorter time counts.
@@ -147,12 +148,12 @@ class Pacer:
         self._works.clear()
         self._confirmed = 0
 
-    def _disk_works(self) -> list[DiskWork]:
-        """Of the last step; none where it is not known what the disk carries."""
-        step, machine = self._clock.step, self._machine()
-        if step is None or machine is None or machine.disk_read.bytes_per_second == 0:
+    def _disk_works(self, step: StepTrace, events: Sequence[Raw]) -> list[DiskWork]:
+        """Of one step; none where it is not known what the disk carries."""
+        machine = self._machine()
+        if machine is None or machine.disk_read.bytes_per_second == 0:
             return []
-        return [disk_work(step.raw(), step.begin_ns, step.end_ns, machine)]
+        return [disk_work(events, step.begin_ns, step.end_ns, machine)]
 
     def _learn_disk(self, run: DryRun, works: list[DiskWork], seen: Sum, update_seconds: float, update_bytes: int) -> None:
         """How fast the disk is by now: so fast that the plan in use would wait as its steps did, and no further from what it was
@@ -172,7 +173,7 @@ class Pacer:
         longer = seen.wait_seconds - foretold(least)
         if abs(longer) <= WAIT_DOUBT * seconds or (longer > 0) != (whole < 1):
             return
-        for _ in range(HALVINGS if (seen.wait_seconds > foretold(most)) != (whole < 1) else 0):
+        for _ in range(HALVINGS):
             half = (least + most) / 2
             if (seen.wait_seconds > foretold(half)) == (whole < 1):
                 least = half
@@ -183,9 +184,12 @@ class Pacer:
     def _learn_disk_again(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
         """The same by the last step alone."""
         step, modes = self._clock.step, self._homes.arrangement.plan.block_modes
-        seen = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns, modes) if step is not None else None
+        if step is None:
+            return
+        events = step.raw()
+        seen = sum_of(events, step.passes, step.begin_ns, step.end_ns, modes)
         if seen is not None:
-            self._learn_disk(run, self._disk_works(), seen, update_seconds, update_bytes)
+            self._learn_disk(run, self._disk_works(step, events), seen, update_seconds, update_bytes)
 
     def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int, behind_backward: bool) -> None:
         """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
@@ -196,11 +200,12 @@ class Pacer:
             return
         if len(step.passes) != self._wrapped.settings.accumulate:
             return
-        found = sum_of(step.raw(), step.passes, step.begin_ns, step.end_ns, plan.block_modes)
+        events = step.raw()
+        found = sum_of(events, step.passes, step.begin_ns, step.end_ns, plan.block_modes)
         if found is None:
             return
         self._seen.append(replace(found, rest_seconds=max(found.rest_seconds - update_seconds, 0.0)))
-        self._works += self._disk_works() if len(self._seen) > 1 else []
+        self._works += self._disk_works(step, events) if len(self._seen) > 1 else []
         if len(self._seen) <= CONFIRMING_STEPS:
             return
         seen, works = middle(self._seen[1:]), [*self._works]
