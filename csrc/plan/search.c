@@ -428,6 +428,25 @@ static ptn_status search_all(search *at) {
   return PTN_OK;
 }
 
+/* What is left over goes to reading further ahead: the widest window with which the best is forecast as fast, in the steps of
+ * the order. */
+static void widen(search *at) {
+  const ptn_fit *fit = at->trials.fit;
+  if (at->request->n_persist >= 0 && at->request->n_buffer > 0) return;
+  for (uint32_t window = fit->n_windows; window-- > 0;) {
+    uint32_t n_persist = at->best.choice.n_persist;
+    uint64_t moved_bytes;
+    ptn_forecast forecast;
+    if (fit->windows[window] <= at->best_window) continue;
+    if (!ptn_trials_modes_fit(&at->trials, at->best_modes, window, n_persist)) continue;
+    ptn_trials_simulate_modes(&at->trials, at->best_modes, window, n_persist, &moved_bytes, &forecast);
+    at->trials.fit->n_simulated++;
+    if (step_of((double)forecast.step_ns) > at->best.step) continue;
+    at->best_window = fit->windows[window];
+    at->best_forecast = forecast;
+  }
+}
+
 /* Everything in memory, and all of it fits: the modes given are no others. */
 static bool is_ample(search *at, ptn_mode *modes) {
   const ptn_plan_request *request = at->request;
@@ -474,6 +493,7 @@ ptn_status ptn_search(ptn_fit *fit, const ptn_rule *rule, ptn_mode *modes, uint3
   } else if (status == PTN_OK) {
     simulate_modes(&at, modes, *n_persist, *window);
     status = search_all(&at);
+    if (status == PTN_OK && at.found) widen(&at);
   }
   if (status == PTN_OK && !at.found) {
     status = ptn_fail(PTN_INVALID,

@@ -146,7 +146,8 @@ bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice);
 double ptn_trials_least_ns(ptn_trials *trials, uint32_t set, uint32_t least, uint32_t most, double held_bytes);
 int64_t ptn_trials_bound_ns(ptn_trials *trials, const ptn_choice *choice, uint64_t *moved_bytes);
 void ptn_trials_simulate(ptn_trials *trials, const ptn_choice *choice, ptn_forecast *out);
-/* Modes from outside the families. */
+/* Modes from outside the families: whether they fit with this window, and a number of slots stands for it; what they take. */
+bool ptn_trials_modes_fit(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist);
 void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist,
                                uint64_t *moved_bytes, ptn_forecast *out);
 

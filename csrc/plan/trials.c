@@ -100,10 +100,8 @@ static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, cons
   return (int64_t)ptn_peak_without_slots(trials->fit->peak, stretch_bytes, trials->fit->least, choice->n_persist);
 }
 
-bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
-  uint32_t window = choice->window, n_persist = choice->n_persist;
-  const int64_t *phase_bytes;
-  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
+/* Of what needs so much without slots. */
+static bool stands(ptn_trials *trials, uint32_t window, uint32_t n_persist, int64_t needed_bytes) {
   if (n_persist == trials->request->n_chunks) return window == 0;
   for (uint32_t other = 0; other < window; other++) {
     bool wider = trials->fit->windows[other] > trials->fit->windows[window]; /* more, before few */
@@ -111,6 +109,26 @@ bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
     if (!wider || fits(trials, other, n_persist, needed_bytes)) return false;
   }
   return true;
+}
+
+bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
+  const int64_t *phase_bytes;
+  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
+  return stands(trials, choice->window, choice->n_persist, needed_bytes);
+}
+
+static void compose_modes(ptn_trials *trials, const ptn_mode *modes) {
+  if (modes != trials->modes && trials->request->n_blocks > 0) {
+    memcpy(trials->modes, modes, trials->request->n_blocks * sizeof *modes);
+  }
+  ptn_fit_compose(trials->fit, trials->modes);
+  trials->composed_set = NO_SET;
+}
+
+bool ptn_trials_modes_fit(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist) {
+  compose_modes(trials, modes);
+  int64_t needed_bytes = ptn_fit_without_slots(trials->fit, n_persist);
+  return fits(trials, window, n_persist, needed_bytes) && stands(trials, window, n_persist, needed_bytes);
 }
 
 /* What the modes in trials->modes are. False: the stash has no place. */
@@ -157,11 +175,7 @@ void ptn_trials_simulate(ptn_trials *trials, const ptn_choice *choice, ptn_forec
 void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist,
                                uint64_t *moved_bytes, ptn_forecast *out) {
   ptn_candidate candidate;
-  if (modes != trials->modes && trials->request->n_blocks > 0) {
-    memcpy(trials->modes, modes, trials->request->n_blocks * sizeof *modes);
-  }
-  ptn_fit_compose(trials->fit, trials->modes);
-  trials->composed_set = NO_SET;
+  compose_modes(trials, modes);
   *moved_bytes = 0;
   *out = (ptn_forecast){.step_ns = PTN_NEVER_NS};
   int64_t needed_bytes = ptn_fit_without_slots(trials->fit, n_persist);

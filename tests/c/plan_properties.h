@@ -103,6 +103,42 @@ static inline void check_given_again(const model *of, const answer *given, uint6
   CHECK(same_plan(of, given, &other) && other.plan.forecast.step_ns == 0);
 }
 
+/* What a budget leaves for candidates (room.c). */
+typedef struct limits {
+  int64_t with_ring, ringless, roomy;
+} limits;
+
+static inline limits limits_of(const model *of, uint64_t budget_bytes) {
+  ptn_plan_request request = of->request;
+  ptn_fit fit;
+  ptn_rule *rule;
+  request.budget_bytes = budget_bytes;
+  CHECK_OK(ptn_fit_create(&fit, &request));
+  CHECK_OK(ptn_rule_create(&rule, &fit));
+  limits found = {fit.limit_bytes, fit.ringless_limit_bytes, fit.roomy_bytes};
+  ptn_rule_destroy(rule);
+  ptn_fit_destroy(&fit);
+  return found;
+}
+
+/* What is left over goes to reading ahead: no more slots that fit are as fast, in steps of half a percent. */
+static inline void check_widest(const model *of, const answer *given, uint64_t budget) {
+  ptn_plan_request wider = of->request;
+  answer other;
+  limits room = limits_of(of, budget);
+  wider.modes = given->modes;
+  wider.n_persist = given->plan.n_persist;
+  for (uint32_t slots = given->plan.n_buffer + 1; slots <= of->request.n_chunks - given->plan.n_persist; slots++) {
+    wider.n_buffer = slots;
+    model_ask(&wider, budget, &other);
+    if (other.status != PTN_OK || other.plan.n_buffer != slots) continue;
+    bool ring = other.plan.ring_bytes > 0;
+    int64_t needed_bytes = (int64_t)(other.plan.peak_bytes - (of->request.ring_host_bytes > 0 ? 0 : other.plan.ring_bytes));
+    if (needed_bytes > (ring ? room.roomy : room.ringless)) continue;
+    CHECK(other.plan.forecast.step_ns > given->plan.forecast.step_ns);
+  }
+}
+
 /* A refusal names the smallest budget that works, also where modes or the number of persistent chunks are given. */
 static inline void check_smallest(const ptn_plan_request *request) {
   answer given;
@@ -147,6 +183,7 @@ static inline void check_ladder(const model *of, uint64_t *random, measured *ris
     check_tiers(of, &given);
     check_room(of, &given, budget);
     check_given_again(of, &given, budget);
+    check_widest(of, &given, budget);
     ample = is_ample(of, &given);
     /* What stays in memory is updated in step(), whatever could be hidden by moving. */
     int64_t own_ns = ample ? given.plan.forecast.update_ns + given.plan.forecast.busy_ns[PTN_GATHER] : 0;
@@ -273,24 +310,6 @@ static inline void check_bounds(const model *of, uint64_t *random) {
 }
 
 /* ---- against all there is ---- */
-
-/* What a budget leaves for candidates (room.c). */
-typedef struct limits {
-  int64_t with_ring, ringless, roomy;
-} limits;
-
-static inline limits limits_of(const model *of, uint64_t budget_bytes) {
-  ptn_plan_request request = of->request;
-  ptn_fit fit;
-  ptn_rule *rule;
-  request.budget_bytes = budget_bytes;
-  CHECK_OK(ptn_fit_create(&fit, &request));
-  CHECK_OK(ptn_rule_create(&rule, &fit));
-  limits found = {fit.limit_bytes, fit.ringless_limit_bytes, fit.roomy_bytes};
-  ptn_rule_destroy(rule);
-  ptn_fit_destroy(&fit);
-  return found;
-}
 
 #define N_BUDGETS 8
 
