@@ -81,6 +81,7 @@ class PlanResult(TypedDict):
     n_persist: int
     n_host: int
     n_buffer: int
+    n_ahead: int
     piece_bytes: int
     n_pieces: int
     slot_bytes_total: int
@@ -335,6 +336,7 @@ def make_plan(
     modes: Sequence[int] | None,
     n_persist: int,
     n_buffer: int,
+    n_ahead: int,
     grads_outlive_backward: bool,
     n_passes: int,
     host_budget_bytes: int,

@@ -142,15 +142,16 @@ class Fitter:
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
-        n_persist, n_buffer = None, 0
+        n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
-            modes, n_persist, n_buffer = modes or given.block_modes, given.n_persist, given.n_buffer
+            modes, n_persist = modes or given.block_modes, given.n_persist
+            n_buffer, n_ahead = given.n_buffer, given.n_ahead
         elif run is None:
             n_persist = None if unknown_bytes else 0
         try:
             found = arrange(
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
-                n_persist=n_persist, n_buffer=n_buffer, grads_outlive_backward=wrapped.grads_outlive_backward,
+                n_persist=n_persist, n_buffer=n_buffer, n_ahead=n_ahead, grads_outlive_backward=wrapped.grads_outlive_backward,
                 n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
                 host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,

@@ -56,8 +56,9 @@ class Plan:
     """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
 
     n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
-    share; n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent
-    ones whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
+    share; n_ahead how many of these are read ahead of the one in use (0 where a plan does not say it: any with such slots);
+    n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent ones
+    whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
     updates under way) and activations with all else.
     """
 
@@ -74,6 +75,7 @@ class Plan:
     disk_bytes: int
     budget_bytes: int = field(default=0, compare=False)
     n_host: int = 0
+    n_ahead: int = 0
     persistent_bytes: int = field(default=0, compare=False)
     slot_bytes: int = field(default=0, compare=False)
     ring_bytes: int = field(default=0, compare=False)
@@ -211,6 +213,7 @@ def arrange(
     modes: Sequence[str] | None = None,
     n_persist: int | None = None,
     n_buffer: int = 0,
+    n_ahead: int = 0,
     grads_outlive_backward: bool = False,
     n_passes: int = 1,
     unknown_bytes: int = 0,
@@ -225,7 +228,7 @@ def arrange(
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
     Args:
-        modes, n_persist: as given, where not None. n_buffer: with n_persist, the slots of the plan that both are from.
+        modes, n_persist: as given, where not None. n_buffer, n_ahead: with n_persist, of the plan that all are from.
         unknown_bytes: activations where no dry run knows them.
         times, machine: for a plan by time; both or none.
         host_budget_bytes: of a host tier beside the device, the ring among it where that is there. n_ranks: devices that share
@@ -272,6 +275,7 @@ def arrange(
         None if modes is None else [MODES.index(mode) for mode in modes],
         -1 if n_persist is None else n_persist,
         n_buffer,
+        n_ahead,
         grads_outlive_backward,
         n_passes,
         host_budget_bytes,
@@ -298,6 +302,7 @@ def arrange(
         disk_bytes=found["disk_bytes"],
         budget_bytes=budget_bytes,
         n_host=found["n_host"],
+        n_ahead=found["n_ahead"],
         persistent_bytes=found["static_bytes"] - found["slot_bytes_total"] - ring_bytes,
         slot_bytes=found["slot_bytes_total"],
         ring_bytes=ring_bytes,
@@ -429,6 +434,7 @@ def plan_from_profile(
         found = arrange(
             chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=given.block_modes if given else modes,
             n_persist=given.n_persist if given else None, n_buffer=given.n_buffer if given else 0,
+            n_ahead=given.n_ahead if given else 0,
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
             unknown_bytes=over.of(budget_bytes) if over is not None else 0, host_budget_bytes=room_bytes, n_ranks=n_ranks,

@@ -577,7 +577,7 @@ def test_planner_composes_mixed_modes_as_they_really_are(build: Callable[[], nn.
     for first, last, stride in ((0, 1, 1), (0, 2, 1), (1, n_blocks, 1), (0, n_blocks, 2)):
         recompute = [number in range(first, last, stride) for number in range(n_blocks)]
         modes = [2 if again else 0 for again in recompute]
-        found = _core.make_plan(1 << 40, 0, [], phases, [], [], 1, 3, n_blocks, modes, -1, 0, False, 1, 0, 1, None)
+        found = _core.make_plan(1 << 40, 0, [], phases, [], [], 1, 3, n_blocks, modes, -1, 0, 0, False, 1, 0, 1, None)
         planned = found["peak_bytes"]
         real = real_peak(arena, model, (), batch, recompute)
         assert 0.99 * real <= planned <= 1.03 * real, (modes, planned, real)

@@ -501,6 +501,21 @@ def test_a_profile_plans_as_the_library_does(tmp_path: Path, monkeypatch: pytest
     assert lines == plan.explain(plan_from_profile(profile, 27 * MIB)).splitlines()
 
 
+def test_a_plan_given_is_itself_and_an_older_one_keeps_its_slots() -> None:
+    profile, found = profile_of(), set()
+    for budget in range(23 * MIB, 90 * MIB, 6 * MIB):
+        plan = plan_from_profile(profile, budget)
+        found.add(plan.n_ahead)
+        assert plan_from_profile(profile, budget, given=plan) == plan
+        said = json.loads(plan.to_json())
+        del said["n_ahead"]
+        older = Plan.from_json(json.dumps(said))
+        assert older.n_ahead == 0
+        again = plan_from_profile(profile, budget, given=older)
+        assert (again.n_persist, again.n_buffer, again.block_modes) == (plan.n_persist, plan.n_buffer, plan.block_modes)
+    assert len(found) > 1
+
+
 def test_a_profile_of_a_gpu_needs_the_hosts_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     profile = over_device(profile_of())

@@ -7,7 +7,8 @@
  *
  * Windows: few distinct chunks have slots of their own, else two of one operation could meet in a slot; more lets reading run
  * ahead; wider ones, up to all, let it run further and hold what was read in forward for backward. They have an order: more,
- * few, and the wider ones as they grow. A number of slots names the first of them that has so many and fits.
+ * few, and the wider ones as they grow. Several may have as many slots: of a plan that is given it is said how far it reads ahead; a
+ * number of slots alone names the first that fits.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -51,7 +52,7 @@ static void list_windows(ptn_fit *fit, uint32_t widest) {
   fit->windows[count++] = fit->more;
   if (fit->few != fit->more) fit->windows[count++] = fit->few;
   for (uint32_t window = fit->more;;) {
-    window += (window + 1) / 2;
+    window += window / 2;
     if (window > widest || window >= n_chunks || count + 1 == PTN_FIT_MOST_WINDOWS) break;
     fit->windows[count++] = window;
   }
@@ -59,16 +60,24 @@ static void list_windows(ptn_fit *fit, uint32_t widest) {
   fit->n_windows = count;
 }
 
-uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots) {
-  for (int sparing = 1; sparing >= 0; sparing--) {
-    for (uint32_t i = 0; i < fit->n_windows; i++) {
-      int64_t needed_bytes = ptn_fit_without_slots(fit, n_persist) + ptn_fit_slots(fit, n_persist, fit->windows[i]);
-      bool here = sparing ? ptn_fit_fits(fit, n_persist, needed_bytes)
-                          : ptn_fit_budget_bytes(fit, n_persist, needed_bytes) <= fit->budget_bytes;
-      if (fit->n_slots == n_slots && here) return fit->windows[i];
-    }
+uint32_t ptn_fit_ahead(const ptn_fit *fit, uint32_t n_persist, uint32_t window) {
+  uint32_t n_away = fit->request->n_chunks - n_persist;
+  return n_away == 0 ? 0 : (uint32_t)ptn_min_u64(window, n_away) - 1;
+}
+
+uint32_t ptn_fit_given_window(ptn_fit *fit, uint32_t n_persist) {
+  const ptn_plan_request *request = fit->request;
+  uint32_t fitting = 0, squeezed = 0;
+  for (uint32_t i = fit->n_windows; i-- > 0;) {
+    uint32_t window = fit->windows[i];
+    int64_t needed_bytes = ptn_fit_without_slots(fit, n_persist) + ptn_fit_slots(fit, n_persist, window);
+    if (fit->n_slots != request->n_buffer) continue;
+    if (ptn_fit_budget_bytes(fit, n_persist, needed_bytes) > fit->budget_bytes) continue;
+    if (request->n_ahead > 0 && ptn_fit_ahead(fit, n_persist, window) == request->n_ahead) return window;
+    squeezed = window;
+    if (ptn_fit_fits(fit, n_persist, needed_bytes)) fitting = window;
   }
-  return 0;
+  return fitting > 0 ? fitting : squeezed;
 }
 
 /* ---- create, destroy ---- */

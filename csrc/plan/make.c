@@ -37,10 +37,9 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   ptn_fit_compose(fit, out->modes);
   int64_t without_slots_bytes = ptn_fit_without_slots(fit, n_persist);
   int64_t slots_bytes = ptn_fit_slots(fit, n_persist, window);
-  uint32_t n_away = request->n_chunks - n_persist;
   out->n_persist = n_persist;
   out->n_buffer = fit->n_slots;
-  out->n_ahead = n_away == 0 ? 0 : (uint32_t)ptn_min_u64(window, n_away) - 1;
+  out->n_ahead = ptn_fit_ahead(fit, n_persist, window);
   out->slot_bytes_total = (uint64_t)slots_bytes;
   if (fit->n_slots > 0) memcpy(out->slot_bytes, fit->slot_bytes, fit->n_slots * sizeof *out->slot_bytes);
   if (request->n_chunks > 0) memcpy(out->slot_of_chunk, fit->slot_of_chunk, request->n_chunks * sizeof *out->slot_of_chunk);
@@ -59,7 +58,7 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
         out->smallest_bytes, request->budget_bytes, out->smallest_bytes,
         "the host budget of %llu bytes has no room for what %u chunks and %llu bytes of activations leave, and "
         "there is no disk: give more host memory or a disk",
-        (unsigned long long)request->host_budget_bytes, n_away, (unsigned long long)out->stash_bytes);
+        (unsigned long long)request->host_budget_bytes, request->n_chunks - n_persist, (unsigned long long)out->stash_bytes);
   }
   out->n_host = tiers.n_host;
   out->host_bytes = tiers.host_bytes + (ptn_tiers_has_host(request) ? out->ring_bytes - ring_bytes : 0);
@@ -67,21 +66,28 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   return PTN_OK;
 }
 
-/* What follows from the choice of these modes and chunks alone, in place of *out where it is so much faster; else *out is as it was,
- * but for what write_plan writes. */
-static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, double faster, ptn_plan *out,
-                             bool *taken) {
-  size_t bytes = fit->request->n_blocks * sizeof *modes;
+/* A choice that is given; n_buffer 0: free. */
+typedef struct given {
+  const ptn_mode *modes;
+  uint32_t n_persist, n_buffer, n_ahead;
+} given;
+
+/* What follows from this choice alone, in place of *out where that is faster by more than forecasts tell apart, or in any case;
+ * else *out is as it was, but for what write_plan writes. */
+static ptn_status take_given(const ptn_fit *fit, const given *choice, bool in_any_case, ptn_plan *out, bool *taken) {
+  size_t bytes = fit->request->n_blocks * sizeof *choice->modes;
   ptn_plan_request request = *fit->request;
   ptn_plan before = *out;
   ptn_mode *modes_before = calloc(bytes + 1, 1);
   if (!modes_before) return ptn_fail(PTN_MEMORY, "no memory to plan %u blocks", fit->request->n_blocks);
   if (bytes > 0) memcpy(modes_before, out->modes, bytes);
-  request.modes = modes == out->modes ? modes_before : modes;
-  request.n_persist = n_persist;
-  request.n_buffer = 0;
+  request.modes = choice->modes == out->modes ? modes_before : choice->modes;
+  request.n_persist = choice->n_persist;
+  request.n_buffer = choice->n_buffer;
+  request.n_ahead = choice->n_ahead;
   ptn_status status = ptn_plan_make(&request, out);
-  *taken = status == PTN_OK && (double)out->forecast.step_ns * faster < (double)before.forecast.step_ns;
+  bool faster = (double)out->forecast.step_ns * PTN_PLAN_ALIKE < (double)before.forecast.step_ns;
+  *taken = status == PTN_OK && (in_any_case || faster);
   if (*taken) {
     out->smallest_bytes = before.smallest_bytes;
     out->safest_bytes = before.safest_bytes;
@@ -94,8 +100,8 @@ static ptn_status take_given(const ptn_fit *fit, const ptn_mode *modes, uint32_t
 }
 
 /* What a plan that counts with the least takes, where another fits as well: chunks that stay may be worth more than reading ahead.
- * It must be faster by more than forecasts tell apart. Given again it may be a plan without the least, where that fits: then it is
- * what it would be. *written: *out is whole. */
+ * It must be faster by more than forecasts tell apart. Given again it may be a plan without the least, where its slots fit so too:
+ * then it is what it would be. *written: *out is whole. */
 static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, uint32_t *window, ptn_plan *out, bool *written) {
   ptn_mode *modes = calloc((size_t)fit->request->n_blocks + 1, sizeof *modes);
   ptn_forecast forecast;
@@ -110,7 +116,10 @@ static ptn_status try_least(ptn_fit *fit, ptn_rule *rule, uint32_t *n_persist, u
     bool faster = status == PTN_OK && (double)forecast.step_ns * PTN_PLAN_ALIKE < (double)out->forecast.step_ns;
     if (status == PTN_INVALID) status = PTN_OK; /* it needs a lane that is not there */
     if (faster && fits && fit->request->n_persist < 0) {
-      status = take_given(fit, modes, least_persist, PTN_PLAN_ALIKE, out, written);
+      ptn_fit_slots(fit, least_persist, least_window);
+      uint32_t n_ahead = ptn_fit_ahead(fit, least_persist, least_window);
+      given choice = {.modes = modes, .n_persist = least_persist, .n_buffer = fit->n_slots, .n_ahead = n_ahead};
+      status = take_given(fit, &choice, false, out, written);
     } else if (faster && !fits) {
       if (fit->request->n_blocks > 0) memcpy(out->modes, modes, fit->request->n_blocks * sizeof *modes);
       out->forecast = forecast;
@@ -128,7 +137,13 @@ static ptn_status settle(ptn_fit *fit, uint32_t n_persist, uint32_t window, ptn_
   ptn_fit_compose(fit, out->modes);
   int64_t needed_bytes = ptn_fit_without_slots(fit, n_persist) + ptn_fit_slots(fit, n_persist, window);
   if (!ptn_fit_is_squeezed(fit, n_persist, needed_bytes)) return PTN_OK;
-  return take_given(fit, out->modes, n_persist, 0, out, written);
+  return take_given(fit, &(given){.modes = out->modes, .n_persist = n_persist}, true, out, written);
+}
+
+static bool all_kept(const ptn_plan_request *request, const ptn_mode *modes) {
+  for (uint32_t i = 0; i < request->n_blocks; i++)
+    if (modes[i] != PTN_KEEP) return false;
+  return true;
 }
 
 static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
@@ -140,7 +155,8 @@ static ptn_status make(ptn_fit *fit, ptn_rule *rule, ptn_plan *out) {
   if (!ptn_rule_choose(rule, out->modes, &n_persist, &window)) return refuse(fit, rule);
   if (fit->request->profile && fit->request->access_phases) {
     PTN_TRY(ptn_search(fit, rule, out->modes, &n_persist, &window, &out->forecast));
-    if (!fit->least && n_persist < fit->request->n_chunks) PTN_TRY(try_least(fit, rule, &n_persist, &window, out, &written));
+    bool ample = n_persist == fit->request->n_chunks && all_kept(fit->request, out->modes);
+    if (!fit->least && !ample) PTN_TRY(try_least(fit, rule, &n_persist, &window, out, &written));
   }
   if (!written && !fit->least && fit->request->n_persist < 0) PTN_TRY(settle(fit, n_persist, window, out, &written));
   return written ? PTN_OK : write_plan(fit, n_persist, window, out);

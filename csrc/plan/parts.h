@@ -152,8 +152,10 @@ int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist); /* of the
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window); /* assigns; their bytes */
 uint64_t ptn_fit_persistent_bytes(const ptn_fit *fit, uint32_t n_persist);
 
-/* The window that gives so many slots and fits with the modes composed last; 0: none. */
-uint32_t ptn_fit_window_of(ptn_fit *fit, uint32_t n_persist, uint32_t n_slots);
+/* How far a window reads ahead beside so many chunks that stay. */
+uint32_t ptn_fit_ahead(const ptn_fit *fit, uint32_t n_persist, uint32_t window);
+/* The window that has the slots given and fits with the modes composed last; 0: none. */
+uint32_t ptn_fit_given_window(ptn_fit *fit, uint32_t n_persist);
 
 /* ---- room.c ---- */
 

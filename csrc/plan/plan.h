@@ -77,7 +77,8 @@ typedef struct ptn_plan_request {
   uint32_t n_arrays; /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
   const ptn_mode *modes; /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
   int64_t n_persist; /* as given, or -1: the planner chooses */
-  int64_t n_buffer; /* with n_persist given: the slots of the plan that it is from, where so many fit; 0 or less: free */
+  int64_t n_buffer, n_ahead; /* with n_persist given: slots, and how far ahead is read, of the plan that it is from, where they
+                              * fit; n_ahead 0 or less: any with so many slots; n_buffer 0 or less: free */
   bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
   uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */

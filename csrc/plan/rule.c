@@ -10,7 +10,7 @@
  *
  * Where none of that fits there is one more choice: all blocks swap (or have the modes given), counted with what swapping cannot do
  * without (peak.c). It is the last as it waits for the disk; but where modes and chunks are given, it is taken before the same that
- * is squeezed (room.c).
+ * is squeezed (room.c), and where slots are given too, before the same that has no room for them.
  *
  * Invariants, for two requests that differ in their budgets alone: the one with more keeps at least as many blocks, and with the
  * same modes at least as many chunks; every budget from smallest_bytes on has a plan; no plan passes its budget. They hold
@@ -150,32 +150,40 @@ static choice measure_swapped(ptn_rule *rule, const ptn_mode *given) {
   return found;
 }
 
-/* What the choices need at least: with a ring, or without one where that is less; the other, or both where there is none, is 0. */
+/* What choices need at least: with a ring, or without one where that is less; the other, or both where there is none, is 0. */
 typedef struct needs {
   int64_t ring_bytes, ringless_bytes;
 } needs;
 
-/* Of all choices. */
-static needs measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, int64_t *least_bytes) {
+/* Adds those of one choice where it needs less than what there is already. Returns the least budget of both. */
+static int64_t add_needs(const ptn_rule *rule, const choice *of, int64_t already_bytes, needs *to) {
+  int64_t least_bytes = choice_budget_bytes(rule, of);
+  if (least_bytes >= already_bytes) return already_bytes;
+  bool ringless = of->ringless.bytes == least_bytes;
+  to->ring_bytes = ptn_max_i64(to->ring_bytes, ringless ? 0 : of->ring.bytes);
+  to->ringless_bytes = ptn_max_i64(to->ringless_bytes, ringless ? least_bytes : 0);
+  return least_bytes;
+}
+
+/* Adds those of the one that needs least, by either. Returns its least budget. */
+static int64_t measure_choices(ptn_rule *rule, const ptn_mode *given, uint32_t n_choices, needs *to) {
   choice least = {.ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}};
   for (uint32_t k = 0; k < n_choices; k++) {
     rule->choices[k] = measure_choice(rule, k, given);
     least.ring.bytes = ptn_min_i64(least.ring.bytes, rule->choices[k].ring.bytes);
     least.ringless.bytes = ptn_min_i64(least.ringless.bytes, rule->choices[k].ringless.bytes);
   }
-  *least_bytes = choice_budget_bytes(rule, &least);
-  if (*least_bytes == INT64_MAX) return (needs){0};
-  bool ringless = least.ringless.bytes == *least_bytes;
-  return (needs){.ring_bytes = ringless ? 0 : least.ring.bytes, .ringless_bytes = ringless ? *least_bytes : 0};
+  return add_needs(rule, &least, INT64_MAX, to);
 }
 
 static ptn_status measure(ptn_rule *rule) {
   const ptn_plan_request *request = rule->request;
   uint32_t least_persist = rule->least_persist = rule->fit->least_persist;
   rule->most_persist = rule->n_chunks;
-  needs all = measure_choices(rule, NULL, rule->n_blocks + 1, &rule->safest_bytes), here = all;
+  needs safest = {0};
+  rule->safest_bytes = measure_choices(rule, NULL, rule->n_blocks + 1, &safest);
   rule->swapped = measure_swapped(rule, NULL);
-  rule->least_bytes = rule->smallest_bytes = ptn_min_i64(rule->safest_bytes, choice_budget_bytes(rule, &rule->swapped));
+  rule->least_bytes = rule->smallest_bytes = add_needs(rule, &rule->swapped, rule->safest_bytes, &safest);
   if (request->modes) {
     uint64_t stash_bytes = ptn_swap_stash_bytes(request, rule->fit->consumer_of_phase, request->modes);
     PTN_TRY(ptn_tiers_least_persist(request, stash_bytes, &least_persist));
@@ -190,14 +198,14 @@ static ptn_status measure(ptn_rule *rule) {
         rule->least_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
   }
   if (request->modes || request->n_persist >= 0) {
-    here = measure_choices(rule, request->modes, rule->n_choices, &rule->least_bytes);
+    rule->least_bytes = measure_choices(rule, request->modes, rule->n_choices, &safest);
     rule->swapped = measure_swapped(rule, request->modes);
-    rule->least_bytes = ptn_min_i64(rule->least_bytes, choice_budget_bytes(rule, &rule->swapped));
+    rule->least_bytes = add_needs(rule, &rule->swapped, rule->least_bytes, &safest);
   }
   /* Modes given may be better than any pattern. */
   rule->smallest_bytes = ptn_min_i64(rule->smallest_bytes, rule->least_bytes);
   /* What fits where all is free, fits where it is given. */
-  ptn_fit_spare(rule->fit, ptn_max_i64(here.ring_bytes, all.ring_bytes), ptn_max_i64(here.ringless_bytes, all.ringless_bytes));
+  ptn_fit_spare(rule->fit, safest.ring_bytes, safest.ringless_bytes);
   return PTN_OK;
 }
 
@@ -244,7 +252,7 @@ static void choose_persist(const ptn_rule *rule, const choice *of, uint32_t *n_p
   uint32_t least = least_fits(rule, &of->ringless) ? of->ringless.n_persist : of->ring.n_persist;
   if (request->n_persist >= 0 && request->n_buffer > 0) {
     *n_persist = least;
-    *window = ptn_fit_window_of(fit, least, (uint32_t)ptn_min_u64((uint64_t)request->n_buffer, UINT32_MAX));
+    *window = ptn_fit_given_window(fit, least);
     if (*window > 0) return;
   }
   for (uint32_t p = rule->most_persist;; p--) {
@@ -265,10 +273,27 @@ static bool is_squeezed(const ptn_rule *rule, const choice *of) {
   return ptn_fit_is_squeezed(rule->fit, with->n_persist, with->bytes);
 }
 
+/* Whether so many slots as are given, beside modes and chunks, fit. */
+static bool slots_fit(const ptn_rule *rule, bool least) {
+  ptn_fit *fit = rule->fit;
+  const ptn_plan_request *request = rule->request;
+  fit->least = least;
+  ptn_fit_compose(fit, request->modes);
+  bool found = ptn_fit_given_window(fit, (uint32_t)request->n_persist) > 0;
+  fit->least = false;
+  return found;
+}
+
+/* Of modes and chunks given, which then are those of swapped as well. */
+static bool prefers_least(const ptn_rule *rule) {
+  if (!choice_fits(rule, &rule->swapped)) return false;
+  if (!is_squeezed(rule, &rule->swapped) && is_squeezed(rule, &rule->choices[0])) return true;
+  return rule->request->n_buffer > 0 && !slots_fit(rule, false) && slots_fit(rule, true);
+}
+
 bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window) {
-  bool given = rule->request->modes && rule->request->n_persist >= 0; /* then swapped is the same, counted with the least */
-  if (given && choice_fits(rule, &rule->swapped) && !is_squeezed(rule, &rule->swapped) && is_squeezed(rule, &rule->choices[0]))
-    return ptn_rule_choose_least(rule, modes, n_persist, window);
+  bool given = rule->request->modes && rule->request->n_persist >= 0;
+  if (given && prefers_least(rule)) return ptn_rule_choose_least(rule, modes, n_persist, window);
   for (uint32_t k = rule->n_choices; k-- > 0;) {
     if (!choice_fits(rule, &rule->choices[k])) continue;
     ptn_rule_modes(rule, k, modes);

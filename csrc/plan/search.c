@@ -41,7 +41,7 @@
 #define MOST_IN_VAIN 4       /* tried near something after the last that was better */
 #define CLIMB_PART 4          /* of the work, one in so many for one climb */
 #define LEAST_PART 8          /* of the work, one in so many where all blocks swap: only chunks and windows are to be found */
-#define MOST_WORK 140000     /* phases, accesses and chunks simulated ... */
+#define MOST_WORK 136000     /* phases, accesses and chunks simulated ... */
 #define LEAST_SIMULATIONS 160/* ... but so many candidates at least */
 #define MOST_SIMULATIONS 4096
 #define BOUNDS_PER_SIMULATION 4   /* as long as one takes ... */
@@ -75,7 +75,7 @@ typedef struct search {
   uint64_t size, bound_work, simulated_work, most_work;
   bool found;
   entry best;
-  ptn_mode *modes, *best_modes;
+  ptn_mode *best_modes;
   uint32_t best_window;
   ptn_forecast best_forecast;
 } search;
@@ -172,16 +172,11 @@ static entry simulate(search *at, entry of) {
   }
   of.step = step_of((double)forecast.step_ns);
   if (forecast.step_ns >= PTN_NEVER_NS || hopeless(at, &of)) return of;
-  if (at->request->n_blocks > 0) memcpy(at->modes, at->trials.modes, at->request->n_blocks * sizeof *at->modes);
-  if (!ptn_trials_stands(&at->trials, &of.choice)) {
-    of.step = INT32_MAX;
-    return of;
-  }
   at->found = true;
   at->best = of;
   at->best_window = at->trials.fit->windows[of.choice.window];
   at->best_forecast = forecast;
-  if (at->request->n_blocks > 0) memcpy(at->best_modes, at->modes, at->request->n_blocks * sizeof *at->modes);
+  if (at->request->n_blocks > 0) memcpy(at->best_modes, at->trials.modes, at->request->n_blocks * sizeof *at->best_modes);
   return of;
 }
 
@@ -301,7 +296,7 @@ static uint32_t given_window(search *at, uint32_t set, uint32_t n_persist) {
   ptn_trials *trials = &at->trials;
   if (request->n_persist < 0 || request->n_buffer <= 0) return 0;
   ptn_trials_need(trials, set, n_persist); /* composes the set */
-  return ptn_fit_window_of(trials->fit, n_persist, (uint32_t)ptn_min_u64((uint64_t)request->n_buffer, UINT32_MAX));
+  return ptn_fit_given_window(trials->fit, n_persist);
 }
 
 static ptn_status open_set(search *at, const entry *of) {
@@ -438,7 +433,7 @@ static void widen(search *at) {
     uint64_t moved_bytes;
     ptn_forecast forecast;
     if (fit->windows[window] <= at->best_window) continue;
-    if (!ptn_trials_modes_fit(&at->trials, at->best_modes, window, n_persist)) continue;
+    if (!ptn_trials_has_room(&at->trials, at->best_modes, window, n_persist)) continue;
     ptn_trials_simulate_modes(&at->trials, at->best_modes, window, n_persist, &moved_bytes, &forecast);
     at->trials.fit->n_simulated++;
     if (step_of((double)forecast.step_ns) > at->best.step) continue;
@@ -465,7 +460,6 @@ static void search_destroy(search *at) {
   free(at->open.entries);
   free(at->placed.entries);
   free(at->tried);
-  free(at->modes);
   free(at->best_modes);
 }
 
@@ -477,10 +471,8 @@ static ptn_status search_create(search *at, ptn_fit *fit, const ptn_rule *rule) 
   at->most_work = ptn_min_u64(ptn_max_u64(MOST_WORK, LEAST_SIMULATIONS * at->size), MOST_SIMULATIONS * at->size);
   if (fit->least) at->most_work /= LEAST_PART;
   at->tried = calloc(N_TRIED, sizeof *at->tried);
-  at->modes = calloc((size_t)request->n_blocks + 1, sizeof *at->modes);
   at->best_modes = calloc((size_t)request->n_blocks + 1, sizeof *at->best_modes);
-  if (!at->tried || !at->modes || !at->best_modes)
-    return ptn_fail(PTN_MEMORY, "no memory to search plans of %u blocks", request->n_blocks);
+  if (!at->tried || !at->best_modes) return ptn_fail(PTN_MEMORY, "no memory to search plans of %u blocks", request->n_blocks);
   return ptn_trials_create(&at->trials, fit, rule);
 }
 

@@ -122,7 +122,6 @@ typedef struct ptn_trials {
   uint32_t *needs_of; /* of which, + 1 */
   int64_t *needs; /* by number of persistent chunks */
   int64_t *slots_bytes; /* by window and number of persistent chunks */
-  uint32_t *slots_count;
   int64_t guess_bytes[PTN_FIT_MOST_WINDOWS]; /* of the slots of each window, where it was looked at last */
   uint64_t slots_work; /* the windows of all slots that were assigned */
   uint32_t n_kept; /* slots of so many windows and numbers of persistent chunks are kept */
@@ -140,14 +139,12 @@ void ptn_trials_destroy(ptn_trials *trials);
 int64_t ptn_trials_need(ptn_trials *trials, uint32_t set, uint32_t n_persist); /* without slots and ring */
 int64_t ptn_trials_slots_bytes(ptn_trials *trials, uint32_t window, uint32_t n_persist);
 bool ptn_trials_fits(ptn_trials *trials, uint32_t set, uint32_t window, uint32_t n_persist);
-/* A number of slots stands for the first window that has so many and fits (fit.c): others are not looked at. */
-bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice);
 /* The least with n_persist from least to most, slots of so many bytes at most, and any blocks that swap. */
 double ptn_trials_least_ns(ptn_trials *trials, uint32_t set, uint32_t least, uint32_t most, double held_bytes);
 int64_t ptn_trials_bound_ns(ptn_trials *trials, const ptn_choice *choice, uint64_t *moved_bytes);
 void ptn_trials_simulate(ptn_trials *trials, const ptn_choice *choice, ptn_forecast *out);
-/* Modes from outside the families: whether they fit with this window, and a number of slots stands for it; what they take. */
-bool ptn_trials_modes_fit(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist);
+/* Modes from outside the families: whether they fit with this window and are not squeezed (room.c), and what they take. */
+bool ptn_trials_has_room(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist);
 void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist,
                                uint64_t *moved_bytes, ptn_forecast *out);
 

@@ -49,7 +49,6 @@ static const int32_t *assign(ptn_trials *trials, uint32_t window, uint32_t n_per
   if (trials->kept_cells[line] == cell + 1) return slots;
   trials->slots_bytes[cell] = ptn_fit_slots(trials->fit, n_persist, trials->fit->windows[window]);
   trials->slots_work += trials->fit->windows[window] < n_chunks ? trials->fit->windows[window] + 4 : 1;
-  trials->slots_count[cell] = trials->fit->n_slots;
   trials->kept_cells[line] = cell + 1;
   if (n_chunks > 0) memcpy(slots, trials->fit->slot_of_chunk, n_chunks * sizeof *slots);
   return slots;
@@ -59,11 +58,6 @@ int64_t ptn_trials_slots_bytes(ptn_trials *trials, uint32_t window, uint32_t n_p
   size_t cell = (size_t)window * (trials->request->n_chunks + 1) + n_persist;
   if (trials->slots_bytes[cell] == UNKNOWN) assign(trials, window, n_persist);
   return trials->slots_bytes[cell];
-}
-
-static uint32_t slots_count(ptn_trials *trials, uint32_t window, uint32_t n_persist) {
-  ptn_trials_slots_bytes(trials, window, n_persist);
-  return trials->slots_count[(size_t)window * (trials->request->n_chunks + 1) + n_persist];
 }
 
 static bool fits(ptn_trials *trials, uint32_t window, uint32_t n_persist, int64_t without_bytes) {
@@ -100,23 +94,6 @@ static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, cons
   return (int64_t)ptn_peak_without_slots(trials->fit->peak, stretch_bytes, trials->fit->least, choice->n_persist);
 }
 
-/* Of what needs so much without slots. */
-static bool stands(ptn_trials *trials, uint32_t window, uint32_t n_persist, int64_t needed_bytes) {
-  if (n_persist == trials->request->n_chunks) return window == 0;
-  for (uint32_t other = 0; other < window; other++) {
-    bool wider = trials->fit->windows[other] > trials->fit->windows[window]; /* more, before few */
-    if (slots_count(trials, other, n_persist) != slots_count(trials, window, n_persist)) continue;
-    if (!wider || fits(trials, other, n_persist, needed_bytes)) return false;
-  }
-  return true;
-}
-
-bool ptn_trials_stands(ptn_trials *trials, const ptn_choice *choice) {
-  const int64_t *phase_bytes;
-  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
-  return stands(trials, choice->window, choice->n_persist, needed_bytes);
-}
-
 static void compose_modes(ptn_trials *trials, const ptn_mode *modes) {
   if (modes != trials->modes && trials->request->n_blocks > 0) {
     memcpy(trials->modes, modes, trials->request->n_blocks * sizeof *modes);
@@ -125,10 +102,11 @@ static void compose_modes(ptn_trials *trials, const ptn_mode *modes) {
   trials->composed_set = NO_SET;
 }
 
-bool ptn_trials_modes_fit(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist) {
+bool ptn_trials_has_room(ptn_trials *trials, const ptn_mode *modes, uint32_t window, uint32_t n_persist) {
   compose_modes(trials, modes);
   int64_t needed_bytes = ptn_fit_without_slots(trials->fit, n_persist);
-  return fits(trials, window, n_persist, needed_bytes) && stands(trials, window, n_persist, needed_bytes);
+  if (!fits(trials, window, n_persist, needed_bytes)) return false;
+  return !ptn_fit_is_squeezed(trials->fit, n_persist, needed_bytes + ptn_trials_slots_bytes(trials, window, n_persist));
 }
 
 /* What the modes in trials->modes are. False: the stash has no place. */
@@ -217,7 +195,6 @@ void ptn_trials_destroy(ptn_trials *trials) {
   ptn_bounds_destroy(trials->bounds);
   ptn_simulation_destroy(trials->simulation);
   free(trials->slots_bytes);
-  free(trials->slots_count);
   free(trials->kept_cells);
   free(trials->kept_slots);
   free(trials->needs);
@@ -238,7 +215,6 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
     trials->last_forward++;
   }
   trials->slots_bytes = calloc(cells, sizeof *trials->slots_bytes);
-  trials->slots_count = calloc(cells, sizeof *trials->slots_count);
   trials->n_needs = (uint32_t)ptn_max_u64(1, ptn_min_u64(MOST_SETS, MOST_NEEDS_BYTES / (chunks * sizeof *trials->needs)));
   trials->needs = calloc(trials->n_needs * chunks, sizeof *trials->needs);
   trials->needs_of = calloc(trials->n_needs, sizeof *trials->needs_of);
@@ -246,8 +222,8 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
   trials->n_kept = (uint32_t)ptn_max_u64(1, ptn_min_u64(cells, MOST_KEPT_BYTES / (chunks * sizeof *trials->kept_slots)));
   trials->kept_cells = calloc(trials->n_kept, sizeof *trials->kept_cells);
   trials->kept_slots = calloc(trials->n_kept * chunks, sizeof *trials->kept_slots);
-  if (!trials->slots_bytes || !trials->slots_count || !trials->kept_cells || !trials->kept_slots || !trials->needs ||
-      !trials->needs_of || !trials->modes) {
+  if (!trials->slots_bytes || !trials->kept_cells || !trials->kept_slots || !trials->needs || !trials->needs_of ||
+      !trials->modes) {
     return ptn_fail(PTN_MEMORY, "no memory to search plans of %u chunks and %u blocks", request->n_chunks, request->n_blocks);
   }
   for (size_t i = 0; i < cells; i++) trials->slots_bytes[i] = UNKNOWN;

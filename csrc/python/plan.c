@@ -220,14 +220,15 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
   PyObject *dict = PyDict_New();
   if (!dict) return NULL;
   if (add_number(dict, "n_persist", plan->n_persist) && add_number(dict, "n_host", plan->n_host) &&
-      add_number(dict, "n_buffer", plan->n_buffer) && add_number(dict, "piece_bytes", plan->piece_bytes) &&
-      add_number(dict, "n_pieces", plan->n_pieces) && add_number(dict, "slot_bytes_total", plan->slot_bytes_total) &&
-      add_number(dict, "ring_bytes", plan->ring_bytes) && add_number(dict, "static_bytes", plan->static_bytes) &&
-      add_number(dict, "peak_bytes", plan->peak_bytes) && add_number(dict, "smallest_bytes", plan->smallest_bytes) &&
-      add_number(dict, "safest_bytes", plan->safest_bytes) && add_number(dict, "stash_bytes", plan->stash_bytes) &&
-      add_number(dict, "rise_bytes", plan->rise_bytes) && add_number(dict, "headroom_bytes", plan->headroom_bytes) &&
-      add_number(dict, "recompute_bytes", plan->recompute_bytes) && add_number(dict, "pending_bytes", plan->pending_bytes) &&
-      add_number(dict, "disk_bytes", plan->disk_bytes) && add_number(dict, "host_bytes", plan->host_bytes) &&
+      add_number(dict, "n_buffer", plan->n_buffer) && add_number(dict, "n_ahead", plan->n_ahead) &&
+      add_number(dict, "piece_bytes", plan->piece_bytes) && add_number(dict, "n_pieces", plan->n_pieces) &&
+      add_number(dict, "slot_bytes_total", plan->slot_bytes_total) && add_number(dict, "ring_bytes", plan->ring_bytes) &&
+      add_number(dict, "static_bytes", plan->static_bytes) && add_number(dict, "peak_bytes", plan->peak_bytes) &&
+      add_number(dict, "smallest_bytes", plan->smallest_bytes) && add_number(dict, "safest_bytes", plan->safest_bytes) &&
+      add_number(dict, "stash_bytes", plan->stash_bytes) && add_number(dict, "rise_bytes", plan->rise_bytes) &&
+      add_number(dict, "headroom_bytes", plan->headroom_bytes) && add_number(dict, "recompute_bytes", plan->recompute_bytes) &&
+      add_number(dict, "pending_bytes", plan->pending_bytes) && add_number(dict, "disk_bytes", plan->disk_bytes) &&
+      add_number(dict, "host_bytes", plan->host_bytes) &&
       add(dict, "slot_of_chunk", integers(plan->slot_of_chunk, request->n_chunks, sizeof(int32_t), 1)) &&
       add(dict, "slot_bytes", integers(plan->slot_bytes, plan->n_buffer, sizeof(uint64_t), 0)) &&
       add(dict, "modes", integers(plan->modes, request->n_blocks, sizeof(ptn_mode), 0)) &&
@@ -238,17 +239,17 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
 }
 
 /* make_plan(budget, fixed, chunks, phases, accesses, access_phases, n_together, n_arrays, n_blocks, modes or None,
- * n_persist or -1, n_buffer or -1, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none) */
+ * n_persist or -1, n_buffer or 0, n_ahead or 0, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none) */
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   (void)module;
   unsigned long long budget, fixed, host_budget, ring_host = 0;
   PyObject *chunks, *phases, *accesses, *access_phases, *modes, *profile;
   unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
-  long long n_persist, n_buffer;
+  long long n_persist, n_buffer, n_ahead;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLpIKIO|K", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
+  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLLpIKIO|K", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
                         &PyList_Type, &accesses, &PyList_Type, &access_phases, &n_together, &n_arrays, &n_blocks, &modes,
-                        &n_persist, &n_buffer, &outlive, &n_passes, &host_budget, &n_ranks, &profile, &ring_host))
+                        &n_persist, &n_buffer, &n_ahead, &outlive, &n_passes, &host_budget, &n_ranks, &profile, &ring_host))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
@@ -277,6 +278,7 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
                                 .modes = modes == Py_None ? NULL : arrays.given_modes,
                                 .n_persist = n_persist,
                                 .n_buffer = n_buffer,
+                                .n_ahead = n_ahead,
                                 .grads_outlive_backward = outlive != 0,
                                 .n_passes = n_passes,
                                 .profile = profile == Py_None ? NULL : &measured,

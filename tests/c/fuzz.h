@@ -29,11 +29,11 @@ static inline void fuzz(const char *name, void (*one)(uint64_t seed)) {
   int64_t until_ns = ptn_now_ns() + (int64_t)(1e9 * fuzz_number("PROTRAIN_FUZZ_SECONDS", 1));
   uint64_t first = (uint64_t)fuzz_number("PROTRAIN_FUZZ_SEED", 1);
   fuzz_name = name;
-  fuzz_seed = first;
-  do one(fuzz_seed++);
+  fuzz_seed = first - 1;
+  do one(++fuzz_seed);
   while (ptn_now_ns() < until_ns);
   fuzz_name = NULL;
-  printf("%s: %llu inputs\n", name, (unsigned long long)(fuzz_seed - first));
+  printf("%s: %llu inputs\n", name, (unsigned long long)(fuzz_seed - first + 1));
 }
 
 /* One in so many. */
