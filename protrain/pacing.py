@@ -4,9 +4,10 @@ A dry run says before the first step what fits memory, and a fixed rule makes th
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
 searches with times, and where its plan is better than the one in use the session changes over, between two steps. The next
 steps confirm it (confirming.py): what they take corrects the profile, how they wait the disk's speed, and the planner searches
-once more. A longer batch starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter
-batches, as padding to the longest sequence makes them, are a profile too: what they computed is taken for so many more
-elements. They depart where they take longer than the whole step that was planned, or less than their share of it.
+again; and so do later ones, ever more seldom, for machines and disks do not stay as fast as they were. A longer batch starts
+this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter batches, as padding to the longest
+sequence makes them, are a profile too: what they computed is taken for so many more elements. They depart where they take
+longer than the whole step that was planned, or less than their share of it.
 
 Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
 profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled. Lanes are not taken to
@@ -54,8 +55,9 @@ LEAST_SHARE, MOST_PASSED_OVER = 0.5, 8
 LEAST_GAIN = 0.02
 #: Steps that depart by more than this share, so many in a row, are profiled and planned for again.
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
-#: Steps of a whole batch that confirm a plan, after one in which memory is touched; and how many plans are, one after another.
-CONFIRMING_STEPS, MOST_CONFIRMED = 3, 2
+#: Steps of a whole batch that confirm a plan, after one in which memory is touched; how often that is done at once; and the steps
+#: that pass before the next time, four times as many each time, up to the last number.
+CONFIRMING_STEPS, CONFIRMED_AT_ONCE, FIRST_PAUSE, LONGEST_PAUSE = 3, 2, 16, 1024
 #: Steps by which the speed of the disk is found between what it was taken to be and what its waits say.
 HALVINGS = 5
 #: Lanes are not believed to cost so many times as much as was measured, nor so many times less.
@@ -81,7 +83,8 @@ class Pacer:
         self._told = False
         self._seen: list[Sum] = []  # of steps that may confirm the plan in use
         self._works: list[DiskWork] = []  # of the same steps, but for the first
-        self._confirmed = 0  # plans, one after another
+        self._confirmed = 0  # how often
+        self._pause = 0  # steps until the next confirm it
         self._drag_factor = 1.0  # what lanes cost this model, to what was measured beside other computation
         self._disk_factor = 1.0  # what the disk carries by now, to what was measured
         #: Steps of a device: planned seconds, share of the planned batch, begin and end.
@@ -140,13 +143,16 @@ class Pacer:
                 self._learn_disk_again(self._run, update_seconds, update_bytes)
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
-        elif planned > 0 and not self._departed and share == 1.0 and self._confirmed < MOST_CONFIRMED:
-            self._confirm(self._run, update_seconds, update_bytes, behind_backward)
+        elif planned > 0 and not self._departed and share == 1.0:
+            if self._pause > 0:
+                self._pause -= 1
+            else:
+                self._confirm(self._run, update_seconds, update_bytes, behind_backward)
 
     def _confirm_anew(self) -> None:
         self._seen.clear()
         self._works.clear()
-        self._confirmed = 0
+        self._confirmed = self._pause = 0
 
     def _disk_works(self, step: StepTrace, events: Sequence[Raw]) -> list[DiskWork]:
         """Of one step; none where it is not known what the disk carries."""
@@ -192,8 +198,7 @@ class Pacer:
             self._learn_disk(run, self._disk_works(step, events), seen, update_seconds, update_bytes)
 
     def _confirm(self, run: DryRun, update_seconds: float, update_bytes: int, behind_backward: bool) -> None:
-        """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more; the next ones
-        confirm what comes of it, where that is another plan."""
+        """A step as it was planned, nearly. With enough of them the profile is corrected, and planned by once more."""
         step, plan = self._clock.step, self._homes.arrangement.plan
         as_simulated = plan.n_persist == plan.n_chunks or behind_backward != self._wrapped.grads_outlive_backward
         if step is None or plan.forecast is None or self._times is None or not as_simulated:
@@ -217,14 +222,14 @@ class Pacer:
         self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
         self._confirmed += 1
+        if self._confirmed >= CONFIRMED_AT_ONCE:
+            self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
         try:
             self._learn_disk(run, works, seen, update_seconds, update_bytes)
             self._plan(run, update_seconds, update_bytes)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
             self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
             raise
-        if replace(self._homes.arrangement.plan, step_seconds=plan.step_seconds) == plan:
-            self._confirmed = MOST_CONFIRMED
 
     def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have

@@ -173,8 +173,17 @@ def test_the_steps_after_a_plan_correct_what_it_foretells(gpt2: Any, token_batch
         assert after(0.06, length=16) == planned  # nor does a part of the batch
     corrected = after(0.11)
     assert planned * 1.01 < corrected < 0.11
-    for _ in range(3 * pacing.CONFIRMING_STEPS):
-        assert after(0.11) == corrected  # the plan stayed: nothing is left to learn
+    for _ in range(pacing.CONFIRMING_STEPS):
+        assert after(0.11) == corrected
+    twice = after(0.11)
+    assert corrected < twice < 0.11
+    for _ in range(pacing.FIRST_PAUSE + pacing.CONFIRMING_STEPS):
+        assert after(0.1) == twice  # the next ones are later
+    later = after(0.1)
+    assert 0.1 < later < twice
+    for _ in range(4 * pacing.FIRST_PAUSE + pacing.CONFIRMING_STEPS):
+        assert after(0.1) == later  # and later still
+    assert 0.1 < after(0.1) < later
     protrain.unwrap(model)
 
 
@@ -230,7 +239,7 @@ def test_a_plan_that_cannot_be_carried_out_leaves_the_profile_as_it_was(
         warnings.simplefilter("always")
         for _ in range(4 * (pacing.CONFIRMING_STEPS + 1)):
             step(model, optimizer, ids)
-    assert len([w for w in said if "it is full" in str(w.message)]) == pacing.MOST_CONFIRMED
+    assert len([w for w in said if "it is full" in str(w.message)]) == pacing.CONFIRMED_AT_ONCE
     assert pacer._times == times
     assert pacer._drag_factor == 1.0
     assert session.homes.arrangement.plan == plan
