@@ -56,7 +56,7 @@ class Plan:
     """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
 
     n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
-    share; n_ahead how many of these are read ahead of the one in use (0 where a plan does not say it: any with such slots);
+    share; n_ahead how many chunks behind the one in use are read ahead (0 where a plan does not say it: as its slots let);
     n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent ones
     whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
     updates under way) and activations with all else.

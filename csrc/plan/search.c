@@ -426,16 +426,16 @@ static ptn_status search_all(search *at) {
 /* What is left over goes to reading further ahead: the widest window with which the best is forecast as fast, in the steps of
  * the order. */
 static void widen(search *at) {
-  const ptn_fit *fit = at->trials.fit;
-  if (at->request->n_persist >= 0 && at->request->n_buffer > 0) return;
+  ptn_fit *fit = at->trials.fit;
+  uint32_t n_persist = at->best.choice.n_persist;
+  uint64_t moved_bytes;
+  ptn_forecast forecast;
+  if (at->request->n_persist >= 0 && at->request->n_buffer > 0) return; /* slots are given */
   for (uint32_t window = fit->n_windows; window-- > 0;) {
-    uint32_t n_persist = at->best.choice.n_persist;
-    uint64_t moved_bytes;
-    ptn_forecast forecast;
     if (fit->windows[window] <= at->best_window) continue;
     if (!ptn_trials_has_room(&at->trials, at->best_modes, window, n_persist)) continue;
     ptn_trials_simulate_modes(&at->trials, at->best_modes, window, n_persist, &moved_bytes, &forecast);
-    at->trials.fit->n_simulated++;
+    fit->n_simulated++;
     if (step_of((double)forecast.step_ns) > at->best.step) continue;
     at->best_window = fit->windows[window];
     at->best_forecast = forecast;
