@@ -42,6 +42,7 @@ from .errors import BudgetError, DeviceError, DiskError
 from .fitting import Fitter, Shapes, covers, elements
 from .homes import Homes
 from .observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
+from .planning import Plan
 from .profiles import Machine, Times
 from .requests import with_memory
 from .timeline import BlockClock, Raw, StepTrace
@@ -226,7 +227,7 @@ class Pacer:
             self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
         try:
             self._learn_disk(run, works, seen, update_seconds, update_bytes)
-            self._plan(run, update_seconds, update_bytes)
+            self._plan(run, update_seconds, update_bytes, seen.wait_seconds)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
             self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
             raise
@@ -323,7 +324,9 @@ class Pacer:
         unknown = UPDATE_BYTES_PER_SECOND if self._clock.device is None else DEVICE_UPDATE_BYTES_PER_SECOND
         return replace(machine, step_update_bytes_per_second=known or unknown)
 
-    def _plan(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
+    def _plan(self, run: DryRun, update_seconds: float, update_bytes: int, waited: float | None = None) -> None:
+        """waited: seconds of a step by the plan in use. As far as they are not those foretold, waits of other plans are not known
+        either, and one must be better by more than that."""
         fitter, machine = self._fitter, self._timed_machine(update_seconds, update_bytes)
         if machine is None:
             return
@@ -331,9 +334,16 @@ class Pacer:
         if machine.disk_read.bytes_per_second > 0:
             best = fitter.decide(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds
-            if gain > LEAST_GAIN:
+            if gain > LEAST_GAIN + _unexplained(now.plan, waited):
                 if fitter.can_carry_out(best):
                     now = best
                 else:  # something else is in memory: again after the next step
                     self._profiled = PROFILED_STEPS - 1
         self._homes.rearrange(now)
+
+
+def _unexplained(plan: Plan, waited: float | None) -> float:
+    """The part of a step that waits take more, or less, than foretold."""
+    if waited is None or plan.forecast is None:
+        return 0.0
+    return abs(waited - sum(plan.forecast.wait_seconds.values())) / plan.step_seconds
