@@ -67,10 +67,11 @@ uint32_t ptn_fit_ahead(const ptn_fit *fit, uint32_t n_persist, uint32_t window) 
 
 uint32_t ptn_fit_given_window(ptn_fit *fit, uint32_t n_persist) {
   const ptn_plan_request *request = fit->request;
-  uint32_t fitting = 0, squeezed = 0;
+  int64_t without_slots_bytes = ptn_fit_without_slots(fit, n_persist);
+  uint32_t fitting = 0, squeezed = 0; /* the first of each */
   for (uint32_t i = fit->n_windows; i-- > 0;) {
     uint32_t window = fit->windows[i];
-    int64_t needed_bytes = ptn_fit_without_slots(fit, n_persist) + ptn_fit_slots(fit, n_persist, window);
+    int64_t needed_bytes = without_slots_bytes + ptn_fit_slots(fit, n_persist, window);
     if (fit->n_slots != request->n_buffer) continue;
     if (ptn_fit_budget_bytes(fit, n_persist, needed_bytes) > fit->budget_bytes) continue;
     if (request->n_ahead > 0 && ptn_fit_ahead(fit, n_persist, window) == request->n_ahead) return window;
