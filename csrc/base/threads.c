@@ -8,9 +8,13 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/bytes.h"
+
+#define PROMPT_SLICE_NS 100000 /* the shortest that the kernel grants */
 
 static void must(int result) {
   if (result != 0) abort();
@@ -64,6 +68,24 @@ ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(v
 }
 
 void ptn_thread_join(pthread_t thread) { must(pthread_join(thread, NULL)); }
+
+/* As sched_setattr(2) has it in its first version; what newer C libraries call sched_attr. */
+typedef struct schedule {
+  uint32_t size, policy;
+  uint64_t flags;
+  int32_t nice;
+  uint32_t priority;
+  uint64_t slice_ns, deadline_ns, period_ns; /* of an ordinary thread the slice alone, a wish */
+} schedule;
+
+/* A thread that computes keeps its core to the end of its slice, 2 to 3 ms, against any that wakes, but for those whose slice is
+ * shorter. */
+void ptn_thread_be_prompt(void) {
+  schedule mine = {.size = sizeof mine};
+  if (syscall(SYS_sched_getattr, 0, &mine, sizeof mine, 0) != 0 || mine.policy != SCHED_OTHER) return;
+  mine.slice_ns = PROMPT_SLICE_NS;
+  (void)syscall(SYS_sched_setattr, 0, &mine, 0);
+}
 
 int64_t ptn_now_ns(void) {
   struct timespec now;

@@ -27,6 +27,10 @@ void ptn_broadcast(ptn_condition *condition);
 /* A thread with every signal blocked, so that Python's handlers run on Python's threads. name: at most 15 characters. */
 ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(void *), void *argument);
 void ptn_thread_join(pthread_t thread);
+/* For a thread that others wait for and that works briefly, called by itself: it gets a core soon after it wakes, though all of
+ * them compute. It gets no more of a core's time for that. Nothing changes where the kernel does not know how (Linux before 6.12),
+ * forbids it, or schedules the thread in a way of somebody's own choice. */
+void ptn_thread_be_prompt(void);
 
 int64_t ptn_now_ns(void); /* monotonic */
 int64_t ptn_thread_processor_ns(void); /* that the calling thread has had, whoever else interrupts */

@@ -159,6 +159,7 @@ static void settle(ptn_transfers *transfers, ptn_transfer *transfer) {
 
 static void *serve(void *argument) {
   ptn_transfers *transfers = argument;
+  ptn_thread_be_prompt();
   ptn_lock(&transfers->mutex);
   for (;;) {
     while (!transfers->first && !transfers->stop) ptn_wait(&transfers->work, &transfers->mutex);

@@ -33,6 +33,7 @@ static int64_t attempt(int fd, const ptn_piece *piece) {
 
 static void *serve(void *argument) {
   threads_engine *engine = argument;
+  ptn_thread_be_prompt();
   ptn_lock(&engine->mutex);
   for (;;) {
     while (!engine->first && !engine->stop) ptn_wait(&engine->work, &engine->mutex);

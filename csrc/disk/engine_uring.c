@@ -247,6 +247,7 @@ static void rise(uring_engine *engine) {
 /* The inbox and stop are looked at after the eventfd was emptied and before it is slept on, so that no wake-up is lost. */
 static void *serve(void *argument) {
   uring_engine *engine = argument;
+  ptn_thread_be_prompt();
   for (order_pieces(engine); !should_stop(engine); order_pieces(engine)) {
     sleep_on_ring(engine);
     rise(engine);

@@ -270,6 +270,7 @@ struct ptn_worker {
 
 static void *repeat(void *argument) {
   ptn_worker *worker = argument;
+  ptn_thread_be_prompt(); /* as the lanes that it stands for */
   ptn_lock(&worker->mutex);
   while (!worker->stop) {
     ptn_unlock(&worker->mutex);

@@ -154,6 +154,7 @@ static void serve_job(ptn_engine *engine, job *job) {
 static void *lane_body(void *argument) {
   ptn_engine *engine = argument;
   engine_device *over = &engine->over;
+  ptn_thread_be_prompt();
   ptn_lock(&engine->mutex);
   for (;;) {
     job *job = over->first_job;

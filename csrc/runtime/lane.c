@@ -456,6 +456,7 @@ static bool close_empty(ptn_engine *engine) {
 static void *lane_body(void *argument) {
   ptn_engine *engine = argument;
   uint32_t middle = 0;
+  ptn_thread_be_prompt();
   ptn_lock(&engine->mutex);
   for (;;) {
     if (close_empty(engine) || finish_oldest(engine, middle) || start_piece(engine) || compute_next(engine, &middle)) continue;
