@@ -64,12 +64,10 @@ size_t ptn_trace_copy(ptn_trace *trace, int64_t since_ns, ptn_trace_event *out, 
     ptn_unlock(&trace->mutex);
     return count;
   }
-  size_t skipped = count > most_count ? count - most_count : 0, copied = 0;
-  for (uint64_t i = first; i < trace->added; i++) {
+  size_t copied = 0;
+  for (uint64_t i = first; i < trace->added && copied < most_count; i++) {
     const ptn_trace_event *event = &trace->events[i % trace->capacity];
-    if (event->end_ns < since_ns) continue;
-    if (skipped) skipped--;
-    else out[copied++] = *event;
+    if (event->end_ns >= since_ns) out[copied++] = *event;
   }
   ptn_unlock(&trace->mutex);
   return copied;

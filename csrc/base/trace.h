@@ -52,8 +52,8 @@ void ptn_trace_add(ptn_trace *trace, ptn_trace_event event);
 /* The thread that drives the step stood still from begin_ns until now: the event on the wait lane, and how long it was in ns. Shorter
  * waits than a microsecond are a lock or a wakeup: they would only fill the trace. */
 int64_t ptn_trace_waited(ptn_trace *trace, ptn_trace_kind kind, int32_t number, int64_t begin_ns);
-/* Copies the events that ended at since_ns or later, at most most_count of them, the newest, in the order they were added;
- * returns how many. With most_count 0: how many there are. */
+/* Copies the events that ended at since_ns or later, at most most_count of them, the oldest, in the order they were added;
+ * returns how many. With most_count 0: how many there are. So who asks first and copies as many has all that were there. */
 size_t ptn_trace_copy(ptn_trace *trace, int64_t since_ns, ptn_trace_event *out, size_t most_count);
 
 #endif

@@ -28,7 +28,7 @@ PyObject *ptn_python_trace_events(PyObject *module, PyObject *arguments) {
   if (count == 0) return PyList_New(0);
   ptn_trace_event *events = malloc(count * sizeof *events);
   if (!events) return PyErr_NoMemory();
-  count = ptn_trace_copy(trace, since_ns, events, count); /* what came meanwhile takes the place of the oldest */
+  count = ptn_trace_copy(trace, since_ns, events, count); /* without what came meanwhile */
   PyObject *list = list_of(events, count);
   free(events);
   return list;

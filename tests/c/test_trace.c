@@ -39,7 +39,7 @@ static void the_oldest_give_way(void) {
     for (size_t most = 1; most <= CAPACITY + 2; most++) {
       size_t count = ptn_trace_copy(trace, 0, out, most);
       CHECK(count == (kept < most ? kept : most));
-      for (size_t i = 0; i < count; i++) CHECK(out[i].number == added - (int32_t)(count - 1 - i));
+      for (size_t i = 0; i < count; i++) CHECK(out[i].number == added - (int32_t)(kept - 1 - i));
     }
   }
   ptn_trace_destroy(trace);
@@ -57,7 +57,7 @@ static void since_looks_at_each_end(void) {
   CHECK(ptn_trace_copy(trace, 50, out, 6) == 3);
   for (size_t i = 0; i < 3; i++) CHECK(out[i].number == later[i]);
   CHECK(ptn_trace_copy(trace, 50, out, 2) == 2);
-  for (size_t i = 0; i < 2; i++) CHECK(out[i].number == later[i + 1]);
+  for (size_t i = 0; i < 2; i++) CHECK(out[i].number == later[i]);
   CHECK(ptn_trace_copy(trace, 61, NULL, 0) == 0);
   CHECK(ptn_trace_copy(trace, 61, out, 6) == 0);
   ptn_trace_destroy(trace);
