@@ -61,7 +61,8 @@ class Phase:
     multiply-add is two), read and write, and how many they are. Of a block's backward again_flops, again_moved_bytes and
     again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, but for one that is
     compiled, which runs to its end; operations -1: not known. swap_entry_bytes, swap_peak_bytes: in the run that swaps, at the
-    least; a peak of 0: not known."""
+    least; a peak of 0: not known. own_accesses: so many of the accesses in it, the last, are the backward's own, and the others
+    those of recomputation; 0: not known."""
 
     block: int
     backward: bool
@@ -79,6 +80,14 @@ class Phase:
     again_operations: int = -1
     swap_entry_bytes: int = 0
     swap_peak_bytes: int = 0
+    own_accesses: int = 0
+
+
+def _by_phase(accesses: Sequence[int], access_phases: Sequence[int], n_phases: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(n_phases)]
+    for chunk, number in zip(accesses, access_phases, strict=True):
+        found[number].append(chunk)
+    return found
 
 
 def recomputes(mode: str) -> bool:
@@ -124,21 +133,22 @@ class DryRun:
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
     def accesses_with(self, block_modes: Sequence[str]) -> list[int]:
-        """The order in which a step reads chunks whose blocks have these modes. The backward of a block that is not recomputed
-        reads each chunk where it was recorded for the last time; what was recorded before that is taken for recomputation."""
+        """The order in which a step reads chunks whose blocks have these modes. Where it is not known which accesses are those of
+        a backward itself, it is the last to each chunk."""
         found: list[int] = []
-        read: set[int] = set()
-        phase_before = -1
-        for chunk, number in zip(reversed(self.accesses), reversed(self.access_phases), strict=True):
+        for number, accesses in enumerate(self.accesses_of_phases()):
             phase = self.phases[number]
-            if number != phase_before:
-                phase_before = number
-                read.clear()
-            once = phase.backward and phase.block >= 0 and not recomputes(block_modes[phase.block])
-            if not (once and chunk in read):
-                found.append(chunk)
-                read.add(chunk)
-        return found[::-1]
+            if not phase.backward or phase.block < 0 or recomputes(block_modes[phase.block]):
+                found += accesses
+            elif phase.own_accesses:
+                found += accesses[-phase.own_accesses :]
+            else:
+                found += reversed(dict.fromkeys(reversed(accesses)))
+        return found
+
+    def accesses_of_phases(self) -> list[list[int]]:
+        """`accesses`, for each phase its own."""
+        return _by_phase(self.accesses, self.access_phases, len(self.phases))
 
     def counted(self) -> list[tuple[int, int, int]]:
         """Of each phase, nothing recomputed: what it computes, the bytes it reads and writes, and its operations."""
@@ -742,6 +752,11 @@ def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None) -> Phase:
     )
 
 
+def _own_accesses(keep: Sequence[int], recompute: Sequence[int]) -> int:
+    """How many accesses of a backward with its recomputation are those that it makes without; 0: they do not end as those do."""
+    return len(keep) if keep and list(recompute[-len(keep) :]) == list(keep) else 0
+
+
 def _order(run: _Run) -> list[tuple[int, bool]]:
     return [(segment.block, segment.backward) for segment in run.segments]
 
@@ -755,11 +770,15 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
     if _order(keep) != _order(recompute):
         raise DryRunError("its blocks run in another order when they are recomputed")
     third = swap.segments if swap is not None and _order(swap) == _order(keep) else [None] * len(keep.segments)
-    phases = tuple(_phase(a, b, c) for a, b, c in zip(keep.segments, recompute.segments, third, strict=True))
+    phases = [_phase(a, b, c) for a, b, c in zip(keep.segments, recompute.segments, third, strict=True)]
+    own, again = (_by_phase(run.accesses, run.access_phases, len(phases)) for run in (keep, recompute))
+    for number, phase in enumerate(phases):
+        if phase.block >= 0 and phase.backward:
+            phases[number] = replace(phase, own_accesses=_own_accesses(own[number], again[number]))
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(
-        phases,
+        tuple(phases),
         tuple(recompute.accesses),
         tuple(recompute.access_phases),
         complete,

@@ -332,11 +332,11 @@ _Phase = tuple[int, bool, int, int, int, int, int, int, int, int]
 
 def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
     """The last phase, with an update behind it that takes so much beside what is still there."""
-    block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak = tail
+    block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak, own = tail
     keep_peak, peak = max(keep_peak, keep_entry + step_bytes), max(peak, entry + step_bytes)
     if swap_peak > 0:
         swap_peak = max(swap_peak, swap_entry + step_bytes)
-    return block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak
+    return block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak, own
 
 
 def _phases(run: DryRun, least: bool) -> list[_Phase]:
@@ -353,6 +353,7 @@ def _phases(run: DryRun, least: bool) -> list[_Phase]:
             p.small_bytes,
             p.swap_entry_bytes if least else 0,
             p.swap_peak_bytes if least else 0,
+            p.own_accesses,
         )
         for p in run.phases
     ]

@@ -156,9 +156,7 @@ class _Expansion:
 
     def whole(self) -> DryRun | None:
         """None where the five did not run as blocks that are alike do."""
-        per_phase: list[list[int]] = [[] for _ in self.run.phases]
-        for chunk, phase in zip(self.run.accesses, self.run.access_phases, strict=True):
-            per_phase[phase].append(chunk)
+        per_phase = self.run.accesses_of_phases()
         if not (self._in_order() and self._constant() and self._same_chunks(per_phase)):
             return None
         complete = self._complete()

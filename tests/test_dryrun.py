@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +555,33 @@ def test_blocks_that_are_not_recomputed_read_their_chunks_once_on_the_way_back()
     assert len(visits(first_of, recomputed)) > len(visits(first_of, found))
     others = set(chunk.values()) - first_of - second_of - third_of
     assert visits(others, found) == visits(others, recomputed)
+
+
+def test_the_way_back_through_a_block_is_the_one_that_autograd_goes() -> None:
+    """A block whose operations go to and fro between two chunks."""
+    model, batch = llama(), tokens(2, 64)
+    blocks = [block for _, block in find_blocks(model)]
+    chunk = {id(p): len(blocks) * 2 for p in model.parameters()}
+    for number, block in enumerate(blocks):
+        chunk |= {id(p): 2 * number + ("self_attn" in name) for name, p in block.named_parameters()}
+    run = dry_run(model, (), batch, blocks, chunk, round_bytes=_core.rounded_bytes, workspace=workspace_bytes)
+    chunk_of_storage = {p.untyped_storage().data_ptr(): chunk[id(p)] for p in model.parameters()}
+    read: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() in chunk_of_storage:
+            read.append(chunk_of_storage[tensor.untyped_storage().data_ptr()])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        loss = model(**batch).loss
+    loss.backward()
+    wanted = [number for number, _ in groupby(read)]
+    for mode in ("keep", "swap"):
+        assert run.accesses_with([mode] * len(blocks))[-len(wanted) :] == wanted
+    of_last = [number for number in wanted if number in (4, 5)]
+    assert len(of_last) > 2 and set(of_last) == {4, 5}
+    assert [phase.own_accesses for phase in run.phases] == [0] * 5 + [len(of_last)] * 3 + [0]
 
 
 def test_both_runs_meet_at_both_ends() -> None:

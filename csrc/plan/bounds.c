@@ -292,7 +292,7 @@ static void walk_accesses(const ptn_bounds *bounds, walk *at, uint32_t p, bool r
   const ptn_course *course = &bounds->course;
   for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
     uint32_t chunk = course->request->accesses[i];
-    if (!course->last_visit[i] && !recomputes) continue;
+    if (!course->own[i] && !recomputes) continue;
     bool demands = chunk >= at->candidate->n_persist;
     if (demands) demand(bounds, at, chunk);
     spend(at, course->own_ns[i] + (recomputes ? course->again_ns[i] : 0));
@@ -337,7 +337,7 @@ static void find_releases(const ptn_bounds *bounds, walk *at) {
     for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
       uint32_t chunk = request->accesses[i];
       bounds->releases[i] = NOTHING;
-      if ((!course->last_visit[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
+      if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
       uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
       if (bounds->holder[slot] == NOTHING) enqueue(at, 0, &transfers_of(bounds, at, chunk)->fetch);
       else if (bounds->holder[slot] != chunk) bounds->releases[bounds->last[slot]] = chunk;
@@ -355,7 +355,7 @@ static void walk_later_passes(const ptn_bounds *bounds, walk *at) {
     bool recomputes = recomputes_in(at, &request->phases[p]);
     for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
       uint32_t chunk = request->accesses[i];
-      if ((!course->last_visit[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
+      if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
       uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
       if (bounds->holder[slot] != chunk) move(at, &transfers_of(bounds, at, chunk)->fetch, course->n_passes - 1);
       bounds->holder[slot] = chunk;

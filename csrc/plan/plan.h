@@ -60,6 +60,8 @@ typedef struct ptn_phase {
   uint64_t swap_entry_bytes, swap_peak_bytes; /* a peak of 0 in every phase: not known */
   uint64_t keep_working_bytes; /* by how much what was live rose above the least before it in the phase, at most; 0: not known */
   uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
+  uint32_t own_accesses; /* of a block's backward: so many of the accesses in it, the last, are its own, and those before them
+                          * recomputation's; 0: not known, then the last visit of each chunk is taken for its own */
 } ptn_phase;
 
 typedef struct ptn_plan_request {

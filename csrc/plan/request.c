@@ -55,6 +55,18 @@ static ptn_status check_chunks(const ptn_plan_request *request) {
   return PTN_OK;
 }
 
+static ptn_status check_own_accesses(const ptn_plan_request *request) {
+  for (uint32_t p = 0, i = 0; p < request->n_phases; p++) {
+    uint32_t first = i;
+    while (i < request->n_accesses && request->access_phases[i] == p) i++;
+    if (request->phases[p].own_accesses > i - first) {
+      return ptn_fail(PTN_INVALID, "phase %u has %u accesses, of which %u are to be its own", p, i - first,
+                      request->phases[p].own_accesses);
+    }
+  }
+  return PTN_OK;
+}
+
 static ptn_status check_accesses(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_accesses; i++) {
     if (request->accesses[i] >= request->n_chunks) {
@@ -67,7 +79,7 @@ static ptn_status check_accesses(const ptn_plan_request *request) {
                       phase, request->n_phases, before);
     }
   }
-  return PTN_OK;
+  return request->access_phases ? check_own_accesses(request) : PTN_OK;
 }
 
 /* A number that a sum may hold: false also for what is not a number. */

@@ -4,9 +4,10 @@
  * should not be decided anew at each. Design: one walk over the recorded accesses makes
  *
  *   stretches  Compute between two demands. A phase's compute is divided over its accesses in proportion to the parameters' bytes
- *              (in equal parts where they have none); what belongs to persistent chunks joins the stretch before it. The backward
- *              of a block was recorded with its recomputation: there the first visit of each chunk recomputes, the last is the
- *              backward's. Of a block that is not recomputed only the last visits happen.
+ *              (in equal parts where they have none), a chunk's over its visits; what belongs to persistent chunks joins the stretch
+ *              before it. The backward of a block was recorded with its recomputation: there the first visit of each chunk
+ *              recomputes, and those that the request says, or the last of each chunk, are the backward's own. Only they happen in
+ *              a block that is not recomputed.
  *   demands    Of chunks that are not persistent. Each slot holds its chunks one after another, so the order says which demands
  *              need a fetch, and from which demand on it may be ordered: when the chunk before was needed for the last time, and
  *              when no more distinct chunks lie in between than there are slots. A chunk that waits for gradients holds its slot
@@ -53,13 +54,14 @@ void ptn_course_destroy(ptn_course *course) {
   free(course->first_access);
   free(course->own_ns);
   free(course->again_ns);
-  free(course->last_visit);
+  free(course->own);
   free(course->completes);
   free(course->complete_inside);
   free(course->first_complete);
   free(course->complete);
   free(course->last_trained);
   free(course->count);
+  free(course->visits);
   free(course->stretches);
   free(course->demands);
   free(course->first_ready);
@@ -77,13 +79,14 @@ static ptn_status allocate(ptn_course *course) {
   course->first_access = calloc(phases, sizeof *course->first_access);
   course->own_ns = calloc(accesses, sizeof *course->own_ns);
   course->again_ns = calloc(accesses, sizeof *course->again_ns);
-  course->last_visit = calloc(accesses, sizeof *course->last_visit);
+  course->own = calloc(accesses, sizeof *course->own);
   course->completes = calloc(accesses, sizeof *course->completes);
   course->complete_inside = calloc(chunks, sizeof *course->complete_inside);
   course->first_complete = calloc(phases, sizeof *course->first_complete);
   course->complete = calloc(chunks, sizeof *course->complete);
   course->last_trained = calloc(phases, sizeof *course->last_trained);
   course->count = calloc(chunks, sizeof *course->count);
+  course->visits = calloc(chunks, sizeof *course->visits);
   course->stretches = calloc(accesses + 3 * phases, sizeof *course->stretches);
   course->demands = calloc(accesses, sizeof *course->demands);
   course->first_ready = calloc(accesses, sizeof *course->first_ready);
@@ -93,8 +96,8 @@ static ptn_status allocate(ptn_course *course) {
   course->saved_of_phase = calloc(phases, sizeof *course->saved_of_phase);
   course->saved_for_phase = calloc(phases, sizeof *course->saved_for_phase);
   course->room_bytes = calloc(phases, sizeof *course->room_bytes);
-  if (course->first_access && course->own_ns && course->again_ns && course->last_visit && course->completes &&
-      course->complete_inside && course->first_complete && course->complete && course->last_trained && course->count &&
+  if (course->first_access && course->own_ns && course->again_ns && course->own && course->completes && course->complete_inside &&
+      course->first_complete && course->complete && course->last_trained && course->count && course->visits &&
       course->stretches && course->demands && course->first_ready && course->last_of_slot && course->saved && course->readers &&
       course->saved_of_phase && course->saved_for_phase && course->room_bytes)
     return PTN_OK;
@@ -102,15 +105,20 @@ static ptn_status allocate(ptn_course *course) {
 }
 
 /* parts: 1 where an access has a part, 0 where it has none; becomes total_ns divided over them. */
-static void divide(const ptn_plan_request *request, uint32_t begin, uint32_t end, int64_t total_ns, double *parts) {
+static void divide(const ptn_course *course, uint32_t begin, uint32_t end, int64_t total_ns, double *parts) {
+  const ptn_plan_request *request = course->request;
+  uint32_t *visits = course->visits;
   double bytes = 0, n = 0;
+  for (uint32_t i = begin; i < end; i++) visits[request->accesses[i]] = 0;
   for (uint32_t i = begin; i < end; i++) {
-    bytes += parts[i] * (double)request->chunks[request->accesses[i]].param_bytes;
+    uint32_t chunk = request->accesses[i];
+    if (parts[i] > 0 && visits[chunk]++ == 0) bytes += (double)request->chunks[chunk].param_bytes;
     n += parts[i];
   }
   for (uint32_t i = begin; i < end; i++) {
     if (parts[i] == 0) continue;
-    parts[i] = (double)total_ns * (bytes > 0 ? (double)request->chunks[request->accesses[i]].param_bytes / bytes : 1 / n);
+    double of_chunk = (double)request->chunks[request->accesses[i]].param_bytes / visits[request->accesses[i]];
+    parts[i] = (double)total_ns * (bytes > 0 ? of_chunk / bytes : 1 / n);
   }
 }
 
@@ -130,12 +138,14 @@ static void divide_phases(ptn_course *course) {
     stamp++;
     for (uint32_t i = at; i-- > begin;) {
       uint32_t chunk = request->accesses[i];
-      course->last_visit[i] = !twice || course->count[chunk] != stamp;
-      course->own_ns[i] = course->last_visit[i];
+      bool last = course->count[chunk] != stamp;
+      uint32_t n_own = request->phases[p].own_accesses;
+      course->own[i] = !twice || (n_own > 0 ? at - i <= n_own : last);
+      course->own_ns[i] = course->own[i];
       course->count[chunk] = stamp;
     }
-    divide(request, begin, at, request->profile->phases[p].compute_ns, course->own_ns);
-    divide(request, begin, at, request->profile->phases[p].recompute_ns, course->again_ns);
+    divide(course, begin, at, request->profile->phases[p].compute_ns, course->own_ns);
+    divide(course, begin, at, request->profile->phases[p].recompute_ns, course->again_ns);
   }
   course->first_access[request->n_phases] = at;
   memset(course->count, 0, request->n_chunks * sizeof *course->count);
@@ -170,7 +180,7 @@ static void find_completing(ptn_course *course) {
   for (uint32_t i = request->n_accesses; i-- > 0;) {
     uint32_t chunk = request->accesses[i];
     bool completes = request->chunks[chunk].grad_bytes > 0 &&
-                     request->chunks[chunk].complete_phase == request->access_phases[i] && course->last_visit[i] &&
+                     request->chunks[chunk].complete_phase == request->access_phases[i] && course->own[i] &&
                      !course->complete_inside[chunk];
     course->completes[i] = completes;
     course->complete_inside[chunk] |= completes;
@@ -235,7 +245,7 @@ static void add_accesses(ptn_course *course, uint32_t p, bool recomputes, bool c
   bool makes = false;
   for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
     uint32_t chunk = request->accesses[i];
-    bool own = course->last_visit[i], demands = chunk >= course->candidate->n_persist;
+    bool own = course->own[i], demands = chunk >= course->candidate->n_persist;
     if (!own && !recomputes) continue;
     if (demands && (stretch->demand >= 0 || stretch->completes > 0 || stretch->work_ns > 0)) stretch = add_stretch(course, p);
     ptn_stretch *asks = stretch;

@@ -92,13 +92,13 @@ typedef struct ptn_course {
   uint32_t n_passes, n_ranks;
   uint32_t *first_access;   /* of each phase, n_phases + 1 entries */
   double *own_ns, *again_ns; /* of each access: its part of its phase's compute, of its recomputation */
-  bool *last_visit;         /* of its chunk in its phase: the only one where a block is not recomputed */
+  bool *own;                /* of each access: it happens where its block is not recomputed, too */
   bool *completes;          /* it is the last of its chunk in the phase in which that is complete */
   bool *complete_inside;    /* of each chunk: an access of it completes it, and not the end of a phase */
   uint32_t *first_complete; /* of each phase in `complete`, n_phases + 1 entries */
   uint32_t *complete;       /* trained chunks, by complete_phase; in one phase the last in execution order first */
   int64_t *last_trained;    /* of each phase: the highest chunk of which it makes gradients, -1: none */
-  uint32_t *count;          /* of each chunk, scratch */
+  uint32_t *count, *visits; /* of each chunk, scratch */
 
   /* of the candidate */
   const ptn_candidate *candidate;

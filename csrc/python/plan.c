@@ -111,9 +111,10 @@ static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
 static int read_phases(PyObject *list, ptn_phase *phases) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     int block, backward;
+    unsigned int own = 0;
     unsigned long long entry[3] = {0}, peak[3] = {0}, working = 0, small = 0;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
-                          &working, &small, &entry[2], &peak[2]))
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKKKI", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
+                          &working, &small, &entry[2], &peak[2], &own))
       return 0;
     phases[i] = (ptn_phase){.block = block,
                             .backward = backward != 0,
@@ -124,7 +125,8 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
                             .checkpoint_entry_bytes = entry[1],
                             .checkpoint_peak_bytes = peak[1],
                             .swap_entry_bytes = entry[2],
-                            .swap_peak_bytes = peak[2]};
+                            .swap_peak_bytes = peak[2],
+                            .own_accesses = own};
   }
   return 1;
 }

@@ -54,7 +54,8 @@ static void make_phases(made *made, uint32_t n_blocks) {
                                   .checkpoint_entry_bytes = number(below(checkpoint + 1)),
                                   .checkpoint_peak_bytes = number(checkpoint),
                                   .keep_working_bytes = number(below(keep + 1)),
-                                  .small_bytes = number(below(2) * below(keep + 1))};
+                                  .small_bytes = number(below(2) * below(keep + 1)),
+                                  .own_accesses = (uint32_t)number(below(8) == 0)};
     made->times[i] =
         (ptn_phase_times){.compute_ns = (int64_t)number(below(1 << 24)), .recompute_ns = (int64_t)number(below(1 << 23))};
   }

@@ -58,6 +58,11 @@ static void check_refusals(uint64_t *random) {
   model_ask(&bad.request, UINT64_MAX, &given);
   CHECK(given.status == PTN_INVALID);
   bad = of;
+  bad.request.phases = bad.phases;
+  bad.phases[0].own_accesses = 2; /* there is one */
+  model_ask(&bad.request, UINT64_MAX, &given);
+  CHECK(given.status == PTN_INVALID);
+  bad = of;
   bad.request.profile = &bad.profile;
   bad.profile.lanes[PTN_UPDATE] = (ptn_lane_speed){0};
   model_ask(&bad.request, 0, &given);

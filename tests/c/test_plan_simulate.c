@@ -139,7 +139,7 @@ static void recomputation(void) {
   CHECK(simulate().recompute_ns == 2 * 611 * US);
 }
 
-/* A block of two chunks: recomputation visits both, its backward goes back; kept it visits each once. */
+/* A block of two chunks: recomputation visits both, its backward goes back; kept it visits each once, or as is said. */
 static void visits_of_a_block(void) {
   begin(2);
   freeze();
@@ -156,6 +156,13 @@ static void visits_of_a_block(void) {
   profile.access_ns = 3;
   ptn_forecast kept = simulate();
   CHECK(kept.moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && kept.fixed_ns == 4 * 3 && kept.recompute_ns == 0);
+  phases[3].own_accesses = 3;
+  ptn_forecast to_and_fro = simulate();
+  CHECK(to_and_fro.moved_bytes[PTN_DISK_READ] == 5 * CHUNK_BYTES && to_and_fro.fixed_ns == 5 * 3);
+  CHECK(to_and_fro.compute_ns == kept.compute_ns && to_and_fro.recompute_ns == 0);
+  phases[3].own_accesses = 1;
+  CHECK(simulate().moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && simulate().fixed_ns == 3 * 3);
+  phases[3].own_accesses = 0;
   modes[0] = PTN_CHECKPOINT;
   ptn_forecast again = simulate();
   CHECK(again.moved_bytes[PTN_DISK_READ] == 5 * CHUNK_BYTES && again.fixed_ns == 5 * 3 && again.recompute_ns == MS);
@@ -582,7 +589,10 @@ static void random_chunks(uint32_t n_chunks) {
   candidate.n_persist = n_persist;
   step.n_accesses = 0;
   for (uint32_t p = 0; n_chunks > 0 && p < step.n_phases; p++)
-    for (uint64_t i = below(4); i > 0 && step.n_accesses < 8 * MOST; i--) demand(p, (uint32_t)below(n_chunks));
+    for (uint64_t i = below(4); i > 0 && step.n_accesses < 8 * MOST; i--) {
+      demand(p, (uint32_t)below(n_chunks));
+      phases[p].own_accesses += (uint32_t)below(2);
+    }
 }
 
 static void random_step(void) {
