@@ -144,7 +144,7 @@ class Pacer:
                 self._learn_disk_again(self._run, update_seconds, update_bytes)
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
-        elif planned > 0 and share == 1.0 and (not self._departed or self._confirmed < CONFIRMED_AT_ONCE):
+        elif planned > 0 and not self._departed and share == 1.0:
             if self._pause > 0:
                 self._pause -= 1
             else:
@@ -215,7 +215,6 @@ class Pacer:
         if len(self._seen) <= CONFIRMING_STEPS:
             return
         seen, works = middle(self._seen[1:]), [*self._works]
-        self._departed = 0  # from what was foretold before
         self._seen.clear()
         self._works.clear()
         of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
