@@ -580,7 +580,8 @@ def test_the_way_back_through_a_block_is_the_one_that_autograd_goes() -> None:
     for mode in ("keep", "swap"):
         assert run.accesses_with([mode] * len(blocks))[-len(wanted) :] == wanted
     of_last = [number for number in wanted if number in (4, 5)]
-    assert len(of_last) > 2 and set(of_last) == {4, 5}
+    assert len(of_last) > 2
+    assert set(of_last) == {4, 5}
     assert [phase.own_accesses for phase in run.phases] == [0] * 5 + [len(of_last)] * 3 + [0]
 
 
