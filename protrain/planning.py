@@ -327,7 +327,7 @@ def arrange(
     )
 
 
-_Phase = tuple[int, bool, int, int, int, int, int, int, int, int]
+_Phase = tuple[int, bool, int, int, int, int, int, int, int, int, int]
 
 
 def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
