@@ -630,6 +630,9 @@ class _Run:
     output_count: int
     record_bytes: int
 
+    def accesses_of_phases(self) -> list[list[int]]:
+        return _by_phase(self.accesses, self.access_phases, len(self.segments))
+
 
 def _finish_segments(meter: _Meter) -> list[_Segment]:
     """Segments in order with exactly one head and one tail."""
@@ -735,7 +738,7 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
     return tree_map_only(torch.Tensor, convert, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None) -> Phase:
+def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_accesses: int) -> Phase:
     phase = Phase(
         keep.block, keep.backward, keep.entry, keep.peak, recompute.entry, recompute.peak, keep.working, keep.small,
         keep.flops, keep.moved, keep.operations,
@@ -749,12 +752,13 @@ def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None) -> Phase:
         again_flops=max(recompute.flops - keep.flops, 0),
         again_moved_bytes=max(recompute.moved - keep.moved, 0),
         again_operations=max(recompute.operations - keep.operations, 0),
+        own_accesses=own_accesses,
     )
 
 
-def _own_accesses(keep: Sequence[int], recompute: Sequence[int]) -> int:
+def _own_accesses(keep: list[int], recompute: list[int]) -> int:
     """How many accesses of a backward with its recomputation are those that it makes without; 0: they do not end as those do."""
-    return len(keep) if keep and list(recompute[-len(keep) :]) == list(keep) else 0
+    return len(keep) if recompute[-len(keep) :] == keep else 0
 
 
 def _order(run: _Run) -> list[tuple[int, bool]]:
@@ -770,15 +774,12 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
     if _order(keep) != _order(recompute):
         raise DryRunError("its blocks run in another order when they are recomputed")
     third = swap.segments if swap is not None and _order(swap) == _order(keep) else [None] * len(keep.segments)
-    phases = [_phase(a, b, c) for a, b, c in zip(keep.segments, recompute.segments, third, strict=True)]
-    own, again = (_by_phase(run.accesses, run.access_phases, len(phases)) for run in (keep, recompute))
-    for number, phase in enumerate(phases):
-        if phase.block >= 0 and phase.backward:
-            phases[number] = replace(phase, own_accesses=_own_accesses(own[number], again[number]))
+    own = map(_own_accesses, keep.accesses_of_phases(), recompute.accesses_of_phases())
+    phases = tuple(_phase(*of_phase) for of_phase in zip(keep.segments, recompute.segments, third, own, strict=True))
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
     complete = {chunk: max(keep.complete.get(chunk, 0), recompute.complete.get(chunk, 0)) for chunk in chunks}
     return DryRun(
-        tuple(phases),
+        phases,
         tuple(recompute.accesses),
         tuple(recompute.access_phases),
         complete,
