@@ -327,7 +327,7 @@ def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
     chunks: list[tuple[int, int, int, int]],
-    phases: list[tuple[int, bool, int, int, int, int, int, int, int, int, int]] | list[tuple[int, bool, int, int, int, int]],
+    phases: list[tuple[int, ...]],
     accesses: list[int],
     access_phases: list[int],
     n_together: int,

@@ -62,7 +62,8 @@ class Phase:
     again_operations are what recomputation adds to that: it stops at the last tensor that the block saved, but for one that is
     compiled, which runs to its end; operations -1: not known. swap_entry_bytes, swap_peak_bytes: in the run that swaps, at the
     least; a peak of 0: not known. own_accesses: so many of the accesses in it, the last, are the backward's own, and the others
-    those of recomputation; 0: not known."""
+    those of recomputation; 0: not known. keep_after_bytes, checkpoint_after_bytes, swap_after_bytes: the highest in each run from
+    the first moment on at which a chunk's gradients were complete in it; 0: none were, or not known."""
 
     block: int
     backward: bool
@@ -81,6 +82,9 @@ class Phase:
     swap_entry_bytes: int = 0
     swap_peak_bytes: int = 0
     own_accesses: int = 0
+    keep_after_bytes: int = 0
+    checkpoint_after_bytes: int = 0
+    swap_after_bytes: int = 0
 
 
 def _by_phase(accesses: Sequence[int], access_phases: Sequence[int], n_phases: int) -> list[list[int]]:
@@ -191,6 +195,8 @@ class _Segment:
     lowest: int = field(init=False)  # so far
     working: int = 0  # by how much it rose above the lowest before, at most
     small: int = 0  # what a block saved, too small for the stash, but for its outputs
+    completes: bool = False  # a chunk's gradients, so far
+    after: int = 0  # the highest since then
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
@@ -200,10 +206,18 @@ class _Segment:
 
     def rise(self, live_bytes: int) -> None:
         self.peak, self.working = max(self.peak, live_bytes), max(self.working, live_bytes - self.lowest)
+        if self.completes:
+            self.after = max(self.after, live_bytes)
+
+    def close(self, live_bytes: int) -> None:
+        """It ends with so many."""
+        if self.completes:
+            self.after = max(self.after, live_bytes)
 
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
         self.rise(end.peak)
+        self.completes, self.after = self.completes or end.completes, max(self.after, end.after)
         self.working, self.lowest = max(self.working, end.working), min(self.lowest, end.lowest)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
@@ -244,20 +258,26 @@ class _Meter(TorchDispatchMode):
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
         self.counts = True  # what is made
 
+    def begin(self, block: int, backward: bool, pending: bool = False) -> None:
+        """A segment begins, and the one before it ends."""
+        self.segments[-1].close(self.live_bytes)
+        self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes, pending=pending))
+
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
         if self.segments[-1].pending:
             end = self.segments.pop()
+            end.close(self.live_bytes)
             self.segments[-1].absorb(end)
             self.absorbed.append((end, self.segments[-1]))
-        self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes))
+        self.begin(block, backward)
 
     def mark_end(self, block: int, backward: bool, outputs: Sequence[torch.Tensor] = ()) -> None:
         """A block is through; what follows is the head or the tail if no other block begins."""
         last = self.segments[-1]
         if last.block == block and last.backward == backward:
             self.outputs.update(output.untyped_storage()._cdata for output in outputs)
-            self.segments.append(_Segment(-1, backward, self.live_bytes, self.live_bytes, pending=True))
+            self.begin(-1, backward, pending=True)
 
     def _drop(self, key: int, size: int, segment: _Segment) -> None:
         if self.known.pop(key, None) is not None:
@@ -510,6 +530,7 @@ class _Gradients:
                     for parameter in self.members[group]:
                         if all(self.missing[other] == 0 for other in self.groups[id(parameter)]):
                             parameter.grad = None
+                            self.meter.segments[-1].completes = True
 
         return hook
 
@@ -636,10 +657,10 @@ class _Run:
 
 def _finish_segments(meter: _Meter) -> list[_Segment]:
     """Segments in order with exactly one head and one tail."""
-    segments = meter.segments
-    if not segments[-1].backward or segments[-1].block >= 0:
-        segments.append(_Segment(-1, True, meter.live_bytes, meter.live_bytes))
-    return segments
+    if not meter.segments[-1].backward or meter.segments[-1].block >= 0:
+        meter.begin(-1, True)
+    meter.segments[-1].close(meter.live_bytes)
+    return meter.segments
 
 
 def _add_unseen(segments: list[_Segment], held_bytes: int, outside_bytes: int) -> None:
@@ -648,8 +669,10 @@ def _add_unseen(segments: list[_Segment], held_bytes: int, outside_bytes: int) -
     for segment in segments:
         if not segment.backward:
             segment.entry, segment.peak = segment.entry + held_bytes, segment.peak + held_bytes
+            segment.after += held_bytes if segment.completes else 0
         if segment.block < 0:
             segment.peak += 2 * outside_bytes
+            segment.after += 2 * outside_bytes if segment.completes else 0
 
 
 def _run_step(
@@ -683,7 +706,7 @@ def _run_step(
             seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
             last = meter.segments[-1]
             if last.block >= 0:  # a model that ends in its last block has an empty head
-                meter.segments.append(_Segment(-1, False, meter.live_bytes, meter.live_bytes))
+                meter.begin(-1, False)
             last.pending = False
             torch.autograd.backward(starts, seeds)
             segments, output_count = _finish_segments(meter), len(starts)
@@ -741,10 +764,13 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
 def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_accesses: int) -> Phase:
     phase = Phase(
         keep.block, keep.backward, keep.entry, keep.peak, recompute.entry, recompute.peak, keep.working, keep.small,
-        keep.flops, keep.moved, keep.operations,
+        keep.flops, keep.moved, keep.operations, keep_after_bytes=keep.after, checkpoint_after_bytes=recompute.after,
     )  # fmt: skip
     if swap is not None:
-        phase = replace(phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak + UNSEEN_BYTES)
+        unseen = UNSEEN_BYTES if swap.after else 0
+        phase = replace(
+            phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak + UNSEEN_BYTES, swap_after_bytes=swap.after + unseen
+        )
     if keep.block < 0 or not keep.backward:
         return phase
     return replace(

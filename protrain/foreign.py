@@ -356,7 +356,7 @@ class _Step:
             for number, n_bytes in enumerate(foreign.footprint.state_bytes)
             if n_bytes and number not in foreign._live and foreign._in_memory(number)
         )
-        if stats["live_bytes"] + needed + due <= (stats["goal_bytes"] or stats["limit_bytes"]):
+        if stats["live_bytes"] + needed + due <= (self._session.homes.stash_goal_bytes or stats["limit_bytes"]):
             return clone(tree)
         return Parked(foreign._space, tree)
 

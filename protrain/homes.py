@@ -20,14 +20,14 @@ from .wrapped import Wrapped
 
 
 class Homes:
-    """Of one session. arrangement: the one in use."""
+    """Of one session. arrangement: the one in use. stash_goal_bytes: what the stash keeps to; 0: nothing goes there."""
 
     def __init__(
         self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, runner: Runner, arrangement: Arrangement
     ) -> None:
         self.arrangement = arrangement
         self._wrapped, self._engine, self._residency, self._runner = wrapped, engine, residency, runner
-        self._goal = self._headroom = 0  # bytes: see _set_goal
+        self.stash_goal_bytes = self._headroom = 0  # see _set_goal
         self._bounds = (0, 0, 0)  # that the headroom was adjusted between: the goal, the least and the most
         self._told = False
         self.settled = True  # parameters lie where the arrangement has them; False while homes move
@@ -128,7 +128,6 @@ class Homes:
             engine.set_staging(found.staging_bytes, STAGING_PIECES if found.staging_bytes else 0)
             self._set_stash()
             self._tell_unlocked()
-        engine.set_pending(max(found.pending_bytes, max(wrapped.layout.grad_bytes, default=0)))
         self._set_order()
         self._set_goal()
         self._runner.make_hooks(on_disk=any(slot >= 0 for slot in found.slot_of_chunk))
@@ -154,23 +153,24 @@ class Homes:
         self._engine.set_order([c for c in self.arrangement.accesses if not self._engine.in_memory(c)])
 
     def _set_goal(self) -> None:
-        """What the plan means to have in memory at most is what the stash works for. Where nothing goes to the stash, or nothing
-        is known of activations, there is no goal. The same bounds again leave the headroom as it was adjusted."""
+        """What the plan means to have in memory at most is what the stash works for, and what gradients that wait keep to. Where
+        nothing is known of activations there is no goal. The same bounds again leave the headroom as it was adjusted."""
         found = self.arrangement
-        swaps = any(mode.endswith("swap") for mode in found.plan.block_modes)
-        self._goal = found.plan.peak_bytes if swaps and found.plan.peak_bytes > found.static_bytes else 0
-        bounds = self._goal, found.rise_bytes, found.headroom_bytes
+        goal = found.plan.peak_bytes if found.plan.peak_bytes > found.static_bytes else 0
+        self.stash_goal_bytes = goal if any(mode.endswith("swap") for mode in found.plan.block_modes) else 0
+        bounds = self.stash_goal_bytes, found.rise_bytes, found.headroom_bytes
         if bounds != self._bounds:
             self._bounds, self._headroom = bounds, found.headroom_bytes
-        self._engine.set_goal(self._goal)
+        self._engine.set_goal(goal)
+        self._engine.set_pending(found.pending_bytes)
         self._engine.set_headroom(self._headroom, found.recompute_bytes)
 
     def adjust_headroom(self, marked_bytes: int = 0) -> None:
         """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds. marked_bytes:
         the highest that somebody else's marks told of this step."""
         peak = max(self._engine.mark(), marked_bytes)
-        if self._goal:
-            unused = self._goal - peak
+        if self.stash_goal_bytes:
+            unused = self.stash_goal_bytes - peak
             found = self.arrangement
             wanted = self._headroom - (unused * 3 // 4 if unused > 0 else unused)
             self._headroom = min(max(wanted, found.rise_bytes), found.headroom_bytes)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import _core
-from .dryrun import DryRun, recomputes
+from .dryrun import DryRun, Phase, recomputes
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, pack
@@ -130,7 +130,7 @@ class Arrangement:
     rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
     headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
     beside what is asked for behind a block that recomputes.
-    pending_bytes: of gradients of chunks on disk, that may wait for their updates before backward does.
+    pending_bytes: of gradients of chunks on disk, that may always wait for their updates; more of them within the peak.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
     host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
@@ -252,13 +252,11 @@ def arrange(
     ]
     # What a device and its host cannot do without was never measured.
     least = host_budget_bytes == 0 and ring_host_bytes == 0
-    phases, fixed_bytes = _phases(run, least) if run else [], (run.fixed_bytes if run else 0) + unknown_bytes
+    phases = _phases(run, footprint.step_bytes if footprint else 0, least) if run else []
+    fixed_bytes = (run.fixed_bytes if run else 0) + unknown_bytes
     if footprint:
         fixed_bytes += footprint.small_bytes
-        if phases:
-            phases[-1] = _with_update(phases[-1], footprint.step_bytes)
-        else:
-            fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0)
+        fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0) if not phases else 0
     accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
@@ -327,36 +325,41 @@ def arrange(
     )
 
 
-_Phase = tuple[int, bool, int, int, int, int, int, int, int, int, int]
+#: Of a phase, in the order in which the core takes them.
+_PHASE_FIELDS = (
+    "block", "backward", "keep_entry_bytes", "keep_peak_bytes", "checkpoint_entry_bytes", "checkpoint_peak_bytes",
+    "keep_working_bytes", "small_bytes", "swap_entry_bytes", "swap_peak_bytes", "own_accesses", "keep_after_bytes",
+    "checkpoint_after_bytes", "swap_after_bytes",
+)  # fmt: skip
 
 
-def _with_update(tail: _Phase, step_bytes: int) -> _Phase:
+def _with_update(tail: Phase, step_bytes: int) -> Phase:
     """The last phase, with an update behind it that takes so much beside what is still there."""
-    block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak, own = tail
-    keep_peak, peak = max(keep_peak, keep_entry + step_bytes), max(peak, entry + step_bytes)
-    if swap_peak > 0:
-        swap_peak = max(swap_peak, swap_entry + step_bytes)
-    return block, backward, keep_entry, keep_peak, entry, peak, working, small, swap_entry, swap_peak, own
+
+    def raised(highest_bytes: int, entry_bytes: int) -> int:
+        return max(highest_bytes, entry_bytes + step_bytes)
+
+    tail = replace(
+        tail,
+        keep_peak_bytes=raised(tail.keep_peak_bytes, tail.keep_entry_bytes),
+        checkpoint_peak_bytes=raised(tail.checkpoint_peak_bytes, tail.checkpoint_entry_bytes),
+        keep_after_bytes=0,  # not known apart: an update comes behind all of it
+        checkpoint_after_bytes=0,
+        swap_after_bytes=0,
+    )
+    if tail.swap_peak_bytes == 0:
+        return tail
+    return replace(tail, swap_peak_bytes=raised(tail.swap_peak_bytes, tail.swap_entry_bytes))
 
 
-def _phases(run: DryRun, least: bool) -> list[_Phase]:
-    """least: with what blocks that swap cannot do without."""
-    return [
-        (
-            p.block,
-            p.backward,
-            p.keep_entry_bytes,
-            p.keep_peak_bytes,
-            p.checkpoint_entry_bytes,
-            p.checkpoint_peak_bytes,
-            p.keep_working_bytes,
-            p.small_bytes,
-            p.swap_entry_bytes if least else 0,
-            p.swap_peak_bytes if least else 0,
-            p.own_accesses,
-        )
-        for p in run.phases
-    ]
+def _phases(run: DryRun, step_bytes: int, least: bool) -> list[tuple[int, ...]]:
+    """As the core takes them. step_bytes: of an optimizer's step; least: with what blocks that swap cannot do without."""
+    phases = list(run.phases)
+    if step_bytes:
+        phases[-1] = _with_update(phases[-1], step_bytes)
+    if not least:
+        phases = [replace(phase, swap_entry_bytes=0, swap_peak_bytes=0, swap_after_bytes=0) for phase in phases]
+    return [tuple(getattr(phase, name) for name in _PHASE_FIELDS) for phase in phases]
 
 
 def _ns(seconds: float) -> int:

@@ -283,6 +283,10 @@ class _Expansion:
 def _shifted(phase: Phase, count: int, rise: tuple[int, int, int], block: int) -> Phase:
     """The phase with so many more blocks retained."""
     keep, again, swap = rise
+
+    def above(known_bytes: int, rise_bytes: int) -> int:
+        return known_bytes + count * rise_bytes if known_bytes else 0
+
     return replace(
         phase,
         block=block,
@@ -292,4 +296,7 @@ def _shifted(phase: Phase, count: int, rise: tuple[int, int, int], block: int) -
         checkpoint_peak_bytes=phase.checkpoint_peak_bytes + count * again,
         swap_entry_bytes=phase.swap_entry_bytes + count * swap,
         swap_peak_bytes=phase.swap_peak_bytes + count * swap,
+        keep_after_bytes=above(phase.keep_after_bytes, keep),
+        checkpoint_after_bytes=above(phase.checkpoint_after_bytes, again),
+        swap_after_bytes=above(phase.swap_after_bytes, swap),
     )

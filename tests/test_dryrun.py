@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,8 @@ import protrain
 from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
-from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, _Segment, dry_run
+from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, Phase, _Segment, dry_run
+from protrain.planning import _PHASE_FIELDS
 from protrain.sizes import stash_least_bytes
 from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 
@@ -72,8 +74,9 @@ def real_peak(
     kwargs: dict[str, Any],
     recompute: bool | list[bool],
     hold_output: bool = True,
+    gradients_stay: bool = False,
 ) -> int:
-    """The highest live bytes of one real step in which a chunk's gradients go when they are complete."""
+    """The highest live bytes of one real step in which a chunk's gradients go when they are complete, or stay."""
     chunk_of = chunks_of(model)
     members: dict[int, list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -84,7 +87,7 @@ def real_peak(
     def arrived(p: torch.Tensor) -> None:
         chunk = chunk_of[id(p)]
         missing[chunk] -= 1
-        if missing[chunk] == 0:
+        if missing[chunk] == 0 and not gradients_stay:
             for member in members[chunk]:
                 member.grad = None
 
@@ -610,6 +613,34 @@ def test_planner_composes_mixed_modes_as_they_really_are(build: Callable[[], nn.
         planned = found["peak_bytes"]
         real = real_peak(arena, model, (), batch, recompute)
         assert 0.99 * real <= planned <= 1.03 * real, (modes, planned, real)
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, t5], ids=lambda build: build.__name__)
+def test_gradients_that_stay_are_counted_from_the_moment_they_are_complete(
+    build: Callable[[], nn.Module], arena: _core.Engine
+) -> None:
+    """Not beside what is live before them in the phase that completes them."""
+    model, batch = build(), tokens(3, 128)
+    run = predict(model, **batch)
+    sizes = dict.fromkeys(sorted(run.complete_phase), 0)
+    for p in model.parameters():
+        sizes[chunks_of(model)[id(p)]] += p.numel() * p.element_size()
+    chunks = [(0, size, 0, run.complete_phase[chunk]) for chunk, size in sizes.items()]
+    n_blocks = len(find_blocks(model))
+
+    def planned(phases: list[Phase], mode: int) -> int:
+        described = [tuple(getattr(phase, name) for name in _PHASE_FIELDS) for phase in phases]
+        given = [mode] * n_blocks, len(chunks)
+        return _core.make_plan(1 << 40, 0, chunks, described, [], [], 1, 3, n_blocks, *given, 0, 0, False, 1, 0, 1, None)[
+            "peak_bytes"
+        ]
+
+    for mode in (0, 2):
+        real = real_peak(arena, model, (), batch, mode == 2, gradients_stay=True)
+        found = planned(list(run.phases), mode)
+        assert 0.99 * real <= found <= 1.03 * real, (mode, found, real)
+        twice = planned([replace(phase, keep_after_bytes=0, checkpoint_after_bytes=0) for phase in run.phases], mode)
+        assert twice > found
 
 
 def test_nothing_of_the_model_changes() -> None:

@@ -74,7 +74,7 @@ def test_marks_that_samples_take_still_tell_the_headroom() -> None:
     arrangement = SimpleNamespace(rise_bytes=0, headroom_bytes=50, recompute_bytes=0)
     homes = Homes(*cast("tuple[Any, ...]", (None, engine, None, None, arrangement)))
     for marked_bytes in (100, 60):
-        homes._goal, homes._headroom = 100, 40
+        homes.stash_goal_bytes, homes._headroom = 100, 40
         homes.adjust_headroom(marked_bytes)
     assert headrooms == [40, 10]  # nothing left under the goal; of 40 left three quarters
 

@@ -105,6 +105,14 @@ void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) {
   ptn_unlock(&ptn_arena_mutex);
 }
 
+bool ptn_account_has_goal(const ptn_account *account) {
+  if (!account) return false;
+  ptn_lock(&ptn_arena_mutex);
+  bool has_goal = account->goal_bytes > 0;
+  ptn_unlock(&ptn_arena_mutex);
+  return has_goal;
+}
+
 uint64_t ptn_account_room(const ptn_account *account) {
   ptn_lock(&ptn_arena_mutex);
   uint64_t most_bytes = account->goal_bytes > 0 ? account->goal_bytes : UINT64_MAX;

@@ -231,7 +231,7 @@ static bool recomputes_in(const walk *at, const ptn_phase *phase) {
 static void wait_for_room(const ptn_bounds *bounds, walk *at, uint32_t p, double write_ns_per_byte) {
   const ptn_candidate *candidate = at->candidate;
   double room_bytes =
-      (double)candidate->above_static_bytes - (double)bounds->course.request->fixed_bytes - (double)candidate->phase_bytes[p];
+      (double)candidate->above_static_bytes - (double)bounds->course.request->fixed_bytes - (double)candidate->live[p].peak_bytes;
   double written_bytes = at->put_bytes - higher(room_bytes, 0);
   written_bytes = lower(written_bytes, at->put_bytes - at->total_stash_bytes / KEPT_PART);
   if (written_bytes <= at->written_bytes) return;

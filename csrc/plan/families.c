@@ -91,26 +91,27 @@ static double recompute_of(const ptn_families *families, const uint8_t *keep) {
   return total_ns;
 }
 
-static void compose(const ptn_families *families, const uint8_t *keep, int64_t *phase_bytes) {
+static void compose(const ptn_families *families, const uint8_t *keep, ptn_live *live) {
   const ptn_plan_request *request = families->request;
   for (uint32_t i = 0; i < request->n_blocks; i++) families->modes[i] = keep[i] ? PTN_KEEP : PTN_CHECKPOINT;
-  ptn_peak_compose(families->peak, families->modes, false, phase_bytes);
+  ptn_peak_compose(families->peak, families->modes, false, live);
 }
 
 /* One of `begin` and on is at least as good in everything. Their phases are kept: they are few. */
 static bool beaten(const ptn_families *families, uint32_t begin, const uint8_t *keep) {
   const ptn_plan_request *request = families->request;
   double recompute_ns = recompute_of(families, keep);
-  int64_t *mine = families->phase_bytes + (size_t)(families->n_sets - begin) * request->n_phases;
+  ptn_live *mine = families->live + (size_t)(families->n_sets - begin) * request->n_phases;
   for (uint32_t s = begin; s < families->n_sets; s++) {
     if (memcmp(ptn_families_keep(families, s), keep, request->n_blocks) == 0) return true;
   }
   compose(families, keep, mine);
   for (uint32_t s = begin; s < families->n_sets; s++) {
-    const int64_t *theirs = families->phase_bytes + (size_t)(s - begin) * request->n_phases;
+    const ptn_live *theirs = families->live + (size_t)(s - begin) * request->n_phases;
     if (recompute_of(families, ptn_families_keep(families, s)) > recompute_ns) continue;
     uint32_t p = 0;
-    while (p < request->n_phases && theirs[p] <= mine[p]) p++;
+    while (p < request->n_phases && theirs[p].peak_bytes <= mine[p].peak_bytes && theirs[p].after_bytes <= mine[p].after_bytes)
+      p++;
     if (p == request->n_phases) return true;
   }
   return false;
@@ -188,7 +189,7 @@ static void make_orders(ptn_families *families, by_value *scratch) {
 void ptn_families_destroy(ptn_families *families) {
   free(families->blocks);
   free(families->modes);
-  free(families->phase_bytes);
+  free(families->live);
   free(families->keep);
   free(families->sets);
   for (int i = 0; i <= PTN_N_KEEP_FAMILIES; i++) free(families->orders[i]);
@@ -205,8 +206,7 @@ ptn_status ptn_families_create(ptn_families *families, const ptn_fit *fit, const
   bool made = scratch != NULL;
   made &= (families->blocks = calloc(n_blocks + 1, sizeof *families->blocks)) != NULL;
   made &= (families->modes = calloc(n_blocks + 1, sizeof *families->modes)) != NULL;
-  made &=
-      (families->phase_bytes = calloc(PTN_N_KEEP_FAMILIES * (size_t)request->n_phases, sizeof *families->phase_bytes)) != NULL;
+  made &= (families->live = calloc(PTN_N_KEEP_FAMILIES * (size_t)request->n_phases, sizeof *families->live)) != NULL;
   made &= (families->keep = calloc(most + 1, n_blocks + 1)) != NULL;
   made &= (families->sets = calloc(most + 1, sizeof *families->sets)) != NULL;
   for (int i = 0; i <= PTN_N_KEEP_FAMILIES; i++) {

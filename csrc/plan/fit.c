@@ -22,8 +22,8 @@
 /* ---- needs ---- */
 
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes) {
-  ptn_peak_compose(fit->peak, modes, fit->least, fit->phase_bytes);
-  ptn_peak_stretches(fit->peak, fit->phase_bytes, fit->stretch_bytes);
+  ptn_peak_compose(fit->peak, modes, fit->least, fit->live);
+  ptn_peak_stretches(fit->peak, fit->live, fit->stretch_bytes);
 }
 
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist) {
@@ -87,7 +87,7 @@ void ptn_fit_destroy(ptn_fit *fit) {
   ptn_slots_scratch_destroy(fit->slots);
   ptn_peak_destroy(fit->peak);
   free(fit->consumer_of_phase);
-  free(fit->phase_bytes);
+  free(fit->live);
   free(fit->stretch_bytes);
   free(fit->slot_of_chunk);
   free(fit->slot_bytes);
@@ -105,12 +105,12 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   }
   size_t phases = request->n_phases, chunks = (size_t)request->n_chunks + 1;
   fit->consumer_of_phase = calloc(phases, sizeof *fit->consumer_of_phase);
-  fit->phase_bytes = calloc(phases, sizeof *fit->phase_bytes);
+  fit->live = calloc(phases, sizeof *fit->live);
   fit->stretch_bytes = calloc(phases, sizeof *fit->stretch_bytes);
   fit->slot_of_chunk = calloc(chunks, sizeof *fit->slot_of_chunk);
   fit->slot_bytes = calloc(chunks, sizeof *fit->slot_bytes);
   fit->pieces_from = calloc(PTN_FIT_RING_LEVELS * chunks, sizeof *fit->pieces_from);
-  if (!fit->consumer_of_phase || !fit->phase_bytes || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes ||
+  if (!fit->consumer_of_phase || !fit->live || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes ||
       !fit->pieces_from) {
     return ptn_fail(PTN_MEMORY, "no memory to plan %u chunks, %u blocks", request->n_chunks, request->n_blocks);
   }

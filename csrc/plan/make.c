@@ -52,7 +52,7 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
   out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);
   out->recompute_bytes = ptn_swap_recompute_bytes(request, out->modes, out->peak_bytes - out->static_bytes);
-  out->pending_bytes = ptn_fit_pending_bytes(fit, n_persist, (int64_t)(out->peak_bytes - ring_bytes));
+  out->pending_bytes = fit->pending_bytes;
   if (!ptn_tiers_split(request, n_persist, out->stash_bytes, &tiers)) {
     return ptn_fail_budget(
         out->smallest_bytes, request->budget_bytes, out->smallest_bytes,

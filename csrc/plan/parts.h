@@ -59,15 +59,20 @@ typedef struct ptn_peak ptn_peak;
 ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
 void ptn_peak_destroy(ptn_peak *peak); /* NULL is allowed */
 
-/* The peak of each phase, without parameters, for these modes. least: blocks that swap count with what they cannot do without,
- * for requests that know it. */
-void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes);
+/* What is live at most in a phase, without parameters and gradients of chunks that are complete: in all of it, and behind the first
+ * completion in it, where there is one. */
+typedef struct ptn_live {
+  int64_t peak_bytes, after_bytes;
+} ptn_live;
+
+/* Of each phase for these modes. least: blocks that swap count with what they cannot do without, for requests that know it. */
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, ptn_live *live);
 bool ptn_peak_knows_least(const ptn_plan_request *request);
 /* Whether memory also counts gradients that wait for their update. */
 bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least);
 
 /* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
-void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes);
+void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *stretch_bytes);
 
 /* All that counts for the candidate except slots and ring. */
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist);
@@ -122,22 +127,23 @@ ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t sta
 typedef struct ptn_fit {
   const ptn_plan_request *request;
   int64_t budget_bytes;
-  int64_t limit_bytes;          /* for candidates that have a ring, without it */
+  int64_t limit_bytes; /* for candidates that have a ring, without it */
   int64_t ringless_limit_bytes; /* for the others */
   int64_t roomy_bytes; /* up to here a candidate that has a ring is not squeezed */
   uint32_t n_trained_end; /* chunks from here on are all frozen */
   uint32_t least_persist; /* fewer have no place in the tiers behind memory */
   bool least; /* blocks that swap are composed with what they cannot do without */
-  uint64_t pending_bytes; /* the largest gradients of a chunk: what may always wait for updates */
-  uint32_t few, more;     /* distinct chunks with slots of their own: the least, and what is preferred */
+  uint64_t pending_bytes; /* gradients that may always wait for their updates: the largest of a chunk */
+  uint32_t few, more; /* distinct chunks with slots of their own: the least, and what is preferred */
   uint32_t windows[PTN_FIT_MOST_WINDOWS], n_windows; /* all that are tried, in their order */
   uint32_t *consumer_of_phase;
   ptn_peak *peak;
-  int64_t *phase_bytes, *stretch_bytes; /* of the modes composed last */
+  ptn_live *live; /* of the modes composed last, as the next */
+  int64_t *stretch_bytes;
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;
   uint64_t *pieces_from; /* of the ring, for each size and chunk: of trained chunks from there on */
-  double compute_ns;     /* of a step; 0: not known */
+  double compute_ns; /* of a step; 0: not known */
   uint32_t n_slots;
   ptn_slots_scratch *slots;
   uint32_t n_simulated, n_bounded; /* candidates, by the search so far: what a test can limit where it cannot time */
@@ -173,10 +179,8 @@ void ptn_fit_ring(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes, 
 uint64_t ptn_fit_counted_ring_bytes(const ptn_fit *fit, const ptn_plan *plan); /* of the budget; plan: with a ring */
 /* What a ring of the host's takes of its memory at most; 0: the ring is not the host's. */
 uint64_t ptn_fit_host_ring_bytes(const ptn_plan_request *request);
-/* With the least: what the budget leaves to read ahead into, as far as it is of use; 0 else. */
+/* With the least: what the budget leaves to read ahead into and to gradients that wait, as far as it is of use; 0 else. */
 uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes);
-/* Gradients that may wait for their updates: what the budget leaves beside all else, at least the largest of a chunk. */
-uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes);
 
 /* ---- rule.c ---- */
 
@@ -184,9 +188,9 @@ typedef struct ptn_rule ptn_rule;
 /* Measures the request's own choices, and sets the limit of the fit. */
 ptn_status ptn_rule_create(ptn_rule **out, ptn_fit *fit);
 void ptn_rule_destroy(ptn_rule *rule); /* NULL is allowed */
-uint64_t ptn_rule_least_bytes(const ptn_rule *rule);    /* the smallest budget for modes and n_persist as given */
+uint64_t ptn_rule_least_bytes(const ptn_rule *rule); /* the smallest budget for modes and n_persist as given */
 uint64_t ptn_rule_smallest_bytes(const ptn_rule *rule); /* and where they are free */
-uint64_t ptn_rule_safest_bytes(const ptn_rule *rule);   /* there, of plans that do not count with the least */
+uint64_t ptn_rule_safest_bytes(const ptn_rule *rule); /* there, of plans that do not count with the least */
 void ptn_rule_modes(const ptn_rule *rule, uint32_t n_keep, ptn_mode *modes);
 /* False: nothing fits. modes: n_blocks entries. What fits only with the least sets it in the fit. */
 bool ptn_rule_choose(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist, uint32_t *window);
@@ -197,14 +201,14 @@ bool ptn_rule_choose_least(ptn_rule *rule, ptn_mode *modes, uint32_t *n_persist,
 
 /* One way to carry out a request: everything that decides about its time. */
 typedef struct ptn_candidate {
-  const ptn_mode *modes;         /* n_blocks */
-  uint32_t n_persist, n_host;    /* chunks at home on the device, and behind them on the host */
-  const int32_t *slot_of_chunk;  /* n_chunks; -1: persistent */
-  const int64_t *phase_bytes;    /* as ptn_peak_compose gives them for these modes */
-  uint64_t above_static_bytes;   /* what the plan's peak leaves for phases, gradients and activations under way */
-  int64_t squeeze_ns;            /* lost since it leaves little of the budget free */
-  uint64_t pending_bytes;        /* gradients of chunks that may wait for their updates before backward does */
-  bool least;                    /* phase_bytes leave no room to read ahead within the backward of a block that swaps */
+  const ptn_mode *modes; /* n_blocks */
+  uint32_t n_persist, n_host; /* chunks at home on the device, and behind them on the host */
+  const int32_t *slot_of_chunk; /* n_chunks; -1: persistent */
+  const ptn_live *live; /* as ptn_peak_compose gives it for these modes */
+  uint64_t above_static_bytes; /* what the plan's peak leaves for phases, gradients and activations under way */
+  int64_t squeeze_ns; /* lost since it leaves little of the budget free */
+  uint64_t pending_bytes; /* gradients that may always wait for their updates; more of them in the room of a phase */
+  bool least; /* live leaves no room to read ahead within the backward of a block that swaps */
 } ptn_candidate;
 
 /* The step_ns of a candidate that cannot be carried out: a lane that the machine lacks would have to carry bytes. No forecast is

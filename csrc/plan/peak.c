@@ -22,12 +22,13 @@
  *   - The swap run is what swap cannot do without: forward waits for each write, nothing is read before it is asked for. A
  *     budget that holds nothing else is planned with it (rule.c); it takes longer, and less memory than recomputation can do with.
  *
- * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the phase that
- * completes them to the end of the step (from one step to the next where gradients outlive backward). Of the chunks on disk, one
- * that is complete may still be under way to its update while the gradients of the next are made: the largest completed so far
- * is allowed for; the runtime holds backward back before there would be two. Who needs its memory waits until it has gone, so that
- * it is not among what cannot be done without; but where gradients of several passes are added up before they are clipped, as much
- * is held beside the one that arrives.
+ * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the moment they are
+ * complete to the end of the step (from one step to the next where gradients outlive backward): of a phase in which some are, what is
+ * highest behind the first such moment is known apart, and what is before has only those beside it that were complete when it began.
+ * Of the chunks on disk, one that is complete may still be under way to its update while the gradients of the next are made: the
+ * largest completed so far is allowed for; the runtime lets more wait only within the peak. Who needs its memory waits until it has
+ * gone, so that it is not among what cannot be done without; but where gradients of several passes are added up before they are clipped,
+ * as much is held beside the one that arrives.
  *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
  * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
@@ -44,12 +45,13 @@ typedef struct composed_phase {
   int32_t block; /* -1: outside of blocks */
   bool backward;
   int64_t peak_bytes[N_RUNS];
+  int64_t after_bytes[N_RUNS]; /* behind the first completion in it; without one it is the peak */
   /* Of a forward phase, or of the one that a backward phase consumes; 0: it consumes none. */
   int64_t retained_bytes[N_RUNS];
   int64_t small_bytes; /* what swap leaves of it in memory, and the checkpoint run does not count */
 } composed_phase;
 
-typedef struct completion { /* a chunk's gradients */
+typedef struct completion { /* of a chunk's gradients */
   uint32_t chunk, stretch;
   int64_t grad_bytes;
 } completion;
@@ -69,6 +71,8 @@ static int64_t entry_of(const ptn_phase *phase, run of) {
                    : of == CHECKPOINT_RUN ? phase->checkpoint_entry_bytes
                                           : phase->swap_entry_bytes);
 }
+
+static int64_t or_else(uint64_t known, uint64_t other) { return (int64_t)(known > 0 ? known : other); }
 
 static int64_t retained_of(const ptn_plan_request *request, uint32_t i, run of) {
   if (i + 1 == request->n_phases) return 0;
@@ -116,6 +120,9 @@ static void read_phases(ptn_peak *peak, const uint32_t *consumer_of_phase) {
     to->peak_bytes[KEEP_RUN] = (int64_t)phase->keep_peak_bytes;
     to->peak_bytes[CHECKPOINT_RUN] = (int64_t)phase->checkpoint_peak_bytes;
     to->peak_bytes[SWAP_RUN] = (int64_t)phase->swap_peak_bytes;
+    to->after_bytes[KEEP_RUN] = or_else(phase->keep_after_bytes, phase->keep_peak_bytes);
+    to->after_bytes[CHECKPOINT_RUN] = or_else(phase->checkpoint_after_bytes, phase->checkpoint_peak_bytes);
+    to->after_bytes[SWAP_RUN] = or_else(phase->swap_after_bytes, phase->swap_peak_bytes);
     if (phase->block < 0 || phase->backward) continue;
     for (int of = 0; of < N_RUNS; of++) to->retained_bytes[of] = retained_of(request, i, (run)of);
     to->small_bytes = (int64_t)phase->small_bytes;
@@ -207,7 +214,7 @@ static void correct(const composed_phase *phase, ptn_mode mode, run own, int64_t
 
 static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 
-void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, int64_t *phase_bytes) {
+void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, ptn_live *live) {
   uint32_t n_phases = peak->request->n_phases, n_blocks = peak->request->n_blocks;
   bool used[N_RUNS] = {n_blocks == 0};
   for (uint32_t i = 0; i < n_blocks; i++) used[run_of(modes[i], least)] = true;
@@ -215,27 +222,32 @@ void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, i
   for (uint32_t i = 0; i < n_phases; i++) {
     const composed_phase *phase = &peak->phases[i];
     if (phase->block < 0) {
-      phase_bytes[i] = INT64_MIN;
+      live[i] = (ptn_live){INT64_MIN, INT64_MIN};
       for (int of = 0; of < N_RUNS; of++) {
-        if (used[of]) phase_bytes[i] = higher(phase_bytes[i], phase->peak_bytes[of] + corrections[of]);
+        if (!used[of]) continue;
+        live[i].peak_bytes = higher(live[i].peak_bytes, phase->peak_bytes[of] + corrections[of]);
+        live[i].after_bytes = higher(live[i].after_bytes, phase->after_bytes[of] + corrections[of]);
       }
       continue;
     }
     ptn_mode mode = modes[phase->block];
     run own = run_of(mode, least);
     if (phase->backward) correct(phase, mode, own, -1, corrections);
-    phase_bytes[i] = phase->peak_bytes[own] + corrections[own];
-    if (phase->backward) continue;
-    phase_bytes[i] += left_bytes(phase, mode, own);
-    correct(phase, mode, own, 1, corrections);
+    int64_t more_bytes = corrections[own] + (phase->backward ? 0 : left_bytes(phase, mode, own));
+    live[i] = (ptn_live){phase->peak_bytes[own] + more_bytes, phase->after_bytes[own] + more_bytes};
+    if (!phase->backward) correct(phase, mode, own, 1, corrections);
   }
 }
 
-void ptn_peak_stretches(const ptn_peak *peak, const int64_t *phase_bytes, int64_t *stretch_bytes) {
-  for (uint32_t s = 0, i = 0; s < peak->n_stretches; s++) {
-    int64_t highest = phase_bytes[i];
-    for (i++; i < peak->stretch_begins[s + 1]; i++) highest = higher(highest, phase_bytes[i]);
-    stretch_bytes[s] = highest;
+/* A phase in which gradients are completed ends one stretch and begins the next: what is highest in it before they are is beside
+ * those of the stretch that ends. Where that is not known apart its peak is counted with both. */
+void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *stretch_bytes) {
+  uint32_t n_phases = peak->request->n_phases;
+  for (uint32_t s = 0; s < peak->n_stretches; s++) {
+    uint32_t i = peak->stretch_begins[s], end = peak->stretch_begins[s + 1];
+    int64_t highest = s == 0 ? live[i].peak_bytes : live[i].after_bytes;
+    for (i++; i < end; i++) highest = higher(highest, live[i].peak_bytes);
+    stretch_bytes[s] = end < n_phases ? higher(highest, live[end].peak_bytes) : highest;
   }
 }
 

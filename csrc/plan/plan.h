@@ -62,6 +62,9 @@ typedef struct ptn_phase {
   uint64_t small_bytes; /* of a block's forward: what the keep run saved in it that swap leaves in memory, as it is too small */
   uint32_t own_accesses; /* of a block's backward: so many of the accesses in it, the last, are its own, and those before them
                           * recomputation's; 0: not known, then the last visit of each chunk is taken for its own */
+  /* The highest in the phase from the first moment on at which a chunk's gradients were complete in it; 0: not known, then its
+   * peak stands for it. */
+  uint64_t keep_after_bytes, checkpoint_after_bytes, swap_after_bytes;
 } ptn_phase;
 
 typedef struct ptn_plan_request {
@@ -126,7 +129,7 @@ typedef struct ptn_plan {
   uint64_t rise_bytes; /* by which backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two */
   uint64_t headroom_bytes; /* left free by reading ahead, so that backward stays within the peak */
   uint64_t recompute_bytes; /* the same beside what is asked for behind a block that recomputes */
-  uint64_t pending_bytes; /* gradients of chunks that may wait for their updates before backward does */
+  uint64_t pending_bytes; /* gradients that may always wait for their updates; more of them within the peak */
   uint64_t disk_bytes; /* homes and shadows of chunks on disk, and the stash where it is there */
   uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
   uint64_t host_bytes; /* their parameters and state, and the stash and the ring where they are there; of one rank */

@@ -28,8 +28,10 @@ static ptn_status check_phases(const ptn_plan_request *request) {
     uint64_t highest = ptn_max_u64(phase->small_bytes, ptn_max_u64(phase->keep_peak_bytes, phase->checkpoint_peak_bytes));
     highest = ptn_max_u64(highest, phase->swap_peak_bytes);
     if (phase->keep_entry_bytes > phase->keep_peak_bytes || phase->checkpoint_entry_bytes > phase->checkpoint_peak_bytes ||
-        phase->swap_entry_bytes > phase->swap_peak_bytes || highest > PTN_PLAN_MOST_BYTES) {
-      return ptn_fail(PTN_INVALID, "phase %u enters with more bytes than its peak, or peaks above %llu bytes", i,
+        phase->swap_entry_bytes > phase->swap_peak_bytes || phase->keep_after_bytes > phase->keep_peak_bytes ||
+        phase->checkpoint_after_bytes > phase->checkpoint_peak_bytes || phase->swap_after_bytes > phase->swap_peak_bytes ||
+        highest > PTN_PLAN_MOST_BYTES) {
+      return ptn_fail(PTN_INVALID, "phase %u enters or ends with more bytes than its peak, or peaks above %llu bytes", i,
                       (unsigned long long)PTN_PLAN_MOST_BYTES);
     }
   }

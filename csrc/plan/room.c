@@ -157,11 +157,8 @@ static uint64_t spare_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t need
 uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_t n_persist, int64_t needed_bytes) {
   if (!fit->least) return 0;
   uint64_t enough_bytes = ptn_swap_stream_bytes(fit->request, fit->consumer_of_phase, modes);
+  if (!ptn_peak_counts_pending(fit->request, true)) enough_bytes += fit->pending_bytes;
   return ptn_min_u64(spare_bytes(fit, n_persist, needed_bytes), enough_bytes);
-}
-
-uint64_t ptn_fit_pending_bytes(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
-  return ptn_max_u64(fit->pending_bytes, spare_bytes(fit, n_persist, needed_bytes));
 }
 
 /* ---- what is known beforehand ---- */

@@ -61,7 +61,7 @@ typedef struct ptn_families {
   uint8_t *keep; /* n_blocks for each set */
   uint32_t n_sets;
   ptn_mode *modes; /* scratch */
-  int64_t *phase_bytes; /* scratch: of the sets of one number of blocks */
+  ptn_live *live; /* scratch: of the sets of one number of blocks */
 } ptn_families;
 
 /* families is to be destroyed also where create fails. */
@@ -129,7 +129,8 @@ typedef struct ptn_trials {
   int32_t *kept_slots; /* n_chunks for each */
   ptn_mode *modes; /* of the choice tried last */
   /* Of the same, with what its swapped blocks leave; NULL: no block of the request leaves anything. */
-  int64_t *left_phase_bytes, *left_stretch_bytes;
+  ptn_live *left_live;
+  int64_t *left_stretch_bytes;
 } ptn_trials;
 
 /* trials is to be destroyed also where create fails. */

@@ -15,7 +15,8 @@
  *           but for that; what is unwritten then is handed back from memory. Reads go in the order of the consumers, ahead as far
  *           as there is room, and not more than a sixteenth of a second of the lane's work, but the next block in any case.
  *   update  A chunk joins the queue when it is complete: behind the last access to it in the phase in which it is, or at the end of
- *           that phase if it has none. Its parameters are not read where its slot still has them. Compute waits, where the next gradients would be made, while those in the queue are more than may be.
+ *           that phase if it has none. Its parameters are not read where its slot still has them. Where the next gradients would
+ *           be made compute waits while those in the queue are more than one chunk's and what the phase leaves room for.
  *           Gradients that outlive backward go to the disk (or to the host) in each pass, and their updates are made in the open,
  *           after backward; where only passes are several, those of the last are updated behind it.
  *

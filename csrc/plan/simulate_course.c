@@ -323,7 +323,7 @@ static void find_ready(ptn_course *course, bool has_link) {
 
 /* ---- the stash ---- */
 
-/* What phases leave to activations under way: beside their own, what is live always, and gradients (peak.c). */
+/* What phases leave to activations and gradients under way: beside their own, what is live always, and gradients (peak.c). */
 static void find_room(ptn_course *course) {
   const ptn_plan_request *request = course->request;
   const ptn_candidate *candidate = course->candidate;
@@ -332,13 +332,15 @@ static void find_room(ptn_course *course) {
   for (uint32_t c = 0; c < candidate->n_persist && request->grads_outlive_backward; c++)
     always_bytes += (double)request->chunks[c].grad_bytes;
   for (uint32_t p = 0; p < request->n_phases; p++) {
+    double before_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].peak_bytes;
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
       if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, counts_pending ? grad_bytes : 0);
       else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
     }
-    double used_bytes = always_bytes + complete_bytes + pending_bytes + (double)candidate->phase_bytes[p];
+    double behind_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].after_bytes;
+    double used_bytes = always_bytes + ptn_most(before_bytes, behind_bytes);
     course->room_bytes[p] = ptn_most((double)candidate->above_static_bytes - used_bytes, 0);
   }
 }
@@ -392,11 +394,11 @@ static void find_saved(ptn_course *course, bool has_link) {
     course->saved[course->n_saved++] = (ptn_saved){.phase = p, .consumer = consumer, .away_bytes = (double)bytes};
     total_bytes += (double)bytes;
   }
+  find_room(course);
   if (course->n_saved == 0) return;
   for (uint32_t p = 0, n = 0; p < request->n_phases; p++)
     if (course->saved_for_phase[p] >= 0) course->readers[n++] = (uint32_t)course->saved_for_phase[p];
   course->stash_on_host = has_link && request->host_budget_bytes > 0 && fits_host(course, total_bytes);
-  find_room(course);
   choose_kept(course, total_bytes);
   if (course->candidate->least) find_late(course);
 }

@@ -109,7 +109,7 @@ typedef struct ptn_course {
   ptn_saved *saved;      /* in the order they are put */
   uint32_t *readers;     /* numbers of `saved` in the order of their consumers */
   int32_t *saved_of_phase, *saved_for_phase; /* that it puts, that it consumes; -1: none */
-  double *room_bytes;    /* of each phase: that activations under way may take */
+  double *room_bytes;    /* of each phase: that activations and gradients under way may take */
   uint32_t n_stretches, n_demands, n_slots, n_saved;
   bool stash_on_host;
   double recompute_ns, fixed_ns; /* of one pass; without what a step has once */
@@ -222,6 +222,8 @@ void ptn_saved_begin_pass(ptn_simulation *run);
 void ptn_saved_put(ptn_simulation *run, ptn_saved *saved);
 /* False: compute waits for memory, or for what the phase consumes. */
 bool ptn_saved_may_begin(ptn_simulation *run, uint32_t phase);
+/* What the phase under way leaves beside activations on their way. */
+double ptn_saved_free_bytes(const ptn_simulation *run);
 /* Settled: sets what the stash moves from now on. */
 void ptn_saved_move(ptn_simulation *run);
 

@@ -173,5 +173,6 @@ void ptn_job_complete_phase(ptn_simulation *run, uint32_t phase) {
 
 bool ptn_job_too_many(const ptn_simulation *run) {
   bool full = run->job_count > 2 * run->course.request->n_chunks; /* the runtime has two of a chunk at most */
-  return run->job_count > 0 && (full || run->job_bytes > run->course.candidate->pending_bytes);
+  return run->job_count > 0 &&
+         (full || (double)run->job_bytes > (double)run->course.candidate->pending_bytes + ptn_saved_free_bytes(run));
 }

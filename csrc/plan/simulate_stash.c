@@ -29,6 +29,10 @@ static double room_bytes(const ptn_simulation *run) {
   return run->at < course->n_stretches ? course->room_bytes[course->stretches[run->at].phase] : 0;
 }
 
+double ptn_saved_free_bytes(const ptn_simulation *run) {
+  return ptn_most(room_bytes(run) - queued_bytes(run) - run->kept_bytes - run->ahead_bytes, 0);
+}
+
 static void start_moving(ptn_simulation *run, bool read, double bytes) {
   ptn_flow *flow = &run->flows[read ? PTN_FLOW_STASH_READ : PTN_FLOW_STASH_WRITE];
   double unit_bytes[PTN_N_LANES] = {0};

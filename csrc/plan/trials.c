@@ -73,7 +73,7 @@ bool ptn_trials_fits(ptn_trials *trials, uint32_t set, uint32_t window, uint32_t
 
 /* Whether a block of trials->modes may leave something in memory that its set does not count. */
 static bool leaves(const ptn_trials *trials) {
-  if (!trials->left_phase_bytes) return false;
+  if (!trials->left_live) return false;
   for (uint32_t i = 0; i < trials->request->n_blocks; i++) {
     if (trials->modes[i] == PTN_SWAP) return true;
   }
@@ -81,15 +81,15 @@ static bool leaves(const ptn_trials *trials) {
 }
 
 /* What the choice needs without slots and ring, and its phases; its modes are in trials->modes. */
-static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, const int64_t **phase_bytes) {
+static int64_t compose_choice(ptn_trials *trials, const ptn_choice *choice, const ptn_live **live) {
   int64_t needed_bytes = ptn_trials_need(trials, choice->set, choice->n_persist);
   compose_set(trials, choice->set);
   ptn_families_modes(&trials->families, choice, trials->modes);
-  *phase_bytes = trials->fit->phase_bytes;
+  *live = trials->fit->live;
   if (!leaves(trials)) return needed_bytes;
-  *phase_bytes = trials->left_phase_bytes;
-  ptn_peak_compose(trials->fit->peak, trials->modes, trials->fit->least, trials->left_phase_bytes);
-  ptn_peak_stretches(trials->fit->peak, trials->left_phase_bytes, trials->left_stretch_bytes);
+  *live = trials->left_live;
+  ptn_peak_compose(trials->fit->peak, trials->modes, trials->fit->least, trials->left_live);
+  ptn_peak_stretches(trials->fit->peak, trials->left_live, trials->left_stretch_bytes);
   const int64_t *stretch_bytes = trials->left_stretch_bytes;
   return (int64_t)ptn_peak_without_slots(trials->fit->peak, stretch_bytes, trials->fit->least, choice->n_persist);
 }
@@ -110,7 +110,7 @@ bool ptn_trials_has_room(ptn_trials *trials, const ptn_mode *modes, uint32_t win
 }
 
 /* What the modes in trials->modes are. False: the stash has no place. */
-static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, const int64_t *phase_bytes, int64_t needed_bytes,
+static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, const ptn_live *live, int64_t needed_bytes,
                      ptn_candidate *out) {
   ptn_tiers tiers;
   uint64_t stash_bytes = ptn_swap_stash_bytes(trials->request, trials->fit->consumer_of_phase, trials->modes);
@@ -122,20 +122,20 @@ static bool describe(ptn_trials *trials, uint32_t window, uint32_t n_persist, co
                          .n_persist = n_persist,
                          .n_host = tiers.n_host,
                          .slot_of_chunk = assign(trials, window, n_persist),
-                         .phase_bytes = phase_bytes,
+                         .live = live,
                          .above_static_bytes = above_bytes,
                          .squeeze_ns = ptn_fit_squeeze_ns(trials->fit, n_persist, whole_bytes),
-                         .pending_bytes = ptn_fit_pending_bytes(trials->fit, n_persist, whole_bytes + (int64_t)stream_bytes),
+                         .pending_bytes = trials->fit->pending_bytes,
                          .least = trials->fit->least};
   return true;
 }
 
 /* False: it has no place. */
 static bool describe_choice(ptn_trials *trials, const ptn_choice *choice, ptn_candidate *out) {
-  const int64_t *phase_bytes;
-  int64_t needed_bytes = compose_choice(trials, choice, &phase_bytes);
-  if (phase_bytes == trials->left_phase_bytes && !fits(trials, choice->window, choice->n_persist, needed_bytes)) return false;
-  return describe(trials, choice->window, choice->n_persist, phase_bytes, needed_bytes, out);
+  const ptn_live *live;
+  int64_t needed_bytes = compose_choice(trials, choice, &live);
+  if (live == trials->left_live && !fits(trials, choice->window, choice->n_persist, needed_bytes)) return false;
+  return describe(trials, choice->window, choice->n_persist, live, needed_bytes, out);
 }
 
 int64_t ptn_trials_bound_ns(ptn_trials *trials, const ptn_choice *choice, uint64_t *moved_bytes) {
@@ -157,7 +157,7 @@ void ptn_trials_simulate_modes(ptn_trials *trials, const ptn_mode *modes, uint32
   *moved_bytes = 0;
   *out = (ptn_forecast){.step_ns = PTN_NEVER_NS};
   int64_t needed_bytes = ptn_fit_without_slots(trials->fit, n_persist);
-  if (!describe(trials, window, n_persist, trials->fit->phase_bytes, needed_bytes, &candidate)) return;
+  if (!describe(trials, window, n_persist, trials->fit->live, needed_bytes, &candidate)) return;
   ptn_bound_ns(trials->bounds, &candidate, moved_bytes);
   ptn_simulate(trials->simulation, &candidate, out);
 }
@@ -169,7 +169,7 @@ static double written_bytes(ptn_trials *trials, uint32_t set, double stash_bytes
   if (trials->fit->least) return 0; /* room depends on the budget */
   double above_bytes = (double)ptn_trials_need(trials, set, n_persist) - (double)ptn_fit_persistent_bytes(trials->fit, n_persist);
   double fixed_bytes = (double)trials->request->fixed_bytes;
-  double room_bytes = above_bytes - fixed_bytes - (double)trials->fit->phase_bytes[trials->last_forward];
+  double room_bytes = above_bytes - fixed_bytes - (double)trials->fit->live[trials->last_forward].peak_bytes;
   double written = stash_bytes - (room_bytes > 0 ? room_bytes : 0);
   if (written > stash_bytes * 3 / 4) written = stash_bytes * 3 / 4;
   return written > 0 ? written : 0;
@@ -200,7 +200,7 @@ void ptn_trials_destroy(ptn_trials *trials) {
   free(trials->needs);
   free(trials->needs_of);
   free(trials->modes);
-  free(trials->left_phase_bytes);
+  free(trials->left_live);
   free(trials->left_stretch_bytes);
 }
 
@@ -230,9 +230,9 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
   bool left = false;
   for (uint32_t i = 0; i < request->n_phases; i++) left |= request->phases[i].small_bytes > 0;
   if (left) {
-    trials->left_phase_bytes = calloc(request->n_phases, sizeof *trials->left_phase_bytes);
+    trials->left_live = calloc(request->n_phases, sizeof *trials->left_live);
     trials->left_stretch_bytes = calloc(request->n_phases, sizeof *trials->left_stretch_bytes);
-    if (!trials->left_phase_bytes || !trials->left_stretch_bytes)
+    if (!trials->left_live || !trials->left_stretch_bytes)
       return ptn_fail(PTN_MEMORY, "no memory to search plans of %u phases", request->n_phases);
   }
   PTN_TRY(ptn_sums_create(&trials->sums, request));

@@ -34,7 +34,7 @@ static bool relieve(void *context, uint64_t missing_bytes, bool must) {
   engine_object *self = context;
   (void)missing_bytes;
   if (!self->engine || !pthread_equal(self->driver, pthread_self())) return false;
-  return ptn_stash_relieve(ptn_engine_stash(self->engine), must) || (must && ptn_engine_relieve(self->engine));
+  return ptn_stash_relieve(ptn_engine_stash(self->engine), must) || ptn_engine_relieve(self->engine, must);
 }
 
 static void close_engine(engine_object *self) {

@@ -112,9 +112,9 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     int block, backward;
     unsigned int own = 0;
-    unsigned long long entry[3] = {0}, peak[3] = {0}, working = 0, small = 0;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKKKI", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
-                          &working, &small, &entry[2], &peak[2], &own))
+    unsigned long long entry[3] = {0}, peak[3] = {0}, after[3] = {0}, working = 0, small = 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKKKIKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
+                          &working, &small, &entry[2], &peak[2], &own, &after[0], &after[1], &after[2]))
       return 0;
     phases[i] = (ptn_phase){.block = block,
                             .backward = backward != 0,
@@ -126,7 +126,10 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
                             .checkpoint_peak_bytes = peak[1],
                             .swap_entry_bytes = entry[2],
                             .swap_peak_bytes = peak[2],
-                            .own_accesses = own};
+                            .own_accesses = own,
+                            .keep_after_bytes = after[0],
+                            .checkpoint_after_bytes = after[1],
+                            .swap_after_bytes = after[2]};
   }
   return 1;
 }

@@ -161,8 +161,9 @@ ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t chunk);
 /* The ring of pieces through which updates stream; piece_bytes is a multiple of PTN_PAGE_BYTES. */
 ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads);
 void ptn_engine_drop_ring(ptn_engine *engine);
-/* Gradients that may wait for the update lane before the driving thread does: bytes, beside those of the chunk being made. Over a
- * device ptn_engine_set_gradient_memory says it. */
+/* Gradients that always may wait for the update lane: bytes, beside those of the chunk being made. Those beyond wait as long as what
+ * is live stays within the account's goal: who asks for memory beyond it waits for them. Without a goal the driving thread waits when
+ * the next gradient comes. Over a device ptn_engine_set_gradient_memory says it. */
 void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes);
 /* The memory at which the chunk's parameters lie when they are there; borrowed, NULL where it has neither home nor slot. */
 ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t chunk);
@@ -256,7 +257,8 @@ void ptn_engine_drop(ptn_engine *engine);
 bool ptn_engine_has_gradients(ptn_engine *engine);
 /* Hands owners of gradients back that are no longer needed. */
 void ptn_engine_collect(ptn_engine *engine);
-/* For the account's pressure: waits for an update under way, if any, so that its gradients go. */
-bool ptn_engine_relieve(ptn_engine *engine);
+/* For the account's pressure: waits for an update under way, if any, so that its gradients go. must: also where no more wait than
+ * may. */
+bool ptn_engine_relieve(ptn_engine *engine, bool must);
 
 #endif

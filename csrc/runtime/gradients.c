@@ -135,10 +135,12 @@ void ptn_gradients_end_job(ptn_engine *engine, job *job) {
   free(job);
 }
 
-/* The driving thread waits while the lane holds more gradients than it may, and gives back what the lane is done with. */
+/* The driving thread gives back what the lane is done with. It waits while the lane holds more gradients than it may, where no goal
+ * says how much that is. */
 static void wait_for_room(ptn_engine *engine) {
+  bool waits = !ptn_account_has_goal(engine->account);
   ptn_lock(&engine->mutex);
-  if (engine->n_jobs && engine->job_bytes > engine->pending_bytes) {
+  if (waits && engine->n_jobs && engine->job_bytes > engine->pending_bytes) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes > engine->pending_bytes) ptn_wait(&engine->changed, &engine->mutex);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
@@ -452,17 +454,17 @@ void ptn_engine_collect(ptn_engine *engine) {
   }
 }
 
-bool ptn_engine_relieve(ptn_engine *engine) {
+bool ptn_engine_relieve(ptn_engine *engine, bool must) {
   ptn_lock(&engine->mutex);
   bool useful = engine->n_owners > 0;
   uint64_t held = engine->job_bytes;
   uint32_t moving = engine->over.offloads;
-  if (!useful && engine->over.device && moving) { /* what a device is done with goes */
+  if (!useful && must && engine->over.device && moving) { /* what a device is done with goes */
     int64_t begin = ptn_now_ns();
     while (engine->over.offloads >= moving) ptn_wait(&engine->changed, &engine->mutex);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
     useful = true;
-  } else if (!useful && held) {
+  } else if (!useful && held && (must || held > engine->pending_bytes)) {
     int64_t begin = ptn_now_ns();
     while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);

@@ -188,7 +188,7 @@ static void release(void *owner) {
 
 /* The one that was given back last. */
 static buffer *take_buffer(world *w) {
-  while (w->free_count == 0) ptn_engine_relieve(w->engine);
+  while (w->free_count == 0) ptn_engine_relieve(w->engine, true);
   return w->free_buffers[--w->free_count];
 }
 

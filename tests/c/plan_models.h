@@ -29,6 +29,7 @@ typedef struct model_shape {
   bool swaps;       /* the disk is fast enough for activations, now and then */
   bool tiers;       /* hosts, ranks, passes, gradients that outlive backward */
   bool least;       /* what blocks that swap cannot do without is known */
+  bool detailed;    /* so are the accesses that are a backward's own, and what is live behind completions */
 } model_shape;
 
 static inline uint64_t model_upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
@@ -208,6 +209,24 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   if (model_upto(random, 2) == 0) profile->lanes[PTN_DISK_READ] = profile->lanes[PTN_DISK_WRITE] = (ptn_lane_speed){0};
 }
 
+/* Of a backward the second half of its accesses is its own. Behind a completion less is live, by a part of the rise. */
+static inline void model_details(model *out, uint64_t *random) {
+  uint32_t n_accesses[MODEL_MOST_PHASES] = {0};
+  for (uint32_t i = 0; i < out->request.n_accesses; i++) n_accesses[out->access_phases[i]]++;
+  for (uint32_t p = 0; p < out->request.n_phases; p++) {
+    ptn_phase *phase = &out->phases[p];
+    if (phase->block >= 0 && phase->backward) phase->own_accesses = n_accesses[p] / 2;
+    double part = model_between(random, 0.1, 1);
+    phase->keep_after_bytes =
+        phase->keep_entry_bytes + (uint64_t)(part * (double)(phase->keep_peak_bytes - phase->keep_entry_bytes));
+    phase->checkpoint_after_bytes =
+        phase->checkpoint_entry_bytes + (uint64_t)(part * (double)(phase->checkpoint_peak_bytes - phase->checkpoint_entry_bytes));
+    if (phase->swap_peak_bytes == 0) continue;
+    phase->swap_after_bytes =
+        phase->swap_entry_bytes + (uint64_t)(part * (double)(phase->swap_peak_bytes - phase->swap_entry_bytes));
+  }
+}
+
 static inline void model_draw(model *out, uint64_t *random, const model_shape *shape) {
   memset(out, 0, sizeof *out);
   ptn_plan_request *request = &out->request;
@@ -225,6 +244,7 @@ static inline void model_draw(model *out, uint64_t *random, const model_shape *s
   if (shape->least) model_swap_run(out, random);
   model_chunks(out, random, shape->alike);
   model_accesses(out);
+  if (shape->detailed) model_details(out, random);
   model_machine(out, random, shape);
 }
 

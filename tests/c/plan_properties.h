@@ -267,7 +267,7 @@ static inline bool describe(bench *at, const ptn_mode *modes, uint32_t n_persist
                          .n_persist = n_persist,
                          .n_host = tiers.n_host,
                          .slot_of_chunk = at->fit.slot_of_chunk,
-                         .phase_bytes = at->fit.phase_bytes,
+                         .live = at->fit.live,
                          .above_static_bytes = above_bytes,
                          .pending_bytes = at->fit.pending_bytes};
   return true;
@@ -344,24 +344,19 @@ static inline void ask_all(reference *all, const model *of) {
   }
 }
 
-/* Within every budget that has room for it. What the budget leaves lets gradients wait, so that it is simulated for each; not for
- * those that could not gain by it, and not twice for as many gradients, or where all may wait. */
+/* Within every budget that has room for it; not for those that could not gain by it. */
 static inline void try_budgets(reference *all, ptn_candidate *candidate, int64_t needed_bytes) {
   ptn_fit *fit = &all->at.fit;
-  ptn_forecast forecast;
-  uint64_t moved_bytes, simulated_bytes = UINT64_MAX, all_bytes = 0;
+  ptn_forecast forecast = {0};
+  uint64_t moved_bytes;
   bool ring = ptn_fit_has_ring(fit, candidate->n_persist);
   int64_t bound_ns = ptn_bound_ns(all->at.bounds, candidate, &moved_bytes);
-  for (uint32_t c = candidate->n_persist; c < all->of->request.n_chunks; c++) all_bytes += all->of->chunks[c].grad_bytes;
   for (int i = 0; i < N_BUDGETS; i++) {
     const limits *here = &all->limits[i];
     if (needed_bytes > (ring ? here->with_ring : here->ringless) || bound_ns >= all->fastest_ns[i]) continue;
     fit->budget_bytes = (int64_t)all->budgets[i];
     fit->roomy_bytes = here->roomy;
-    uint64_t pending_bytes = ptn_fit_pending_bytes(fit, candidate->n_persist, needed_bytes);
-    candidate->pending_bytes = ptn_min_u64(pending_bytes, 2 * all_bytes + 1);
-    if (candidate->pending_bytes != simulated_bytes) ptn_simulate(all->at.simulation, candidate, &forecast);
-    simulated_bytes = candidate->pending_bytes;
+    if (forecast.step_ns == 0) ptn_simulate(all->at.simulation, candidate, &forecast);
     int64_t step_ns = forecast.step_ns + ptn_fit_squeeze_ns(fit, candidate->n_persist, needed_bytes);
     if (step_ns < all->fastest_ns[i]) all->fastest_ns[i] = step_ns;
   }
@@ -451,6 +446,21 @@ static inline void check_distances(uint64_t *random, measured *few, measured *fa
     shape.alike = kind % 4 == 0, shape.swaps = kind % 2, shape.tiers = kind % 3 == 0;
     model_draw(&of, random, &shape);
     check_exhaustive(&of, many ? 3 : 4, many ? families : few);
+  }
+}
+
+/* All of these, where the dry run knows more. */
+static inline void check_detailed(uint64_t *random, figures *found) {
+  static model of;
+  for (uint64_t round = 0; round < 8; round++) {
+    model_shape shape = {.n_blocks = (uint32_t)model_upto(random, 6), .n_chunks = (uint32_t)model_upto(random, 8)};
+    shape.alike = round % 3 == 0, shape.swaps = round % 2, shape.tiers = round % 4 > 1, shape.least = round == 6;
+    shape.detailed = true;
+    if (round == 7) shape.n_blocks = 1 + shape.n_blocks % 4, shape.n_chunks = 1 + shape.n_chunks % 4, shape.tiers = false;
+    model_draw(&of, random, &shape);
+    if (round < 5) check_bounds(&of, random);
+    else if (round == 7) check_exhaustive(&of, 4, &found->few);
+    else check_ladder(&of, random, shape.least ? &found->least_rises : &found->rises);
   }
 }
 

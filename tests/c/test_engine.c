@@ -7,9 +7,17 @@
 
 #include "base/bytes.h"
 #include "check.h"
-#include "runtime/engine.h"
+#include "runtime/internal.h"
 
-enum { CHUNKS = 7, PER_CHUNK = 3, PARAMS = CHUNKS * PER_CHUNK, STATES = 2, SLOTS = 3 };
+enum {
+  CHUNKS = 7,
+  PER_CHUNK = 3,
+  PARAMS = CHUNKS * PER_CHUNK,
+  STATES = 2,
+  SLOTS = 3,
+  PENDING_BYTES = 40000,
+  ROOM_BYTES = 100000
+};
 
 typedef struct twin {
   size_t count;
@@ -39,7 +47,7 @@ static void add(void *sum, const void *term, size_t count) {
 }
 
 static void release(void *owner) {
-  free(owner);
+  ptn_arena_free(owner);
   owners_out--;
 }
 
@@ -50,6 +58,8 @@ typedef struct world {
   ptn_engine_chunk chunks[CHUNKS];
   twin twins[PARAMS];
   ptn_hyper hyper;
+  uint64_t goal_bytes; /* 0: none */
+  size_t n_beyond, n_more_waited; /* gradients made beyond it, and within it beside more than always may wait */
 } world;
 
 static void describe(world *w) {
@@ -86,7 +96,7 @@ static void set_slots(world *w) {
   uint32_t order[2 * CHUNKS];
   for (uint32_t c = 0; c < CHUNKS; c++) order[c] = order[2 * CHUNKS - 1 - c] = c;
   CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));
-  ptn_engine_set_pending(w->engine, 40000);
+  ptn_engine_set_pending(w->engine, PENDING_BYTES);
 }
 
 /* What is in the chunk's memory must be the committed values. */
@@ -102,6 +112,32 @@ static void look_at(world *w, uint32_t c) {
   ptn_engine_unuse(w->engine, c);
 }
 
+static bool relieve(void *context, uint64_t missing_bytes, bool must) {
+  world *w = context;
+  (void)missing_bytes;
+  return w->engine && ptn_engine_relieve(w->engine, must);
+}
+
+static uint64_t live_bytes(const world *w) {
+  ptn_account_stats stats;
+  ptn_account_get_stats(w->account, &stats);
+  return stats.live_bytes;
+}
+
+/* Memory for a gradient. Where it is beyond the goal, no more gradients wait for updates than always may. */
+static void *make_gradient(world *w, size_t bytes) {
+  void *made;
+  CHECK_OK(ptn_arena_alloc(w->account, bytes, &made));
+  owners_out++;
+  ptn_lock(&w->engine->mutex);
+  bool beyond = w->goal_bytes > 0 && live_bytes(w) > w->goal_bytes;
+  CHECK(!beyond || w->engine->job_bytes <= PENDING_BYTES);
+  w->n_beyond += beyond;
+  w->n_more_waited += w->goal_bytes > 0 && w->engine->job_bytes > PENDING_BYTES;
+  ptn_unlock(&w->engine->mutex);
+  return made;
+}
+
 static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   twin *t = &w->twins[number];
   fill(t->grad, t->count);
@@ -109,9 +145,8 @@ static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   else memcpy(t->sum, t->grad, t->count * element_bytes);
   t->has_sum = true;
   if (ptn_engine_in_memory(w->engine, w->params[number].chunk)) return;
-  void *copy = malloc(t->count * element_bytes);
+  void *copy = make_gradient(w, t->count * element_bytes);
   memcpy(copy, t->grad, t->count * element_bytes);
-  owners_out++;
   CHECK_OK(ptn_engine_gradient(w->engine, number, copy, copy, use));
 }
 
@@ -233,7 +268,7 @@ static void train(bool in_bf16) {
   element_bytes = bf16 ? sizeof(ptn_bf16) : sizeof(float);
   world w = {.hyper = {.kind = PTN_ADAMW, .lr = 1e-2, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}};
   describe(&w);
-  CHECK_OK(ptn_account_create(&w.account, 8 * PTN_MIB, NULL, NULL));
+  CHECK_OK(ptn_account_create(&w.account, 8 * PTN_MIB, relieve, &w));
   ptn_engine_config config = {.folder = ".",
                               .account = w.account,
                               .n_chunks = CHUNKS,
@@ -251,6 +286,8 @@ static void train(bool in_bf16) {
   CHECK(ptn_engine_transfer(w.engine, 0, 1 + STATES + bf16, w.twins[0].sum, false) == PTN_INVALID);
   CHECK(ptn_engine_transfer_part(w.engine, 0, 0, 1, w.twins[0].count, w.twins[0].sum, false) == PTN_INVALID);
   for (int round = 0; round < 40; round++) {
+    w.goal_bytes = round % 2 ? live_bytes(&w) + ROOM_BYTES : 0;
+    ptn_account_set_goal(w.account, w.goal_bytes);
     one_step(&w, 1 + (int)(check_random(&seed) % 3), check_random(&seed) % 3 == 0, 1.0f, check_random(&seed) % 5 == 0);
     one_step(&w, 1 + (int)(check_random(&seed) % 2), true, 0.25f, false);
     check_all(&w);
@@ -260,6 +297,7 @@ static void train(bool in_bf16) {
   }
   one_step(&w, 1, false, 1.0f, true);
   ptn_engine_destroy(w.engine);
+  CHECK(w.n_beyond > 0 && w.n_more_waited > 0);
   CHECK(owners_out == 0);
   ptn_account_stats stats;
   ptn_account_get_stats(w.account, &stats);

@@ -10,6 +10,7 @@ static void one_seed(uint64_t seed) {
   check_many_bounds(&random, 30);
   check_many_ladders(&random, 24, &found.rises, &found.least_rises);
   check_distances(&random, &found.few, &found.families);
+  check_detailed(&random, &found);
   check_figures(&found);
 }
 

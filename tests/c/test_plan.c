@@ -48,6 +48,18 @@ static void ask(const model *of, uint64_t budget_bytes, answer *out) {
 
 static uint64_t upto(uint64_t *random, uint64_t most) { return check_random(random) % (most + 1); }
 
+/* Behind the first completion in a phase less is live, by as much in both runs. */
+static void draw_after(model *out, uint64_t *random, bool alike) {
+  uint64_t less = upto(random, 1 << 18);
+  for (uint32_t p = 0; p < out->request.n_phases; p++) {
+    ptn_phase *phase = &out->phases[p];
+    if (!alike) less = upto(random, 1 << 18);
+    if (phase->keep_peak_bytes <= less || phase->checkpoint_peak_bytes <= less) continue; /* not known */
+    phase->keep_after_bytes = phase->keep_peak_bytes - less;
+    phase->checkpoint_after_bytes = phase->checkpoint_peak_bytes - less;
+  }
+}
+
 /* A model whose retained bytes and temporaries are drawn; both runs are played from them. */
 static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint32_t most_chunks, bool alike) {
   memset(out, 0, sizeof *out);
@@ -101,10 +113,18 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
   request->n_arrays = 1 + (uint32_t)upto(random, 3);
   request->n_persist = -1;
   request->grads_outlive_backward = upto(random, 3) == 0;
+  if (upto(random, 1) == 0) draw_after(out, random, alike);
+}
+
+/* What is highest in a phase, in all of it or behind the first completion. */
+static int64_t plain_highest(const ptn_phase *phase, bool away, bool after) {
+  uint64_t known = away ? phase->checkpoint_after_bytes : phase->keep_after_bytes;
+  if (after && known > 0) return (int64_t)known;
+  return (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
 }
 
 /* The live bytes of a phase said plainly: its own run, and every other block that is between its forward and its backward. */
-static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) {
+static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at, bool after) {
   const ptn_phase *phases = of->phases, *phase = &phases[at];
   uint32_t n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
   bool any_keep = n_blocks == 0, any_away = false;
@@ -113,9 +133,9 @@ static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at) 
     any_away |= modes[i] != PTN_KEEP;
   }
   bool away = phase->block < 0 ? !any_keep : modes[phase->block] != PTN_KEEP;
-  int64_t now = (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes);
+  int64_t now = plain_highest(phase, away, after);
   if (phase->block >= 0 && !phase->backward && modes[phase->block] == PTN_SWAP) now += (int64_t)phase->small_bytes;
-  int64_t other = any_away && any_keep && phase->block < 0 ? (int64_t)phase->checkpoint_peak_bytes : 0;
+  int64_t other = any_away && any_keep && phase->block < 0 ? plain_highest(phase, true, after) : 0;
   for (uint32_t b = 0; b < n_blocks; b++) {
     uint32_t forward = 1 + b, backward = n_phases - 2 - b;
     if (forward >= at || backward <= at) continue;
@@ -133,11 +153,13 @@ static uint64_t plain_peak(const model *of, const answer *given) {
   const ptn_plan_request *request = &of->request;
   uint64_t highest = 0, always = request->fixed_bytes + (request->ring_host_bytes > 0 ? 0 : given->plan.ring_bytes);
   for (uint32_t i = 0; i < given->plan.n_buffer; i++) always += given->slot_bytes[i];
-  for (uint32_t at = 0; at < request->n_phases; at++) {
-    uint64_t now = (uint64_t)plain_phase(of, given->modes, at), pending = 0;
+  for (uint32_t moment = 0; moment < 2 * request->n_phases; moment++) {
+    uint32_t at = moment / 2;
+    bool after = moment % 2 == 1; /* the first completion in the phase */
+    uint64_t now = (uint64_t)plain_phase(of, given->modes, at, after), pending = 0;
     for (uint32_t c = 0; c < request->n_chunks; c++) {
       const ptn_plan_chunk *chunk = &of->chunks[c];
-      bool complete = chunk->complete_phase <= at;
+      bool complete = chunk->complete_phase + (after ? 0 : 1) <= at;
       if (c < given->plan.n_persist) {
         now += chunk->param_bytes + chunk->state_bytes;
         if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
@@ -301,7 +323,8 @@ static void check_brute_force(const model *of) {
   ask(of, 0, &lowest);
   uint64_t smallest = ptn_last_error()->smallest_bytes;
   uint32_t consumers[MOST_PHASES];
-  int64_t phase_bytes[MOST_PHASES], stretch_bytes[MOST_PHASES];
+  ptn_live live[MOST_PHASES];
+  int64_t stretch_bytes[MOST_PHASES];
   ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
   CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
@@ -319,9 +342,9 @@ static void check_brute_force(const model *of) {
         n_keep += bits >> i & 1;
         same &= modes[i] == given.modes[i];
       }
-      ptn_peak_compose(peak, modes, false, phase_bytes);
-      for (uint32_t at = 0; at < of->request.n_phases; at++) CHECK(phase_bytes[at] == plain_phase(of, modes, at));
-      ptn_peak_stretches(peak, phase_bytes, stretch_bytes);
+      ptn_peak_compose(peak, modes, false, live);
+      for (uint32_t at = 0; at < of->request.n_phases; at++) CHECK(live[at].peak_bytes == plain_phase(of, modes, at, false));
+      ptn_peak_stretches(peak, live, stretch_bytes);
       uint64_t peak_bytes = ptn_peak_without_slots(peak, stretch_bytes, false, 0);
       if (n_keep == given.n_keep) ours = ptn_min_u64(ours, peak_bytes);
       if (same) lowest.plan.peak_bytes = peak_bytes;
@@ -334,14 +357,14 @@ static void check_brute_force(const model *of) {
 /* With one mode for all the composition is the run itself, but for what swap leaves in memory. */
 static void check_uniform(const model *of) {
   uint32_t consumers[MOST_PHASES];
-  int64_t phase_bytes[MOST_PHASES];
+  ptn_live live[MOST_PHASES];
   ptn_mode modes[MOST_BLOCKS];
   ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
   CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
   for (int mode = PTN_KEEP; mode <= PTN_CHECKPOINT_SWAP; mode++) {
     for (uint32_t i = 0; i < of->request.n_blocks; i++) modes[i] = (ptn_mode)mode;
-    ptn_peak_compose(peak, modes, false, phase_bytes);
+    ptn_peak_compose(peak, modes, false, live);
     bool away = mode != PTN_KEEP && of->request.n_blocks > 0;
     int64_t left = 0;
     for (uint32_t i = 0; i < of->request.n_phases; i++) {
@@ -349,7 +372,7 @@ static void check_uniform(const model *of) {
       bool swaps = mode == PTN_SWAP && phase->block >= 0;
       if (swaps && !phase->backward) left += (int64_t)phase->small_bytes;
       if (swaps && phase->backward) left -= (int64_t)of->phases[1 + phase->block].small_bytes;
-      CHECK(phase_bytes[i] == left + (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes));
+      CHECK(live[i].peak_bytes == left + (int64_t)(away ? phase->checkpoint_peak_bytes : phase->keep_peak_bytes));
     }
   }
   ptn_peak_destroy(peak);
@@ -369,7 +392,7 @@ static entry_peak of_run(const ptn_phase *phase, int run) {
 static void check_least(model *of, uint64_t *random) {
   static const int run_of_mode[] = {[PTN_KEEP] = 0, [PTN_SWAP] = 2, [PTN_CHECKPOINT] = 1, [PTN_CHECKPOINT_SWAP] = 1};
   uint32_t consumers[MOST_PHASES], n_blocks = of->request.n_blocks, n_phases = of->request.n_phases;
-  int64_t phase_bytes[MOST_PHASES];
+  ptn_live live[MOST_PHASES];
   ptn_mode modes[MOST_BLOCKS];
   ptn_peak *peak;
   for (uint32_t at = 0; at < n_phases; at++) {
@@ -385,7 +408,7 @@ static void check_least(model *of, uint64_t *random) {
       modes[b] = (ptn_mode)(round == 0 ? PTN_SWAP : upto(random, 3));
       used[run_of_mode[modes[b]]] = true;
     }
-    ptn_peak_compose(peak, modes, true, phase_bytes);
+    ptn_peak_compose(peak, modes, true, live);
     for (uint32_t at = 0; at < n_phases; at++) {
       int32_t block = of->phases[at].block;
       int64_t highest = INT64_MIN;
@@ -400,8 +423,8 @@ static void check_least(model *of, uint64_t *random) {
         }
         if (live > highest) highest = live;
       }
-      CHECK(phase_bytes[at] == highest);
-      CHECK(round > 0 || n_blocks == 0 || phase_bytes[at] == (int64_t)of->phases[at].swap_peak_bytes);
+      CHECK(live[at].peak_bytes == highest);
+      CHECK(round > 0 || n_blocks == 0 || live[at].peak_bytes == (int64_t)of->phases[at].swap_peak_bytes);
     }
   }
   ptn_peak_destroy(peak);
@@ -462,6 +485,8 @@ int main(void) {
         int64_t kept = (int64_t)(of.phases[2].keep_entry_bytes - of.phases[1].keep_entry_bytes);
         phase->keep_peak_bytes = phase->keep_entry_bytes + 5000;
         phase->checkpoint_peak_bytes = phase->checkpoint_entry_bytes + (uint64_t)kept + 5000;
+        phase->keep_after_bytes = phase->keep_after_bytes > 0 ? phase->keep_peak_bytes - 3000 : 0;
+        phase->checkpoint_after_bytes = phase->checkpoint_after_bytes > 0 ? phase->checkpoint_peak_bytes - 3000 : 0;
       }
     }
     for (uint32_t i = 0; i < of.request.n_chunks; i++) of.chunks[i].complete_phase = of.request.n_phases - 1;

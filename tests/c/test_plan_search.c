@@ -175,6 +175,7 @@ static void check_seed(uint64_t seed, figures *out) {
   check_many_bounds(&random, 30);
   check_many_ladders(&random, 24, &out->rises, &out->least_rises);
   check_distances(&random, &out->few, &out->families);
+  check_detailed(&random, out);
 }
 
 int main(void) {

@@ -21,7 +21,7 @@ static ptn_phase_times times[2 * MOST];
 static uint32_t accesses[8 * MOST], access_phases[8 * MOST], consumers[2 * MOST];
 static ptn_mode modes[MOST];
 static int32_t slots[MOST];
-static int64_t phase_bytes[2 * MOST];
+static ptn_live live[2 * MOST];
 static ptn_profile profile;
 static ptn_plan_request step;
 static ptn_candidate candidate;
@@ -66,9 +66,8 @@ static void begin(uint32_t n) {
     modes[c] = PTN_KEEP;
     slots[c] = (int32_t)c;
   }
-  memset(phase_bytes, 0, sizeof phase_bytes);
-  candidate =
-      (ptn_candidate){.modes = modes, .slot_of_chunk = slots, .phase_bytes = phase_bytes, .pending_bytes = UINT64_MAX / 2};
+  memset(live, 0, sizeof live);
+  candidate = (ptn_candidate){.modes = modes, .slot_of_chunk = slots, .live = live, .pending_bytes = UINT64_MAX / 2};
 }
 
 static void freeze(void) {
@@ -380,7 +379,7 @@ static void stash_with_room(void) {
   uint64_t written_bytes = (uint64_t)(4 * MS + MS / 2); /* from the middle of the first forward to the end of the head */
   CHECK(found.moved_bytes[PTN_DISK_WRITE] == written_bytes && found.moved_bytes[PTN_DISK_READ] == written_bytes);
   CHECK(found.wait_ns[PTN_WAIT_STASH_WRITE] == 0);
-  phase_bytes[5] = 64 * (int64_t)PTN_MIB; /* the head leaves no room: nothing stays over it */
+  live[5].peak_bytes = 64 * (int64_t)PTN_MIB; /* the head leaves no room: nothing stays over it */
   found = simulate();
   CHECK(found.moved_bytes[PTN_DISK_WRITE] == 4 * SAVED_BYTES && found.moved_bytes[PTN_DISK_READ] == 4 * SAVED_BYTES);
   CHECK(near(found.wait_ns[PTN_WAIT_STASH_WRITE], 4 * SAVED_NS - 3 * MS - MS / 2)); /* all before the head */
@@ -395,7 +394,7 @@ static void stash_without_room_to_stream(void) {
   CHECK(waits_of(&found) == 0 && found.moved_bytes[PTN_DISK_READ] == 3 * SAVED_BYTES);
   for (int64_t parts = 0; parts <= 2; parts++) { /* room for none, for half of what streams, for all of that */
     int64_t stream_bytes = (int64_t)(SAVED_BYTES / PTN_STREAM_PART);
-    for (uint32_t b = 0; b < 4; b++) phase_bytes[backward_of(b)] = 64 * (int64_t)PTN_MIB - parts * stream_bytes / 2;
+    for (uint32_t b = 0; b < 4; b++) live[backward_of(b)].peak_bytes = 64 * (int64_t)PTN_MIB - parts * stream_bytes / 2;
     found = simulate();
     CHECK(near(found.wait_ns[PTN_WAIT_STASH_READ], 3 * (2 - parts) * SAVED_NS / 2));
     CHECK(found.moved_bytes[PTN_DISK_READ] == 3 * SAVED_BYTES);
@@ -569,6 +568,8 @@ static void random_phases(uint32_t n) {
     phase->checkpoint_entry_bytes = checkpoint;
     phase->keep_peak_bytes = keep + below(8 * PTN_MIB);
     phase->checkpoint_peak_bytes = checkpoint + below(8 * PTN_MIB);
+    phase->keep_after_bytes = below(phase->keep_peak_bytes + 1);
+    phase->checkpoint_after_bytes = below(phase->checkpoint_peak_bytes + 1);
     if (p >= 1 && p <= n) keep += below(30 * PTN_MIB), checkpoint += below(3 * PTN_MIB);
     else if (p > n) keep = keep / 2, checkpoint = checkpoint / 2;
     times[p] = (ptn_phase_times){(int64_t)below(20) * MS, phase->block >= 0 && phase->backward ? (int64_t)below(9) * MS : 0};
@@ -630,10 +631,10 @@ static void random_step(void) {
   ptn_peak *peak;
   ptn_peak_match(&step, consumers);
   CHECK_OK(ptn_peak_create(&peak, &step, consumers));
-  ptn_peak_compose(peak, modes, false, phase_bytes);
+  ptn_peak_compose(peak, modes, false, live);
   ptn_peak_destroy(peak);
   for (uint32_t p = 0; p < step.n_phases; p++)
-    if (candidate.above_static_bytes < (uint64_t)phase_bytes[p]) candidate.above_static_bytes = (uint64_t)phase_bytes[p];
+    if (candidate.above_static_bytes < (uint64_t)live[p].peak_bytes) candidate.above_static_bytes = (uint64_t)live[p].peak_bytes;
   candidate.above_static_bytes += below(3) * 20 * PTN_MIB;
 }
 
@@ -706,7 +707,7 @@ static void random_steps(void) {
     check_bounds(&found);
     check_faster(&found, &any, &stash_written);
   }
-  CHECK(any.count > 10000 && any.worst < 0.03 && any.sum / any.count < 1e-5);
+  CHECK(any.count > 10000 && any.worst < 0.04 && any.sum / any.count < 1e-5);
   CHECK(stash_written.count > 3000 && stash_written.sum / stash_written.count < 1e-3);
 }
 
