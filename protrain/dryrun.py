@@ -206,13 +206,18 @@ class _Segment:
 
     def rise(self, live_bytes: int) -> None:
         self.peak, self.working = max(self.peak, live_bytes), max(self.working, live_bytes - self.lowest)
+        self.note_after(live_bytes)
+
+    def note_after(self, live_bytes: int) -> None:
+        """So many are live now; it counts behind a completion."""
         if self.completes:
             self.after = max(self.after, live_bytes)
 
-    def close(self, live_bytes: int) -> None:
-        """It ends with so many."""
+    def hold(self, n_bytes: int) -> None:
+        """So many more are live throughout."""
+        self.peak += n_bytes
         if self.completes:
-            self.after = max(self.after, live_bytes)
+            self.after += n_bytes
 
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
@@ -260,14 +265,14 @@ class _Meter(TorchDispatchMode):
 
     def begin(self, block: int, backward: bool, pending: bool = False) -> None:
         """A segment begins, and the one before it ends."""
-        self.segments[-1].close(self.live_bytes)
+        self.segments[-1].note_after(self.live_bytes)
         self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes, pending=pending))
 
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
         if self.segments[-1].pending:
             end = self.segments.pop()
-            end.close(self.live_bytes)
+            end.note_after(self.live_bytes)
             self.segments[-1].absorb(end)
             self.absorbed.append((end, self.segments[-1]))
         self.begin(block, backward)
@@ -659,20 +664,20 @@ def _finish_segments(meter: _Meter) -> list[_Segment]:
     """Segments in order with exactly one head and one tail."""
     if not meter.segments[-1].backward or meter.segments[-1].block >= 0:
         meter.begin(-1, True)
-    meter.segments[-1].close(meter.live_bytes)
+    meter.segments[-1].note_after(meter.live_bytes)
     return meter.segments
 
 
 def _add_unseen(segments: list[_Segment], held_bytes: int, outside_bytes: int) -> None:
-    """What the program around the model holds: until backward the output of the step before; in the head what a loss that is made
-    outside holds beside the outputs and their gradients, up to twice as much as they are."""
+    """What no dry run sees, and what the program around the model holds: until backward the output of the step before; in the
+    head what a loss that is made outside holds beside the outputs and their gradients, up to twice as much as they are."""
     for segment in segments:
         if not segment.backward:
-            segment.entry, segment.peak = segment.entry + held_bytes, segment.peak + held_bytes
-            segment.after += held_bytes if segment.completes else 0
+            segment.entry += held_bytes
+            segment.hold(held_bytes)
         if segment.block < 0:
-            segment.peak += 2 * outside_bytes
-            segment.after += 2 * outside_bytes if segment.completes else 0
+            segment.hold(2 * outside_bytes)
+        segment.hold(UNSEEN_BYTES)
 
 
 def _run_step(
@@ -767,10 +772,7 @@ def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_acces
         keep.flops, keep.moved, keep.operations, keep_after_bytes=keep.after, checkpoint_after_bytes=recompute.after,
     )  # fmt: skip
     if swap is not None:
-        unseen = UNSEEN_BYTES if swap.after else 0
-        phase = replace(
-            phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak + UNSEEN_BYTES, swap_after_bytes=swap.after + unseen
-        )
+        phase = replace(phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak, swap_after_bytes=swap.after)
     if keep.block < 0 or not keep.backward:
         return phase
     return replace(

@@ -22,8 +22,8 @@ import protrain
 from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
-from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, Phase, _Segment, dry_run
-from protrain.planning import _PHASE_FIELDS
+from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, _Segment, dry_run
+from protrain.planning import _phases
 from protrain.sizes import stash_least_bytes
 from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 
@@ -628,19 +628,17 @@ def test_gradients_that_stay_are_counted_from_the_moment_they_are_complete(
     chunks = [(0, size, 0, run.complete_phase[chunk]) for chunk, size in sizes.items()]
     n_blocks = len(find_blocks(model))
 
-    def planned(phases: list[Phase], mode: int) -> int:
-        described = [tuple(getattr(phase, name) for name in _PHASE_FIELDS) for phase in phases]
-        given = [mode] * n_blocks, len(chunks)
-        return _core.make_plan(1 << 40, 0, chunks, described, [], [], 1, 3, n_blocks, *given, 0, 0, False, 1, 0, 1, None)[
-            "peak_bytes"
-        ]
+    def planned(run: DryRun, mode: int) -> int:
+        phases, given = _phases(run, 0, False), ([mode] * n_blocks, len(chunks))
+        found = _core.make_plan(1 << 40, 0, chunks, phases, [], [], 1, 3, n_blocks, *given, 0, 0, False, 1, 0, 1, None)
+        return found["peak_bytes"]
 
     for mode in (0, 2):
         real = real_peak(arena, model, (), batch, mode == 2, gradients_stay=True)
-        found = planned(list(run.phases), mode)
+        found = planned(run, mode)
         assert 0.99 * real <= found <= 1.03 * real, (mode, found, real)
-        twice = planned([replace(phase, keep_after_bytes=0, checkpoint_after_bytes=0) for phase in run.phases], mode)
-        assert twice > found
+        unknown = tuple(replace(phase, keep_after_bytes=0, checkpoint_after_bytes=0) for phase in run.phases)
+        assert planned(replace(run, phases=unknown), mode) > found
 
 
 def test_nothing_of_the_model_changes() -> None:

@@ -60,7 +60,8 @@ void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
 /* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that returns false,
  * and is then met up to the limit. */
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes);
-bool ptn_account_has_goal(const ptn_account *account); /* NULL is allowed: false */
+/* NULL is allowed: false. */
+bool ptn_account_has_goal(const ptn_account *account);
 /* Bytes until the goal, or until the limit where there is no goal or it is beyond; 0 when it is passed. UINT64_MAX where there is
  * neither. */
 uint64_t ptn_account_room(const ptn_account *account);
@@ -86,8 +87,8 @@ size_t ptn_arena_rounded_bytes(size_t bytes); /* what a request of bytes counts 
 typedef enum ptn_block_use { PTN_BLOCK_PLAIN = 0, PTN_BLOCK_STATIC } ptn_block_use;
 
 typedef struct ptn_block {
-  void *memory; /* where it begins */
-  uint64_t bytes; /* whole pages */
+  void *memory;    /* where it begins */
+  uint64_t bytes;  /* whole pages */
   uint64_t serial; /* no other block, earlier or later, has this one */
   ptn_block_use use;
 } ptn_block;

@@ -138,7 +138,8 @@ typedef struct ptn_fit {
   uint32_t windows[PTN_FIT_MOST_WINDOWS], n_windows; /* all that are tried, in their order */
   uint32_t *consumer_of_phase;
   ptn_peak *peak;
-  ptn_live *live; /* of the modes composed last, as the next */
+  /* Of the modes composed last. */
+  ptn_live *live;
   int64_t *stretch_bytes;
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;

@@ -556,7 +556,7 @@ static void refused(void) {
 
 /* ---- random steps ---- */
 
-static uint64_t seed = 5;
+static uint64_t seed = 5, after_seed = 11; /* of its own: the steps are those that were drawn without */
 static uint64_t below(uint64_t limit) { return check_random(&seed) % limit; }
 static double between(double low, double high) { return low + (high - low) * (double)below(1 << 20) / (double)(1 << 20); }
 
@@ -568,8 +568,8 @@ static void random_phases(uint32_t n) {
     phase->checkpoint_entry_bytes = checkpoint;
     phase->keep_peak_bytes = keep + below(8 * PTN_MIB);
     phase->checkpoint_peak_bytes = checkpoint + below(8 * PTN_MIB);
-    phase->keep_after_bytes = below(phase->keep_peak_bytes + 1);
-    phase->checkpoint_after_bytes = below(phase->checkpoint_peak_bytes + 1);
+    phase->keep_after_bytes = check_random(&after_seed) % (phase->keep_peak_bytes + 1);
+    phase->checkpoint_after_bytes = check_random(&after_seed) % (phase->checkpoint_peak_bytes + 1);
     if (p >= 1 && p <= n) keep += below(30 * PTN_MIB), checkpoint += below(3 * PTN_MIB);
     else if (p > n) keep = keep / 2, checkpoint = checkpoint / 2;
     times[p] = (ptn_phase_times){(int64_t)below(20) * MS, phase->block >= 0 && phase->backward ? (int64_t)below(9) * MS : 0};
@@ -707,7 +707,7 @@ static void random_steps(void) {
     check_bounds(&found);
     check_faster(&found, &any, &stash_written);
   }
-  CHECK(any.count > 10000 && any.worst < 0.04 && any.sum / any.count < 1e-5);
+  CHECK(any.count > 10000 && any.worst < 0.03 && any.sum / any.count < 1e-5);
   CHECK(stash_written.count > 3000 && stash_written.sum / stash_written.count < 1e-3);
 }
 
