@@ -1,9 +1,10 @@
 """Confirming: what the first steps under a plan by time tell that its profile could not.
 
-The profile is of steps under another plan, and lanes were measured beside a computation that is not the model's. What compute and
-its lanes take together is known when the plan runs. How much of a difference is one's and how much the other's is not seen: it is
-divided as their uncertainties are, the way measurements of one sum are joined, and the steps' own uncertainty has its part: on a
-machine whose speed varies neither they nor the profile are to be believed alone. Then the planner searches again.
+The profile is of steps under another plan, and lanes were measured beside a computation that is not the model's. What compute
+and its lanes take together is known when the plan runs. How much of a difference is one's and how much the other's is not seen:
+it is divided as their uncertainties are, the way measurements of one sum are joined. The steps' own uncertainty, which is how
+far they lie apart, has its part: on a machine whose speed varies neither they nor the profile are to be believed alone. Then
+the planner searches again.
 
 Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits are compared too: where they are not
 those foretold, what the disk carried in them says how fast it is by now. Disks slow down once their caches are full or what they
@@ -22,8 +23,8 @@ from .planning import Forecast
 from .profiles import Machine, Speed, Times
 from .timeline import COMPUTE, RECOMPUTE, Pass, Raw, both, length, union
 
-#: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took; in parts of each.
-COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.02, 0.3, 0.03
+#: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took at least; in parts of each.
+COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.03, 0.3, 0.01
 #: Parts of a step: waits that are others than foretold by less say nothing of the disk, and so does a disk busy in them for less.
 WAIT_DOUBT, TELLING_SHARE = 0.05, 0.01
 #: Disks are not believed to be so many times as fast as was measured, nor so many times slower.
@@ -62,10 +63,18 @@ def middle(sums: Sequence[Sum]) -> Sum:
     return Sum(passes, rest, waits)
 
 
-def factors(forecast: Forecast, passes_seconds: float) -> tuple[float, float]:
-    """Of what compute and drag were taken to be, by what the passes of a step took: nearer to them together."""
+def apart(sums: Sequence[Sum]) -> float:
+    """Half of what the passes of the longest took more than those of the shortest, in seconds."""
+    passes = [one.passes_seconds for one in sums]
+    return (max(passes) - min(passes)) / 2
+
+
+def factors(forecast: Forecast, passes_seconds: float, apart_seconds: float) -> tuple[float, float]:
+    """Of what compute and drag were taken to be, by what the passes of a step took: nearer to them together. apart_seconds: how
+    far the steps lie to either side."""
     compute, drag = forecast.compute_seconds + forecast.recompute_seconds, forecast.drag_seconds
-    variance = (COMPUTE_DOUBT * compute) ** 2 + (DRAG_DOUBT * drag) ** 2 + (STEP_DOUBT * passes_seconds) ** 2
+    steps_doubt = max(STEP_DOUBT * passes_seconds, apart_seconds)
+    variance = (COMPUTE_DOUBT * compute) ** 2 + (DRAG_DOUBT * drag) ** 2 + steps_doubt**2
     each = (passes_seconds - compute - drag) / variance if variance > 0 else 0.0
     return 1 + each * COMPUTE_DOUBT**2 * compute, max(1 + each * DRAG_DOUBT**2 * drag, 0.0)
 

@@ -4,10 +4,10 @@ A dry run says before the first step what fits memory, and a fixed rule makes th
 steps under it are a profile: what each phase computed, without waits and without what lanes cost compute. Then the planner
 searches with times, and where its plan is better than the one in use the session changes over, between two steps. The next
 steps confirm it (confirming.py): what they take corrects the profile, how they wait the disk's speed, and the planner searches
-again; and so do later ones, ever more seldom, for machines and disks do not stay as fast as they were. A longer batch starts
-this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter batches, as padding to the longest
-sequence makes them, are a profile too: what they computed is taken for so many more elements. They depart where they take
-longer than the whole step that was planned, or less than their share of it.
+again; and so do later ones, ever more seldom while they take what was foretold, for machines and disks do not stay as fast as
+they were. A longer batch starts this anew: its memory is foreseen first, and it is profiled as it runs. Steps of shorter
+batches, as padding to the longest sequence makes them, are a profile too: what they computed is taken for so many more
+elements. They depart where they take longer than the whole step that was planned, or less than their share of it.
 
 Over a device a step's length is known when a later step asks for it, and profiling takes moments that a step that was not
 profiled lacks. So steps that departed are noticed a step or more later, and the next one is profiled. Lanes are not taken to
@@ -28,6 +28,7 @@ from .confirming import (
     MOST_DISK_FACTOR,
     WAIT_DOUBT,
     Sum,
+    apart,
     disk_factor,
     factors,
     middle,
@@ -58,7 +59,9 @@ LEAST_GAIN = 0.02
 DEPARTURE, DEPARTED_STEPS = 0.2, 5
 #: Steps of a whole batch that confirm a plan, after one in which memory is touched; how often that is done at once; and the steps
 #: that pass before the next time, four times as many each time, up to the last number.
-CONFIRMING_STEPS, CONFIRMED_AT_ONCE, FIRST_PAUSE, LONGEST_PAUSE = 3, 2, 16, 1024
+CONFIRMING_STEPS, CONFIRMED_AT_ONCE, FIRST_PAUSE, LONGEST_PAUSE = 3, 2, 4, 1024
+#: Where such steps took so much more or less than foretold the machine has changed, and the first pause comes again.
+CHANGED = 0.05
 #: Steps by which the speed of the disk is found between what it was taken to be and what its waits say.
 HALVINGS = 5
 #: Lanes are not believed to cost so many times as much as was measured, nor so many times less.
@@ -214,23 +217,30 @@ class Pacer:
         self._works += self._disk_works(step, events) if len(self._seen) > 1 else []
         if len(self._seen) <= CONFIRMING_STEPS:
             return
-        seen, works = middle(self._seen[1:]), [*self._works]
+        seen, apart_seconds, works = middle(self._seen[1:]), apart(self._seen[1:]), [*self._works]
         self._seen.clear()
         self._works.clear()
-        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds)
+        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds, apart_seconds)
         before = self._times, self._drag_factor, self._disk_factor, self._rest_seconds
         self._times = scaled_times(self._times, of_compute)
         self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
-        self._confirmed += 1
-        if self._confirmed >= CONFIRMED_AT_ONCE:
-            self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
+        taken_seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds + update_seconds
+        changed = abs(taken_seconds - plan.step_seconds) > CHANGED * plan.step_seconds
         try:
             self._learn_disk(run, works, seen, update_seconds, update_bytes)
             self._plan(run, update_seconds, update_bytes, seen.wait_seconds)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
             self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
+            self._pause_before_next(changed=False)
             raise
+        self._pause_before_next(changed)
+
+    def _pause_before_next(self, changed: bool) -> None:
+        """Behind a confirmation. changed: its steps took not what was foretold, but what is foretold now."""
+        self._confirmed = min(self._confirmed + 1, CONFIRMED_AT_ONCE) if changed else self._confirmed + 1
+        if self._confirmed >= CONFIRMED_AT_ONCE:
+            self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
 
     def _share(self, batches: Counter[Shapes]) -> float | None:
         """The elements of a step's batches to those of the batch that was planned for, in the mean over them: 1 where all have

@@ -18,6 +18,7 @@ from protrain.api import session_of
 from protrain.confirming import (
     MOST_DISK_FACTOR,
     Sum,
+    apart,
     disk_factor,
     factors,
     middle,
@@ -42,14 +43,15 @@ def forecast(compute: float, drag: float, again: float = 0.0) -> Forecast:
 
 
 def test_a_step_as_foretold_corrects_nothing() -> None:
-    assert factors(forecast(0.8, 0.1, 0.1), 1.0) == pytest.approx((1.0, 1.0), abs=1e-12)
+    assert factors(forecast(0.8, 0.1, 0.1), 1.0, 0.0) == pytest.approx((1.0, 1.0), abs=1e-12)
 
 
 @pytest.mark.parametrize(("compute", "drag"), [(1.0, 0.0), (1.0, 0.01), (1.0, 0.1), (0.5, 0.5), (0.001, 0.3)])
 @pytest.mark.parametrize("part", [0.85, 0.97, 1.05, 1.19])
-def test_the_sum_comes_nearer_to_what_was_seen(compute: float, drag: float, part: float) -> None:
+@pytest.mark.parametrize("apart_seconds", [0.0, 0.1])
+def test_the_sum_comes_nearer_to_what_was_seen(compute: float, drag: float, part: float, apart_seconds: float) -> None:
     seen = part * (compute + drag)
-    of_compute, of_drag = factors(forecast(compute, drag), seen)
+    of_compute, of_drag = factors(forecast(compute, drag), seen, apart_seconds)
     corrected = of_compute * compute + of_drag * drag
     assert min(seen, compute + drag) < corrected < max(seen, compute + drag)
     assert of_compute > 0
@@ -57,19 +59,25 @@ def test_the_sum_comes_nearer_to_what_was_seen(compute: float, drag: float, part
 
 
 def test_the_less_certain_part_takes_more() -> None:
-    of_compute, of_drag = factors(forecast(1.0, 0.2), 1.3)
-    assert (of_drag - 1) * 0.2 > 5 * (of_compute - 1) * 1.0 > 0
-    of_compute, of_drag = factors(forecast(1.0, 0.001), 1.1)  # so little cannot be the reason
+    of_compute, of_drag = factors(forecast(1.0, 0.2), 1.3, 0.05)
+    assert (of_drag - 1) * 0.2 > 3 * (of_compute - 1) * 1.0 > 0
+    of_compute, of_drag = factors(forecast(1.0, 0.001), 1.1, 0.05)  # so little cannot be the reason
     assert (of_compute - 1) * 1.0 > 100 * (of_drag - 1) * 0.001 > 0
 
 
+def test_steps_that_lie_apart_are_believed_less() -> None:
+    found = [factors(forecast(1.0, 0.1), 1.2, apart_seconds)[0] for apart_seconds in (0.0, 0.005, 0.02, 0.1, 1.0)]
+    assert found[0] == found[1] > found[2] > found[3] > found[4] > 1
+    assert apart([Sum(1.0, 0.3, 5.0), Sum(1.4, 0.1, 4.0), Sum(1.1, 0.2, 0.0)]) == pytest.approx(0.2)
+
+
 def test_recomputation_is_compute() -> None:
-    assert factors(forecast(0.7, 0.1, 0.3), 1.2) == factors(forecast(1.0, 0.1), 1.2)
+    assert factors(forecast(0.7, 0.1, 0.3), 1.2, 0.0) == factors(forecast(1.0, 0.1), 1.2, 0.0)
 
 
 def test_nothing_foretold_and_drag_below_nothing() -> None:
-    assert factors(forecast(0.0, 0.0), 0.0) == (1.0, 1.0)
-    assert factors(forecast(0.0, 1.0), 0.0)[1] >= 0.0
+    assert factors(forecast(0.0, 0.0), 0.0, 0.0) == (1.0, 1.0)
+    assert factors(forecast(0.0, 1.0), 0.0, 0.0)[1] >= 0.0
 
 
 # ---- sums of steps ----
@@ -177,13 +185,13 @@ def test_the_steps_after_a_plan_correct_what_it_foretells(gpt2: Any, token_batch
         assert after(0.11) == corrected
     twice = after(0.11)
     assert corrected < twice < 0.11
-    for _ in range(pacing.FIRST_PAUSE + pacing.CONFIRMING_STEPS):
-        assert after(0.1) == twice  # the next ones are later
-    later = after(0.1)
-    assert 0.1 < later < twice
-    for _ in range(4 * pacing.FIRST_PAUSE + pacing.CONFIRMING_STEPS):
-        assert after(0.1) == later  # and later still
-    assert 0.1 < after(0.1) < later
+    foretold = twice
+    for pause, seconds in ((1, 0.107), (4, 0.105), (16, 0.095), (1, 0.095), (4, 0.096)):  # ever later, but soon after a change
+        for _ in range(pause * pacing.FIRST_PAUSE + pacing.CONFIRMING_STEPS):
+            assert after(seconds) == foretold
+        corrected = after(seconds)
+        assert abs(seconds - corrected) < abs(seconds - foretold)
+        foretold = corrected
     protrain.unwrap(model)
 
 
@@ -237,9 +245,9 @@ def test_a_plan_that_cannot_be_carried_out_leaves_the_profile_as_it_was(
     clock.block_seconds = 0.11
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(4 * (pacing.CONFIRMING_STEPS + 1)):
+        for _ in range((pacing.CONFIRMED_AT_ONCE + 1) * (pacing.CONFIRMING_STEPS + 1) + 5 * pacing.FIRST_PAUSE):
             step(model, optimizer, ids)
-    assert len([w for w in said if "it is full" in str(w.message)]) == pacing.CONFIRMED_AT_ONCE
+    assert len([w for w in said if "it is full" in str(w.message)]) == pacing.CONFIRMED_AT_ONCE + 1
     assert pacer._times == times
     assert pacer._drag_factor == 1.0
     assert session.homes.arrangement.plan == plan

@@ -26,7 +26,8 @@ from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import Turns, quartiles
 
 WHOLE_BYTES = 16 << 30  # a budget in which all stays in memory
-PROFILED_STEPS, CONFIRMING_STEPS, WARM_STEPS, MEASURED_STEPS = 2, 8, 1, 9
+#: Three confirmations of four steps each, the last behind a pause.
+PROFILED_STEPS, CONFIRMING_STEPS, WARM_STEPS, MEASURED_STEPS = 2, 16, 1, 9
 MOST_TRAININGS = 3  # of one case, until the machine stays as it is
 MOST_REFUSALS = 4  # each names the smallest budget that is known to work by then
 
