@@ -237,7 +237,7 @@ class Pacer:
         self._pause_before_next(changed)
 
     def _pause_before_next(self, changed: bool) -> None:
-        """Behind a confirmation. changed: its steps took not what was foretold, but what is foretold now."""
+        """Behind a confirmation. changed: its steps took something else than was foretold, so the next is to come soon."""
         self._confirmed = min(self._confirmed + 1, CONFIRMED_AT_ONCE) if changed else self._confirmed + 1
         if self._confirmed >= CONFIRMED_AT_ONCE:
             self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
