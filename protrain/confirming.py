@@ -39,6 +39,10 @@ class Sum:
     rest_seconds: float
     wait_seconds: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        return self.passes_seconds + self.rest_seconds + self.wait_seconds
+
 
 def sum_of(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns: int, block_modes: Sequence[str]) -> Sum | None:
     """What a step took, from its raw events; None where they are lost, where it has no pass, or one that is not whole, and where

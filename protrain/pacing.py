@@ -168,8 +168,7 @@ class Pacer:
     def _learn_disk(self, run: DryRun, works: list[DiskWork], seen: Sum, update_seconds: float, update_bytes: int) -> None:
         """How fast the disk is by now: so fast that the plan in use would wait as its steps did, and no further from what it was
         taken to be than what it carried in their waits says."""
-        seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds
-        before, whole = self._disk_factor, disk_factor(works, seconds)
+        before, whole = self._disk_factor, disk_factor(works, seen.seconds)
         if whole == 1.0:
             return
 
@@ -181,7 +180,7 @@ class Pacer:
 
         least, most = 0.0, 1.0
         longer = seen.wait_seconds - foretold(least)
-        if abs(longer) <= WAIT_DOUBT * seconds or (longer > 0) != (whole < 1):
+        if abs(longer) <= WAIT_DOUBT * seen.seconds or (longer > 0) != (whole < 1):
             return
         for _ in range(HALVINGS):
             half = (least + most) / 2
@@ -217,24 +216,25 @@ class Pacer:
         self._works += self._disk_works(step, events) if len(self._seen) > 1 else []
         if len(self._seen) <= CONFIRMING_STEPS:
             return
-        seen, apart_seconds, works = middle(self._seen[1:]), apart(self._seen[1:]), [*self._works]
+        sums, works = self._seen[1:], [*self._works]
         self._seen.clear()
         self._works.clear()
-        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds, apart_seconds)
+        seen = middle(sums)
+        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds, apart(sums))
         before = self._times, self._drag_factor, self._disk_factor, self._rest_seconds
         self._times = scaled_times(self._times, of_compute)
         self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
         self._rest_seconds = seen.rest_seconds
-        taken_seconds = seen.passes_seconds + seen.rest_seconds + seen.wait_seconds + update_seconds
-        changed = abs(taken_seconds - plan.step_seconds) > CHANGED * plan.step_seconds
+        changed = abs(seen.seconds + update_seconds - plan.step_seconds) > CHANGED * plan.step_seconds
         try:
             self._learn_disk(run, works, seen, update_seconds, update_bytes)
             self._plan(run, update_seconds, update_bytes, seen.wait_seconds)
         except BaseException:  # homes could not move: what the plan in use foretells is of the profile before
             self._times, self._drag_factor, self._disk_factor, self._rest_seconds = before
-            self._pause_before_next(changed=False)
+            changed = False  # as nothing is foretold anew the next would only tell the same
             raise
-        self._pause_before_next(changed)
+        finally:
+            self._pause_before_next(changed)
 
     def _pause_before_next(self, changed: bool) -> None:
         """Behind a confirmation. changed: its steps took something else than was foretold, so the next is to come soon."""
