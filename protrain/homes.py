@@ -46,22 +46,35 @@ class Homes:
         Raises:
             DiskError, BudgetError: it could not be carried out; the one that was in use still is.
         """
-        old, engine = self.arrangement, self._engine
+        old = self.arrangement
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
         same_stash = arrangement.stash_pool_bytes == old.stash_pool_bytes
         same_ring = arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces
         same_away = same_stash and arrangement.shadow_of_chunk == old.shadow_of_chunk
         if self.settled and same_slots and same_ring and same_away:
+            self._to_memory(arrangement)  # it may fail: first
             self._use(arrangement)
             self._set_order()
-            self._to_memory(arrangement)
             self._set_goal()
             self._set_stash()
             return
+        self._change(arrangement)
+
+    def drop_own_slots(self) -> None:
+        """Between steps: no chunk has a slot beside those of the arrangement any more.
+
+        Raises:
+            DiskError, BudgetError: it could not be carried out.
+        """
+        if self._residency.own_slots:
+            self._change(self.arrangement)
+
+    def _change(self, arrangement: Arrangement) -> None:
+        old = self.arrangement
         self._residency.release_node()
         if self._runner.device_stash is not None:
             self._runner.device_stash.settle()
-        engine.drop()
+        self._engine.drop()
         try:
             self._move(arrangement)
         except BaseException:

@@ -83,6 +83,7 @@ class Session:
         self._began: float | None = None
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
+        self._stray_slots = False  # chunks got slots of their own for an operation of no step
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._steps_before = 0
         # figures
@@ -165,7 +166,10 @@ class Session:
             self.values.strides_changed = False
             self.fitter.forget_batches()
         self.gradients.leftover()  # what was dropped is known while its chunk is still in memory
-        if self._began is None:
+        if self._began is None and self._stray_slots and not self._under_way():
+            self._stray_slots = False
+            self.homes.drop_own_slots()
+        if self._began is None and torch.is_grad_enabled():  # an evaluation is no part of the step that comes after it
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
             self._batches.clear()
@@ -303,11 +307,15 @@ class Session:
         """Drop all gradients, and the step under way."""
         with self.turn:
             self._note_commit()
-            if self.gradients.passes or self.clock.in_backward or self.engine.has_gradients():
+            if self._under_way():
                 self.forget()
             self.gradients.drop()
 
     # ---- between steps ----
+
+    def _under_way(self) -> bool:
+        """Whether a step has gradients, or makes them."""
+        return self.gradients.passes > 0 or self.clock.in_backward or self.engine.has_gradients()
 
     def check_between_steps(self, what: str) -> None:
         """Whether no step is under way.
@@ -315,7 +323,7 @@ class Session:
         Raises:
             StepError: one is.
         """
-        if self.gradients.passes or self.clock.in_backward or self.engine.has_gradients():
+        if self._under_way():
             raise StepError(f"{what} in the middle of a step: call optimizer.step() or optimizer.zero_grad() first")
 
     def change_step(self, accumulate: int, max_grad_norm: float | None) -> None:
@@ -368,11 +376,14 @@ class Session:
     ) -> Any:
         if not self.homes.settled:
             self.homes.settle()
+        own_slots = self.residency.own_slots
         try:
             return self.runner.call(func, found, numbers, args, kwargs)
         except DiskError as error:
             self.values.loads.note(error)
             raise
+        finally:
+            self._stray_slots |= self._began is None and self.residency.own_slots > own_slots
 
     def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what `module.compile()` made, whose parameters these are."""

@@ -181,8 +181,6 @@ void ptn_team_destroy(ptn_team *team) {
   free(team);
 }
 
-int ptn_team_threads(const ptn_team *team) { return team->n_helpers + 1; }
-
 void ptn_team_run(ptn_team *team, size_t count, size_t grain, ptn_range_body body, void *context) {
   if (count == 0) return;
   size_t threads = (size_t)team->n_helpers + 1;

@@ -41,7 +41,6 @@ typedef struct ptn_team ptn_team;
 typedef void (*ptn_range_body)(void *context, size_t begin, size_t end);
 ptn_status ptn_team_create(ptn_team **out, int threads); /* threads includes the caller; 0: as many as this process may use */
 void ptn_team_destroy(ptn_team *team);
-int ptn_team_threads(const ptn_team *team);
 /* Parts are multiples of `grain` but for the last; grain >= 1. Returns when every part is done. */
 void ptn_team_run(ptn_team *team, size_t count, size_t grain, ptn_range_body body, void *context);
 

@@ -1,8 +1,8 @@
 /* The engine of plain calls: preadv and pwritev on a few threads.
  *
  * A thread that waits in a direct read costs no CPU time, so a handful of them keeps a disk busy; the price beside a ring is one
- * wake-up per piece. Pieces wait in one FIFO. A thread that ends a piece and finds another in the FIFO goes on with it
- * without sleeping, and threads asleep are only woken when there is more to do than threads awake.
+ * wake-up per piece. Pieces wait in one FIFO. Each wakes one of the threads that sleep, and a thread that ends a piece and finds
+ * another in the FIFO goes on with it without sleeping.
  */
 #define _GNU_SOURCE
 #include <errno.h>

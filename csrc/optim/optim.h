@@ -72,10 +72,10 @@ typedef struct ptn_update_scalars {
 typedef struct ptn_update {
   ptn_hyper hyper;
   double step;        /* the number of this update of the parameter, from 1, as torch's float32 counter holds it */
-  float grad_scale;   /* every gradient is multiplied by it first, rounded to fp32 (clipping); exactly 1: unchanged */
   ptn_update_scalars scalars;
 } ptn_update;
-/* PTN_INVALID: step 0 or an unknown kind. Values of the group are taken as they are, as torch's kernels do. */
+/* Every gradient is multiplied by grad_scale first, rounded to fp32 (clipping); by exactly 1 it is unchanged. PTN_INVALID: step 0 or
+ * an unknown kind. Values of the group are taken as they are, as torch's kernels do. */
 ptn_status ptn_update_prepare(ptn_update *out, const ptn_hyper *hyper, uint64_t step, float grad_scale);
 
 /* The elements [first, first + count) of a parameter that has total elements. */

@@ -47,7 +47,6 @@ ptn_status ptn_update_prepare(ptn_update *out, const ptn_hyper *hyper, uint64_t 
   out->hyper = *hyper;
   const uint64_t float_limit = (uint64_t)1 << 24; /* adding 1 to a float32 that holds it changes nothing */
   out->step = (double)(step < float_limit ? step : float_limit);
-  out->grad_scale = grad_scale;
   ptn_update_scalars *s = &out->scalars;
   s->grad_factor = hyper->maximize ? -grad_scale : grad_scale;
   s->weight_decay = hyper->kind == PTN_ADAMW ? 0 : (float)hyper->weight_decay;

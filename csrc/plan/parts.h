@@ -40,9 +40,6 @@ void ptn_slots(const ptn_plan_request *request, ptn_slots_scratch *scratch, uint
 
 /* ---- peak.c ---- */
 
-/* What the block saves is away from memory between its forward and its backward, dropped or on disk: the checkpoint run stands
- * for it, else the keep run. */
-static inline bool ptn_mode_away(ptn_mode mode) { return mode != PTN_KEEP; }
 /* With the least, where no modes are given all blocks swap. */
 static inline ptn_mode ptn_mode_least(const ptn_mode *given, uint32_t block) { return given ? given[block] : PTN_SWAP; }
 static inline bool ptn_mode_swaps(ptn_mode mode) { return mode == PTN_SWAP || mode == PTN_CHECKPOINT_SWAP; }

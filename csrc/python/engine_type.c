@@ -1,6 +1,7 @@
 /* Engine: one wrapped model's engine and account as a Python object.
  *
- * The GIL is released on every call that may wait for I/O. A gradient's owner is a Python object: the engine hands it back
+ * The GIL is released on every call that may wait for I/O. Calls that only ask may come from any thread; whoever makes another one
+ * drives the step from then on. A gradient's owner is a Python object: the engine hands it back
  * through `give_back`, which takes the GIL where it is not held. A process that was forked off must not touch the engine's
  * threads, so there an Engine only forgets.
  */
@@ -221,9 +222,13 @@ static PyObject *answer(ptn_status status) {
 #define ENGINE_OR_RETURN                         \
   ptn_engine *engine = ptn_python_drive(object); \
   if (!engine) return NULL
+/* Of what changes nothing: any thread may ask, and the one that drives the step stays it. */
+#define ENGINE_TO_ASK                             \
+  ptn_engine *engine = ptn_python_engine(object); \
+  if (!engine) return NULL
 
 static PyObject *engine_in_memory(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
+  ENGINE_TO_ASK;
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   return PyBool_FromLong(ptn_engine_in_memory(engine, chunk));
@@ -262,7 +267,11 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
   }
   for (Py_ssize_t i = 0; i < n_chunks; i++) slots[i] = (int32_t)PyLong_AsLong(PyList_GetItem(of_chunk, i));
   PyObject *result = NULL;
-  if (!PyErr_Occurred()) result = answer(ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
+  if (!PyErr_Occurred()) {
+    ptn_status status;
+    PTN_WITHOUT_GIL(status, ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
+    result = answer(status);
+  }
   PyMem_Free(slots);
   PyMem_Free(slot_bytes);
   return result;
@@ -281,7 +290,9 @@ static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
-  return answer(ptn_engine_own_slot(engine, chunk));
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_own_slot(engine, chunk));
+  return answer(status);
 }
 
 static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
@@ -290,7 +301,9 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   unsigned int n_pieces;
   int with_grads;
   if (!PyArg_ParseTuple(arguments, "KIp", &piece_bytes, &n_pieces, &with_grads)) return NULL;
-  return answer(ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+  return answer(status);
 }
 
 static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
@@ -311,7 +324,7 @@ static PyObject *engine_set_pending(PyObject *object, PyObject *arguments) {
 }
 
 static PyObject *engine_region(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
+  ENGINE_TO_ASK;
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
@@ -359,7 +372,7 @@ static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
 }
 
 static PyObject *engine_steps(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
+  ENGINE_TO_ASK;
   unsigned int param;
   if (!PyArg_ParseTuple(arguments, "I", &param)) return NULL;
   return PyLong_FromUnsignedLongLong(ptn_engine_steps(engine, param));
@@ -541,7 +554,7 @@ static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
 }
 
 static PyObject *engine_commits(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
+  ENGINE_TO_ASK;
   (void)unused;
   return PyLong_FromUnsignedLongLong(ptn_engine_commits_count(engine));
 }
@@ -556,7 +569,7 @@ static PyObject *engine_drop(PyObject *object, PyObject *unused) {
 }
 
 static PyObject *engine_has_gradients(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
+  ENGINE_TO_ASK;
   (void)unused;
   return PyBool_FromLong(ptn_engine_has_gradients(engine));
 }

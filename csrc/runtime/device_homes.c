@@ -43,8 +43,10 @@ static ptn_status make_zeros(ptn_engine *engine, float **block, uint64_t bytes) 
   if (*block || bytes == 0) return PTN_OK;
   void *memory;
   PTN_TRY(ptn_device_take(over->device, over->account, bytes, &memory));
-  *block = memory;
-  return ptn_over_zero(engine, memory, bytes);
+  ptn_status status = ptn_over_zero(engine, memory, bytes);
+  if (status == PTN_OK) *block = memory;
+  else ptn_device_give(over->device, over->account, memory, bytes);
+  return status;
 }
 
 /* Of the state, or of the master. */

@@ -409,6 +409,7 @@ static void on_lifted(ptn_transfer *transfer) {
   if (transfer->status == PTN_OK) trace(stash, record, PTN_LANE_UPLOAD, transfer->start_ns, transfer->end_ns, transfer->bytes);
   ptn_lock(&stash->mutex);
   record->lifting = false;
+  if (!record->arrived && !record->lowering) give_range(stash, record); /* its copy down failed meanwhile */
   if (transfer->status == PTN_OK) stash->stats.brought_bytes += transfer->bytes;
   else note_failure(stash, transfer->status, &transfer->error);
   after_end(stash, record);

@@ -116,7 +116,7 @@ ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine di
 /* ---- the device (runtime/device_memory.c) ---- */
 
 /* The stream on which the caller's operations are ordered from now on: demand, unuse and gradient act on it. Before the first call it
- * is NULL. What a stream did with a chunk is waited for whichever stream gives the chunk back. At most 32 of them. */
+ * is NULL. What a stream did with a chunk is waited for whichever stream gives the chunk back. At most 64 of them. */
 ptn_status ptn_engine_set_stream(ptn_engine *engine, ptn_stream *stream);
 /* Pinned memory in which gradients wait for their update: at least the largest of a chunk on the host or on disk. When it is full
  * the driving thread waits. Between steps; 0: none. */
@@ -175,7 +175,7 @@ ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t param, uint32_t arra
 /* The same for count of its elements, from number first on. */
 ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t param, uint32_t array, uint64_t first, uint64_t count,
                                     void *memory, bool write);
-/* Makes the slot hold the chunk without reading it; the caller fills it and calls store. */
+/* Makes the slot hold the chunk without reading it; the caller fills it and calls ptn_engine_end_fill. */
 ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t chunk);
 ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t chunk);
 uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param); /* updates made of this parameter */
@@ -198,8 +198,6 @@ void ptn_engine_unuse_all(ptn_engine *engine);
 /* ---- gradients and updates (runtime/gradients.c, runtime/lane.c) ---- */
 
 ptn_status ptn_engine_set_hyper(ptn_engine *engine, uint32_t group, const ptn_hyper *hyper);
-/* Parameters expected to have a gradient: a chunk is complete when all of them came. */
-void ptn_engine_expect(ptn_engine *engine, uint32_t param, bool expected);
 
 typedef enum ptn_gradient_use {
   PTN_GRADIENT_UPDATE, /* the last of this step: update the chunk when it is complete */

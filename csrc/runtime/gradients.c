@@ -29,12 +29,6 @@ static void recount(ptn_engine *engine, chunk *chunk) {
   }
 }
 
-void ptn_engine_expect(ptn_engine *engine, uint32_t number, bool expected) {
-  param *param = &engine->params[number];
-  param->expected = expected && param->trained && param->count > 0;
-  recount(engine, &engine->chunks[param->chunk]);
-}
-
 /* Where a gradient that is not the last of its step is kept. */
 static ptn_status reserve_grads(ptn_engine *engine, chunk *chunk) {
   if (chunk->home == HOME_HOST) return ptn_host_make_sum(engine, chunk, false);
@@ -161,6 +155,24 @@ static ptn_status check_gradient(const ptn_engine *engine, uint32_t number, ptn_
   return PTN_OK;
 }
 
+/* Nobody can be told of a failure when an owner comes back: room among those to be released is made when it is taken over. The lane
+ * may hold gradients of many passes, as long as memory allows it. */
+static ptn_status make_room_for_owner(ptn_engine *engine) {
+  ptn_lock(&engine->mutex);
+  bool enough = engine->owned_count < engine->max_owners;
+  if (!enough) {
+    size_t more = 2 * engine->max_owners;
+    void **grown = realloc(engine->owners, more * sizeof *grown);
+    enough = grown != NULL;
+    if (grown) {
+      engine->owners = grown;
+      engine->max_owners = more;
+    }
+  }
+  ptn_unlock(&engine->mutex);
+  return enough ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory to note a gradient");
+}
+
 /* Locked. The gradient counts from here on, and may complete its chunk. Where that fails it does not count. */
 static ptn_status hold(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
   param *param = &engine->params[number];
@@ -197,6 +209,7 @@ static ptn_status take_from_device(ptn_engine *engine, uint32_t number, const vo
   if (status == PTN_OK) param->summed |= use != PTN_GRADIENT_UPDATE || is_late(&engine->chunks[param->chunk]);
   if (status == PTN_OK && !kept) ptn_lane_owner(engine, owner);
   if (status != PTN_OK && kept) ptn_offload_keep(offload, NULL);
+  if (status == PTN_OK) engine->owned_count++;
   ptn_unlock(&engine->mutex);
   if (status != PTN_OK) ptn_offload_abandon(engine, offload);
   return status;
@@ -206,10 +219,12 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *
   PTN_TRY(check_gradient(engine, number, use));
   chunk *chunk = &engine->chunks[engine->params[number].chunk];
   if (use != PTN_GRADIENT_UPDATE) PTN_TRY(reserve_grads(engine, chunk));
+  PTN_TRY(make_room_for_owner(engine));
   if (engine->over.device) return take_from_device(engine, number, data, owner, use);
   wait_for_room(engine);
   ptn_lock(&engine->mutex);
   ptn_status status = hold(engine, number, data, owner, use);
+  if (status == PTN_OK) engine->owned_count++;
   ptn_unlock(&engine->mutex);
   return status;
 }
@@ -447,7 +462,8 @@ void ptn_engine_collect(ptn_engine *engine) {
   for (;;) {
     ptn_lock(&engine->mutex);
     void *owner = engine->n_owners ? engine->owners[--engine->n_owners] : NULL;
-    if (!owner) engine->owner_bytes = 0;
+    if (owner) engine->owned_count--;
+    else engine->owner_bytes = 0;
     ptn_unlock(&engine->mutex);
     if (!owner) return;
     if (engine->release) engine->release(owner);

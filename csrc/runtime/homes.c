@@ -454,11 +454,26 @@ ptn_status ptn_engine_transfer(ptn_engine *engine, uint32_t number, uint32_t arr
   return ptn_engine_transfer_part(engine, number, array, 0, engine->params[number].count, memory, write);
 }
 
+/* Returns when no job of the chunk is left; what others wait for goes on. */
+static ptn_status wait_for_chunk(ptn_engine *engine, const chunk *chunk) {
+  if (engine->over.device) return ptn_engine_wait(engine);
+  ptn_lock(&engine->mutex);
+  if (chunk->jobs) {
+    int64_t begin = ptn_now_ns();
+    while (chunk->jobs) ptn_wait(&engine->changed, &engine->mutex);
+    engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);
+  }
+  ptn_status status = engine->lane_status == PTN_OK ? PTN_OK : ptn_error_restore(&engine->lane_error);
+  ptn_unlock(&engine->mutex);
+  ptn_engine_collect(engine);
+  return status;
+}
+
 ptn_status ptn_engine_spilled(ptn_engine *engine, uint32_t number, void *memory, bool *found) {
   const param *param = &engine->params[number];
   const chunk *chunk = &engine->chunks[param->chunk];
   *found = false;
-  PTN_TRY(ptn_engine_wait(engine));
+  PTN_TRY(wait_for_chunk(engine, chunk));
   if (!param->spilled) return PTN_OK;
   *found = true;
   if (chunk->home == HOME_HOST) {

@@ -83,10 +83,6 @@ void ptn_host_enqueue(ptn_engine *engine, job *job) {
   ptn_signal(&over->lane_work);
 }
 
-void ptn_host_settle(ptn_engine *engine) {
-  while (engine->over.n_jobs) ptn_wait(&engine->changed, &engine->mutex);
-}
-
 /* Where the arrays of a part are; those of a shadow that is made by this job are brought from the set in use. */
 static void place(const ptn_engine *engine, const chunk *chunk, part *part) {
   const job *job = part->job;

@@ -1,5 +1,5 @@
-/* What the runtime's files share. One mutex guards all of it; it is never held across I/O, an allocation or a wait other than
- * on its own conditions. */
+/* What the runtime's files share. One mutex guards all of it; it is never held across I/O, an allocation of the arena's or a wait
+ * other than on its own conditions. */
 #ifndef PTN_RUNTIME_INTERNAL_H
 #define PTN_RUNTIME_INTERNAL_H
 
@@ -29,22 +29,22 @@ typedef struct chunk {
   ptn_extent extents[2];
   /* home on the host: the set in use and, where it has one, the other; each laid out as an extent */
   ptn_pinned host[2];
-  char *sum;             /* on the host: gradients of this step, laid out as the parameters; NULL: none yet */
+  char *sum; /* on the host: gradients of this step, laid out as the parameters; NULL: none yet */
   ptn_pinned sum_pinned; /* its memory where the chunk has no shadow; else it is of the account */
-  struct job *late_job;  /* updates of this step that are made after commit; not on a lane yet */
-  bool late;             /* such a job is on the lane: the home is not current before it ends */
-  uint32_t uploads;      /* from the set in use, or from what it was, under way */
+  struct job *late_job; /* updates of this step that are made after commit; not on a lane yet */
+  bool late; /* such a job is on the lane: the home is not current before it ends */
+  uint32_t uploads; /* from the set in use, or from what it was, under way */
   int current;
-  bool has_shadow;  /* extents or host[1 - current] hold this step's update */
-  bool zero_state;  /* the state of the current extent was never written: zeros */
+  bool has_shadow; /* extents or host[1 - current] hold this step's update */
+  bool zero_state; /* the state of the current extent was never written: zeros */
   bool zero_master; /* the same */
   ptn_extent grads; /* gradients on disk, laid out as the parameters */
-  int32_t slot;     /* -1: none */
+  int32_t slot; /* -1: none */
   uint32_t first_param, n_params; /* in engine->order_params */
-  uint32_t missing;       /* expected gradients that have not come in this pass */
-  uint32_t arrived;       /* gradients held, not yet queued */
+  uint32_t missing; /* expected gradients that have not come in this pass */
+  uint32_t arrived; /* gradients held, not yet queued */
   uint64_t arrived_bytes;
-  uint32_t jobs;          /* queued or running on the lane */
+  uint32_t jobs; /* queued or running on the lane */
 } chunk;
 
 typedef struct param {
@@ -52,10 +52,10 @@ typedef struct param {
   uint64_t offset_bytes, count;
   uint32_t group;
   bool trained, expected;
-  bool spilled;    /* its gradient on disk counts */
-  bool updated;    /* in this step's shadow */
-  bool counted;    /* came in this pass */
-  bool summed;     /* over a device: a gradient of this step went to the host's sum, or to the disk's */
+  bool spilled; /* its gradient on disk counts */
+  bool updated; /* in this step's shadow */
+  bool counted; /* came in this pass */
+  bool summed; /* over a device: a gradient of this step went to the host's sum, or to the disk's */
   uint64_t steps;
   const void *grad; /* held, not yet queued; in host memory */
   void *owner;
@@ -69,32 +69,32 @@ typedef enum slot_state { SLOT_EMPTY, SLOT_LOADING, SLOT_ORDERED, SLOT_LOADED } 
 
 /* Over a device (runtime/uploads.c). */
 typedef struct slot_device {
-  ptn_event *free;   /* behind the last use of what was there, on the compute stream */
+  ptn_event *free; /* behind the last use of what was there, on the compute stream */
   ptn_event *loaded; /* behind the last transfer of the newest load */
-  bool used;         /* free was recorded */
-  bool unmarked;     /* recording it failed: nothing is loaded before that was made good */
-  uint64_t streams;  /* compute streams that use what is there, since free was recorded */
+  bool used; /* free was recorded */
+  bool unmarked; /* recording it failed: nothing is loaded before that was made good */
+  uint64_t streams; /* compute streams that use what is there, since free was recorded */
   uint64_t followed; /* compute streams that are ordered behind loaded */
-  uint64_t load;     /* number of the newest load */
-  bool ended;        /* its last transfer ended before it was known to be ordered */
+  uint64_t load; /* number of the newest load */
+  bool ended; /* its last transfer ended before it was known to be ordered */
   /* of a load from the host */
   const char *source;
   bool prepared; /* nobody hands it over yet */
   /* of a load from the disk */
   uint64_t read_bytes, ordered_bytes; /* begun to be read; handed to the upload lane */
-  uint32_t reads;                     /* under way */
-  bool ordering;                      /* a thread hands over what is in ready */
-  struct staged *ready;               /* read, not handed over */
-  struct slot *next;                  /* in the queue of loads that have bytes left to read */
+  uint32_t reads; /* under way */
+  bool ordering; /* a thread hands over what is in ready */
+  struct staged *ready; /* read, not handed over */
+  struct slot *next; /* in the queue of loads that have bytes left to read */
 } slot_device;
 
 typedef struct slot {
   ptn_region *region;
   uint32_t chunk; /* NO_CHUNK: none */
   slot_state state;
-  bool shadow;    /* holds the chunk as this step's update made it, not as its home has it */
+  bool shadow; /* holds the chunk as this step's update made it, not as its home has it */
   bool unchecked; /* came from the disk, and nobody used it yet */
-  bool broken;    /* being changed in place by the lane: not readable until the job ends */
+  bool broken; /* being changed in place by the lane: not readable until the job ends */
   uint32_t in_use, pins; /* by the driving thread, by the lane */
   ptn_io io;
   struct ptn_engine *engine;
@@ -106,10 +106,10 @@ typedef struct slot {
 /* One gradient of a job. */
 typedef struct job_grad {
   uint32_t param;
-  const void *data;  /* NULL: on disk only */
+  const void *data; /* NULL: on disk only */
   void *owner;
-  bool total;        /* data replaces what is on disk */
-  bool add_disk;     /* the sum on disk comes first: total = disk + data */
+  bool total; /* data replaces what is on disk */
+  bool add_disk; /* the sum on disk comes first: total = disk + data */
   struct offload *offload; /* over a device: what brings data, which is the pool's until the job ends */
   ptn_update update;
 } job_grad;
@@ -117,20 +117,20 @@ typedef struct job_grad {
 typedef struct job {
   struct job *next;
   uint32_t chunk;
-  bool update;       /* else spill */
-  bool from_shadow;  /* the chunk was updated before in this step: other parameters follow */
-  bool in_slot;      /* parameters are read and changed in the slot */
+  bool update; /* else spill */
+  bool from_shadow; /* the chunk was updated before in this step: other parameters follow */
+  bool in_slot; /* parameters are read and changed in the slot */
   bool zero_state, zero_master;
   bool reads_grads;
-  bool opened;          /* its source is decided, pieces may be under way */
-  bool open;            /* read ahead: its gradients have not come */
-  bool cancelled;       /* read ahead in vain */
+  bool opened; /* its source is decided, pieces may be under way */
+  bool open; /* read ahead: its gradients have not come */
+  bool cancelled; /* read ahead in vain */
   bool failed;
-  bool late;            /* of a step that is committed: changes the home in place */
-  uint32_t arriving;    /* gradients that the device has not brought yet: nothing is computed before */
+  bool late; /* of a step that is committed: changes the home in place */
+  uint32_t arriving; /* gradients that the device has not brought yet: nothing is computed before */
   uint64_t grad_bytes;
   uint64_t next_offset; /* of the next piece to start */
-  uint32_t pieces;      /* started, not yet finished */
+  uint32_t pieces; /* started, not yet finished */
   bool all_started;
   uint32_t n_grads;
   job_grad grads[];
@@ -145,7 +145,7 @@ typedef struct piece {
   piece_state state;
   job *job;
   uint64_t offset_bytes, bytes; /* in the chunk, of its parameters */
-  void *arrays[PIECE_ARRAYS];  /* in the ring */
+  void *arrays[PIECE_ARRAYS]; /* in the ring */
   ptn_io io[PIECE_ARRAYS];
   uint32_t read; /* arrays that come from the disk, a bit each, and are checked before they are used */
   bool has_params; /* in the ring or in the slot */
@@ -164,7 +164,7 @@ typedef struct part {
 /* Pinned memory through which parameters on disk go to the device (runtime/uploads.c). */
 typedef struct staged {
   ptn_transfer transfer; /* first member */
-  struct staged *next;   /* free, or ready */
+  struct staged *next; /* free, or ready */
   slot *slot;
   void *memory;
   ptn_io io;
@@ -179,11 +179,11 @@ typedef struct engine_device {
   const ptn_device_kind *kind;
   ptn_transfers *upload, *offload;
   ptn_stream *streams[MAX_STREAMS]; /* compute streams that were told of */
-  uint32_t n_streams, stream;       /* stream: number of the present one */
+  uint32_t n_streams, stream; /* stream: number of the present one */
   ptn_event *made, *joined;
   uint64_t loads;
   uint32_t uploads, offloads; /* transfers under way */
-  char reason[256];           /* why some host memory is not locked; "": all is */
+  char reason[256]; /* why some host memory is not locked; "": all is */
   /* gradients on their way to an update */
   ptn_pinned pool;
   struct offload *first_range; /* by offset */
@@ -213,14 +213,14 @@ struct ptn_engine {
   ptn_store *store;
   ptn_stash *stash;
   uint64_t stash_bytes; /* on disk at most in the step before */
-  uint64_t own_bytes;   /* of extents that the caller reserved */
-  ptn_team *team;       /* of the host's lane over a device; else NULL */
+  uint64_t own_bytes; /* of extents that the caller reserved */
+  ptn_team *team; /* of the host's lane over a device; else NULL */
   void (*release)(void *owner);
   uint32_t n_chunks, n_params, n_groups, n_states;
   bool bf16;
   uint64_t element_bytes; /* of parameters and gradients */
-  uint64_t widening;      /* bytes of an fp32 array beside one of parameters */
-  uint32_t n_arrays;      /* of fp32 beside the parameters: states, and the master of bf16 */
+  uint64_t widening; /* bytes of an fp32 array beside one of parameters */
+  uint32_t n_arrays; /* of fp32 beside the parameters: states, and the master of bf16 */
   chunk *chunks;
   param *params;
   uint32_t *order_params; /* params by chunk, by offset */
@@ -228,30 +228,30 @@ struct ptn_engine {
 
   slot *slots;
   uint32_t n_slots, max_slots;
-  uint32_t *order;        /* recorded moments */
+  uint32_t *order; /* recorded moments */
   uint32_t n_order, cursor;
-  uint32_t *seen;         /* for each chunk, the scan that met it last */
+  uint32_t *seen; /* for each chunk, the scan that met it last */
   uint32_t scan;
 
   pthread_t lane;
   bool lane_started, stop;
   job *first_job, *last_job; /* FIFO: the first may be running */
-  job *ahead;                /* the open one among them, always the last */
-  job *starting;             /* the job whose pieces are started next */
-  uint64_t job_bytes;        /* gradients that jobs hold */
+  job *ahead; /* the open one among them, always the last */
+  job *starting; /* the job whose pieces are started next */
+  uint64_t job_bytes; /* gradients that jobs hold */
   uint64_t pending_bytes;
   uint32_t n_jobs;
-  ptn_status lane_status;    /* first failure since the last drop or commit */
+  ptn_status lane_status; /* first failure since the last drop or commit */
   ptn_error lane_error;
   void *ring_memory;
   piece *pieces;
   uint32_t n_pieces, piece_head, piece_tail; /* ring: started at head, finished at tail */
-  uint32_t piece_count;
   uint64_t piece_bytes;
   bool ring_has_grads;
 
   void **owners; /* to be released */
   size_t n_owners, max_owners;
+  size_t owned_count; /* taken over and not released yet: among those above there is room for all of them */
   uint64_t owner_bytes; /* of gradients, of which the lane let go since there was none */
   uint32_t gradients; /* taken since the last commit or drop */
   uint64_t commits_count;
@@ -285,9 +285,9 @@ void ptn_gradients_end_job(ptn_engine *engine, job *job); /* locked: what became
 ptn_status ptn_lane_start(ptn_engine *engine);
 void ptn_lane_stop(ptn_engine *engine);
 void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked; takes the job, which may be merged into the open one */
-void ptn_lane_read_ahead(ptn_engine *engine);        /* locked: opens a job for the chunk that is expected next */
-void ptn_lane_cancel(ptn_engine *engine);            /* locked: the open job, if any, comes to nothing */
-void ptn_lane_settle(ptn_engine *engine);            /* locked: waits until no job is left */
+void ptn_lane_read_ahead(ptn_engine *engine); /* locked: opens a job for the chunk that is expected next */
+void ptn_lane_cancel(ptn_engine *engine); /* locked: the open job, if any, comes to nothing */
+void ptn_lane_settle(ptn_engine *engine); /* locked: waits until no job is left */
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
 void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error); /* locked: this step's first failure */
 
@@ -310,8 +310,8 @@ ptn_status ptn_over_pin(ptn_engine *engine, uint64_t bytes, ptn_pinned *out);
 void ptn_over_unpin(ptn_engine *engine, ptn_pinned *pinned);
 ptn_status ptn_over_copy(ptn_engine *engine, void *to, const void *from, uint64_t bytes);
 ptn_status ptn_over_zero(ptn_engine *engine, void *memory, uint64_t bytes);
-void ptn_over_settle(ptn_engine *engine);    /* locked: waits for transfers and late updates */
-void ptn_over_finish(ptn_engine *engine);    /* waits for transfers, late updates and the compute streams */
+void ptn_over_settle(ptn_engine *engine); /* locked: waits for transfers and late updates */
+void ptn_over_finish(ptn_engine *engine); /* waits for transfers, late updates and the compute streams */
 ptn_stream *ptn_over_stream(const ptn_engine *engine);
 
 /* device_homes.c */
@@ -327,14 +327,14 @@ ptn_status ptn_over_end_fill(ptn_engine *engine, slot *slot, chunk *chunk);
 ptn_status ptn_upload_make_slot(ptn_engine *engine, slot *slot, uint64_t bytes);
 void ptn_upload_drop_slot(ptn_engine *engine, slot *slot);
 void ptn_upload_prepare(ptn_engine *engine, slot *slot, uint32_t number); /* locked */
-void ptn_upload_start(ptn_engine *engine, slot *slot);                    /* locked; unlocks while it submits */
-ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot);   /* locked, on the driving thread: records free; unlocks */
+void ptn_upload_start(ptn_engine *engine, slot *slot); /* locked; unlocks while it submits */
+ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot); /* locked, on the driving thread: records free; unlocks */
 ptn_status ptn_upload_follow(ptn_engine *engine, slot *slot); /* the same: the compute stream comes behind loaded */
 
 /* offloads.c */
 ptn_status ptn_offload_take(ptn_engine *engine, uint32_t number, const void *data, struct offload **out);
 bool ptn_offload_keep(struct offload *offload, void *owner); /* locked: hands the owner back at its end; false: it has ended */
-void ptn_offload_abandon(ptn_engine *engine, struct offload *offload);           /* waits for its end */
+void ptn_offload_abandon(ptn_engine *engine, struct offload *offload); /* waits for its end */
 const void *ptn_offload_data(const struct offload *offload);
 bool ptn_offload_is_direct(const struct offload *offload);
 void ptn_offload_await(struct offload *offload, job *job); /* locked: the job is told when it has come */
@@ -344,7 +344,6 @@ void ptn_offload_release(ptn_engine *engine, struct offload *offload); /* locked
 ptn_status ptn_host_start(ptn_engine *engine);
 void ptn_host_stop(ptn_engine *engine);
 void ptn_host_enqueue(ptn_engine *engine, job *job); /* locked; takes the job */
-void ptn_host_settle(ptn_engine *engine);            /* locked: waits until no job is left */
 ptn_status ptn_host_make_sum(ptn_engine *engine, chunk *chunk, bool pinned);
 void ptn_host_drop_sum(ptn_engine *engine, chunk *chunk);
 ptn_status ptn_host_note_late(ptn_engine *engine, chunk *chunk, uint32_t number, float grad_scale); /* locked */

@@ -117,7 +117,7 @@ void ptn_lane_cancel(ptn_engine *engine) {
 
 void ptn_lane_owner(ptn_engine *engine, void *owner) {
   if (!owner) return;
-  if (engine->n_owners == engine->max_owners) abort(); /* at most two gradients of a parameter are ever held */
+  if (engine->n_owners == engine->max_owners) abort(); /* there was room when it was taken over */
   engine->owners[engine->n_owners++] = owner;
 }
 

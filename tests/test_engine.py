@@ -1,0 +1,84 @@
+"""The engine by itself: what it holds of gradients, and who drives it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from twins import MIB
+
+from protrain import _core
+
+ADAM = (0, 1e-3, 0.0, False, 0.9, 0.999, 1e-8, False, 0.0, 0.0, False)
+SPILL = 1  # a gradient that is added to those on disk
+
+
+class Rig:
+    """An engine of n_chunks chunks on disk, each of so many parameters of `count` elements."""
+
+    def __init__(self, folder: Path, limit_bytes: int, n_chunks: int, n_each: int, count: int) -> None:
+        size = 4 * -(-count // 16) * 16
+        chunk_bytes = -(-n_each * size // 4096) * 4096
+        params = [(chunk, number * size, count, True, 0) for chunk in range(n_chunks) for number in range(n_each)]
+        self.n_params = len(params)
+        _core.install_allocator()
+        self.engine = _core.Engine(str(folder), limit_bytes, [(chunk_bytes, True)] * n_chunks, params, 1, 2)
+        for chunk in range(n_chunks):
+            self.engine.to_disk(chunk)
+        self.engine.set_slots(list(range(n_chunks)), [chunk_bytes] * n_chunks)
+        self.engine.set_ring(1 << 16, 2, True)
+        self.engine.set_hyper(0, ADAM)
+
+    def give(self, gradient: torch.Tensor) -> None:
+        """As that of every parameter, for one pass that is not the last."""
+        for number in range(self.n_params):
+            self.engine.gradient(number, gradient.data_ptr(), gradient, SPILL)
+        self.engine.flush()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.engine.use_account(False)
+        rig.engine.close()
+
+
+def test_gradients_of_many_passes_may_wait(disk: Path, rigs: list[Rig]) -> None:
+    """Under a goal nobody waits for the lane as long as memory allows it."""
+    rigs.append(Rig(disk, 1 << 30, n_chunks=64, n_each=8, count=16))
+    engine = rigs[0].engine
+    engine.set_goal(1 << 29)
+    gradient = torch.ones(16)
+    for _ in range(8):
+        rigs[0].give(gradient)
+    engine.wait()
+    total = torch.empty(16)
+    assert engine.spilled(0, total.data_ptr())
+    assert total.eq(8).all()
+
+
+def test_who_only_asks_does_not_drive(disk: Path, rigs: list[Rig]) -> None:
+    """The thread that drives the step gets what the lane is done with when it needs memory, whoever looked on meanwhile."""
+    rigs.append(Rig(disk, 24 * MIB, n_chunks=1, n_each=1, count=2 * MIB))
+    engine = rigs[0].engine
+    engine.use_account(True)
+    gradient = torch.ones(2 * MIB)
+    rigs[0].give(gradient)
+    del gradient  # 8 MiB that only the engine holds
+
+    def look_on() -> None:
+        assert engine.commits() == 0
+        assert engine.has_gradients()
+        assert not engine.in_memory(0)
+        assert engine.steps(0) == 0
+
+    other = threading.Thread(target=look_on)
+    other.start()
+    other.join()
+    room = 24 * MIB - engine.stats()["live_bytes"]
+    assert torch.zeros(room + MIB, dtype=torch.uint8).numel() > room  # with what the gradient had
