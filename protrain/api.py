@@ -22,18 +22,19 @@ from .compiled import check_compiled
 from .compute import Accelerator, Compute, choose
 from .counting import counted, counted_alone
 from .dryrun import DryRun, DryRunError, dry_run
-from .errors import DiskError, Error, PlanError, StepError
+from .errors import BudgetError, DiskError, Error, PlanError, StepError
 from .footprint import Footprint
 from .foreign import Foreign
 from .hooks import KEY
-from .layout import describe, make_layout
+from .layout import chunk_size, describe, make_layout
 from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
-from .planning import Plan, check_modes, check_plan, plan_from_profile
+from .planning import Plan, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, takes_use_cache
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
+from .strides import shared_memory
 from .timeline import StepTrace, Timeline
 from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Settings, Wrapped
@@ -115,7 +116,26 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     named = list(model.named_parameters())
     if not named:
         raise PlanError(f"model: this {type(model).__name__} has no parameter to train")
+    scripted = next((name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise PlanError(
+            f"model: {scripted or 'it'} is TorchScript, whose operations nobody sees; give the module that it is made of"
+        )
+    unmade = next((name for name, p in named if nn.parameter.is_lazy(p)), None)
+    if unmade is not None:
+        raise PlanError(f"model: parameter {unmade} has no shape yet; run the model once on a batch first")
     return named
+
+
+def _check_shared_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    """Whether each parameter that is trained has memory of its own: it gets another place, where nothing else follows it."""
+    trained = {name for name, p in named if p.requires_grad}
+    for one, other in shared_memory([*named, *model.named_buffers()]):
+        if one in trained or other in trained:
+            raise PlanError(
+                f"model: {one} and {other} share memory and are tensors of their own, which would part them: tie parameters by "
+                "giving both modules the same nn.Parameter, or give one of the two memory of its own"
+            )
 
 
 def _check_over_device(optimizer: torch.optim.Optimizer) -> None:
@@ -223,12 +243,13 @@ def wrap(
     norm = _check_norm(max_grad_norm)
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)
+    _check_shared_memory(model, named)
     check_grads(named, dtype)
     blocks = find_blocks(model)
     check_compiled(model, blocks, compute.separate)
     modes = check_modes(block_modes, len(blocks))
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
+    if plan is not None:
+        check_numbers(plan)
     if compute.separate:
         _check_over_device(optimizer)
     layout = make_layout(named, groups, [block for _, block in blocks], budget, plan.chunk_bytes if plan else None, dtype)
@@ -355,11 +376,29 @@ def plan(
     """
     budget, host_budget = _budgets(choose(_check_model(model), device), memory, host_memory)
     modes = check_modes(block_modes, len(find_blocks(model)))
-    found = profile(
-        model, batch, memory=budget, device=device, disk=disk, optimizer=optimizer, accumulate=accumulate,
-        max_grad_norm=max_grad_norm, precision=precision,
-    )  # fmt: skip
-    return plan_from_profile(found, budget, host_budget_bytes=host_budget if found.overhead is not None else 0, modes=modes)
+
+    def profiled(asked: int) -> Profile:
+        return profile(
+            model, batch, memory=asked, device=device, disk=disk, optimizer=optimizer, accumulate=accumulate,
+            max_grad_norm=max_grad_norm, precision=precision,
+        )  # fmt: skip
+
+    def planned(found: Profile, asked: int) -> Plan:
+        beside = host_budget if found.overhead is not None else 0
+        return plan_from_profile(found, asked, host_budget_bytes=beside, modes=modes)
+
+    found = profiled(budget)
+
+    def attempt(asked: int) -> None:
+        if chunk_size(found.parameters, asked) != found.chunk_bytes:
+            planned(profiled(asked), asked)
+
+    try:
+        return planned(found, budget)
+    except BudgetError as error:
+        if error.budget_bytes != budget:  # host memory is what is too small
+            raise
+        raise refuse(error, "a step of this batch", attempt=attempt) from None
 
 
 def profile(

@@ -72,7 +72,9 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
     try:
         safest = _arranged_away(wrapped)
     except BudgetError as error:
-        raise refuse(error, "the model with its largest chunks in turn") from None
+        raise refuse(
+            error, "the model with its largest chunks in turn", attempt=lambda asked: _arranged_away(wrapped.within(asked))
+        ) from None
     own = wrapped.footprint
     with_masters = 3 if wrapped.master_array else 1  # masters come with the values, other state with the first update
     if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
@@ -138,7 +140,18 @@ class Fitter:
         Raises:
             BudgetError: nothing fits.
         """
-        wrapped, settings = self._wrapped, self._wrapped.settings
+        return self._decide(self._wrapped, run, unknown_bytes, times, machine, as_now)
+
+    def _decide(
+        self,
+        wrapped: Wrapped,
+        run: DryRun | None,
+        unknown_bytes: int = 0,
+        times: Times | None = None,
+        machine: Machine | None = None,
+        as_now: bool = False,
+    ) -> Arrangement:
+        settings = wrapped.settings
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
@@ -178,25 +191,22 @@ class Fitter:
         Raises:
             BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
         """
-        wrapped = self._wrapped
         try:
-            with no_outer_hooks():
-                run: DryRun | None = dry_run(
-                    wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
-                    {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                    round_bytes=_core.rounded_bytes, workspace=self._workspace,
-                )  # fmt: skip
+            run: DryRun | None = self._foresee(self._wrapped, args, kwargs)
         except DryRunError as error:
             run = None
             warnings.warn(
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                 stacklevel=6,
             )
-        best = self.decide(run)
+        try:
+            best = self.decide(run)
+        except BudgetError as error:
+            raise self._refusal(error, run, args, kwargs) from None
         largest = run, shapes
         for known, other in self.dry_runs:
             again = self.decide(other)
-            if _needs_more(again, best, wrapped.settings.memory_bytes):
+            if _needs_more(again, best, self._wrapped.settings.memory_bytes):
                 best, largest = again, (other, known)
         if not self.can_carry_out(best):
             self._refuse_held(best)
@@ -204,6 +214,26 @@ class Fitter:
         self.dry_runs.append((shapes, run))
         self.planned = True
         return largest
+
+    def _foresee(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        with no_outer_hooks():
+            return dry_run(
+                wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
+                {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
+                round_bytes=_core.rounded_bytes, workspace=self._workspace,
+            )  # fmt: skip
+
+    def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:
+        """With a smallest budget that works for who wraps the model anew."""
+        if run is None or error.budget_bytes != self._wrapped.settings.memory_bytes:  # host memory is what is too small
+            return error
+
+        def attempt(asked: int) -> None:
+            other = self._wrapped.within(asked)
+            if other.layout.chunk_bytes != self._wrapped.layout.chunk_bytes:
+                self._decide(other, self._foresee(other, args, kwargs))
+
+        return refuse(error, "a step of this batch", attempt=attempt)
 
     def replan_measured(self) -> None:
         """After a step that no dry run foresaw: what it took beside states and slots is known now."""
@@ -237,11 +267,19 @@ class Fitter:
 
     def held_bytes(self, room: int) -> int:
         """What is in memory beside states and slots. Where it is more than `room`, a backward that failed may have left it."""
-        held = self._wrapped.compute.held_bytes(self._engine) - self._homes.arrangement.static_bytes
+        held = self._held_bytes()
         if held <= room:
             return held
         release_failed_backward()
-        return self._wrapped.compute.held_bytes(self._engine) - self._homes.arrangement.static_bytes
+        return self._held_bytes()
+
+    def _held_bytes(self) -> int:
+        """States may be there that the arrangement in use does not count: those of a checkpoint that was loaded before the first
+        batch."""
+        arrangement, known = self._homes.arrangement, self._engine.held()
+        persistent = arrangement.static_bytes - arrangement.plan.slot_bytes - arrangement.plan.ring_bytes
+        more = max(known["parameter_bytes"] + known["state_bytes"] - persistent, 0)
+        return self._wrapped.compute.held_bytes(self._engine) - arrangement.static_bytes - more
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:

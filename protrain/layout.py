@@ -8,7 +8,7 @@ written in the order in which it runs; a tied parameter stands where it comes fi
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -62,6 +62,17 @@ class Layout(Chunks):
 
     entries: tuple[Entry, ...]
     dtype: torch.dtype = torch.float32
+
+    def within(self, budget_bytes: int, block_of: Sequence[int]) -> Layout:
+        """The same parameters as they would be packed for another budget. block_of: for each the number of its block, or -1."""
+        parameters = [
+            (e.count * self.dtype.itemsize, block, e.group >= 0) for e, block in zip(self.entries, block_of, strict=True)
+        ]
+        found = pack(parameters, chunk_size(parameters, budget_bytes))
+        entries = tuple(
+            replace(e, chunk=chunk, offset_bytes=offset) for e, (chunk, offset) in zip(self.entries, found.places, strict=True)
+        )
+        return Layout(**found.__dict__, entries=entries, dtype=self.dtype)
 
 
 def chunk_size(parameters: Sequence[tuple[int, int, bool]], budget_bytes: int) -> int:
@@ -127,11 +138,17 @@ def describe(
 ) -> tuple[tuple[int, int, bool], ...]:
     """(bytes, number of the first block that has it or -1, trained) of each parameter. groups: of the ids that an optimizer has;
     None: it has all. dtype: the type that parameters will be of; None: their own."""
-    block_of = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
+    params = list(params)
     return tuple(
-        (size, block_of.get(id(p), -1), p.requires_grad and (groups is None or id(p) in groups))
-        for p, size in ((p, p.numel() * (dtype or p.dtype).itemsize) for p in params)
+        (p.numel() * (dtype or p.dtype).itemsize, block, p.requires_grad and (groups is None or id(p) in groups))
+        for p, block in zip(params, first_blocks(params, blocks), strict=True)
     )
+
+
+def first_blocks(params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]) -> list[int]:
+    """For each parameter the number of the first block that has it, or -1."""
+    block_of = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
+    return [block_of.get(id(p), -1) for p in params]
 
 
 def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunks:

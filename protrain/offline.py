@@ -31,7 +31,7 @@ from .dryrun import DryRun, DryRunError
 from .errors import BudgetError, PlanError
 from .hardware import Hardware, load_hardware
 from .layout import chunk_size, describe, pack
-from .planning import Plan, check_modes, plan_from_profile
+from .planning import Plan, check_modes, plan_from_profile, refuse
 from .profiles import Profile, Times
 from .repetition import dry_run_alike
 from .sizes import check_count, format_bytes, parse_bytes
@@ -227,8 +227,25 @@ def plan_offline(
         TypeError, ValueError: an argument is wrong; it is named.
     """
     hardware = _resolve(hardware, n_devices)
-    profile = profile_offline(model_or_config, hardware, memory=memory, batch=batch, seq=seq, precision=precision)
-    return plan_for(profile, hardware, memory=memory, host_memory=host_memory, block_modes=block_modes)
+
+    def profiled(asked: int | str | None) -> Profile:
+        return profile_offline(model_or_config, hardware, memory=asked, batch=batch, seq=seq, precision=precision)
+
+    def planned(profile: Profile, asked: int | str | None) -> Plan:
+        return plan_for(profile, hardware, memory=asked, host_memory=host_memory, block_modes=block_modes)
+
+    profile = profiled(memory)
+
+    def attempt(asked: int) -> None:
+        if chunk_size(profile.parameters, asked) != profile.chunk_bytes and asked <= hardware.device_bytes:
+            planned(profiled(asked), asked)
+
+    try:
+        return planned(profile, memory)
+    except BudgetError as error:
+        if error.budget_bytes != _device_budget(hardware, memory) or str(error).startswith("host_memory"):
+            raise  # another tier is too small
+        raise refuse(error, "a step of this batch", attempt=attempt) from None
 
 
 def plan_for(

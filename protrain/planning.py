@@ -8,7 +8,7 @@ chunks in memory, the first in execution order first.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -178,16 +178,28 @@ def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
     return modes
 
 
-def check_plan(plan: Any, layout: Layout, n_blocks: int) -> None:
-    """Whether a plan that a user gave is one for this model.
+def check_numbers(plan: Any) -> None:
+    """Whether what a user gave is a plan whose numbers can be any.
 
     Raises:
         TypeError: it is no Plan.
-        PlanError: it was made for another model.
-        ValueError: it has a block mode that is none of the four.
+        PlanError: one of its numbers is none, or below zero.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
+    for name in (f.name for f in fields(plan) if f.type == "int"):
+        value, least = getattr(plan, name), 1 if name == "chunk_bytes" else 0
+        if type(value) is not int or (value < least and name != "n_persist"):  # which is looked at with the model
+            raise PlanError(f"plan: {name} is {value!r}; give a whole number, at least {least}")
+
+
+def check_plan(plan: Plan, layout: Layout, n_blocks: int) -> None:
+    """Whether a plan that a user gave is one for this model.
+
+    Raises:
+        PlanError: it was made for another model.
+        ValueError: it has a block mode that is none of the four.
+    """
     if plan.n_chunks != layout.n_chunks or len(plan.block_modes) != n_blocks:
         raise PlanError(
             f"plan: it was made for another model, of {plan.n_chunks} chunks and {len(plan.block_modes)} blocks; "
@@ -457,9 +469,28 @@ def plan_from_profile(
     return found.plan
 
 
-def refuse(error: BudgetError, what: str, overhead: Overhead = _NO_OVERHEAD) -> BudgetError:
-    """The planner's refusal in the words of the interface. overhead: that it counted, which grows with the budget."""
+def refuse(
+    error: BudgetError,
+    what: str,
+    overhead: Overhead = _NO_OVERHEAD,
+    attempt: Callable[[int], object] | None = None,
+) -> BudgetError:
+    """The planner's refusal in the words of the interface.
+
+    Args:
+        overhead: that it counted, which grows with the budget.
+        attempt: plans for a budget as it would be asked for anew, where chunks hang on it. They grow with the budget, and so does
+            what must have room: what is enough for the chunks of the refused one may be too little for its own.
+    """
     smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
+    while attempt is not None:
+        try:
+            attempt(smallest)
+            break
+        except BudgetError as again:
+            if again.budget_bytes != smallest or again.smallest_bytes <= smallest:
+                break  # another tier is too small
+            smallest = again.smallest_bytes
     return BudgetError(
         f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
         f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",

@@ -32,6 +32,7 @@ class Residency:
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self.own_slots = 0  # that were made since slots were
         self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
         self._node: Any = None
         self._node_chunks: set[int] = set()
@@ -74,6 +75,7 @@ class Residency:
 
     def forget(self) -> None:
         """Slots and homes go, wherever parameters lie now."""
+        self.own_slots = 0
         self._unbound = None
         self._bases.clear()
         self._address_chunk.clear()
@@ -113,6 +115,7 @@ class Residency:
         if not self._demand(chunk):
             self._unbound = chunk
             self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+            self.own_slots += 1
             self._bind_rest()
             self._demand(chunk)
         self._address_chunk[self._bases[chunk].data_ptr()] = chunk

@@ -8,7 +8,7 @@ holes becomes contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -39,6 +39,41 @@ def laid(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
     if not tensor.numel() or all(own == wanted for size, own, wanted in pairs if size != 1):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its elements lie, in bytes: from the first to behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two whose spans do: whether they have an element in common."""
+    if one.element_size() != other.element_size():
+        return True
+    begin, size = min(one.data_ptr(), other.data_ptr()), one.element_size()
+    seen = torch.zeros((max(_span(one)[1], _span(other)[1]) - begin) // size, dtype=torch.bool, device="cpu")
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        return seen.as_strided(tensor.shape, tensor.stride(), (tensor.data_ptr() - begin) // size)
+
+    of(one).fill_(True)
+    return bool(of(other).any())
+
+
+def shared_memory(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
+    """The names of tensors that have elements in memory in common, two and two, by address. Those without memory, and those that
+    are not strided, have none."""
+    spans = sorted(
+        (*_span(tensor), name, tensor)
+        for name, tensor in named
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel()
+    )
+    before: list[tuple[int, str, torch.Tensor]] = []
+    for begin, end, name, tensor in spans:
+        before = [one for one in before if one[0] > begin]
+        yield from ((other, name) for _, other, held in before if _overlap(held, tensor))
+        before.append((end, name, tensor))
 
 
 def outermost_first(shape: Sequence[int], strides: Strides) -> list[int]:

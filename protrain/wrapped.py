@@ -5,7 +5,8 @@ The parts of a session share it and change nothing in it but `settings`, between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from . import _core
 from .compiled import find_compiled
 from .compute import Compute
 from .foreign import Foreign
-from .layout import Layout
+from .layout import Layout, first_blocks
 from .optimizers import Hyper, hyper_of, n_states_of
 from .placing import Places
 from .planning import Plan
@@ -65,6 +66,14 @@ class Wrapped:
         self.n_states = max((n_states_of(hyper) for hyper in self.hypers()), default=0)
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
         self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0
+
+    def within(self, budget_bytes: int) -> Wrapped:
+        """The same, to plan with, as `wrap` would have it in another budget; with other chunks, where no plan says them."""
+        other = copy.copy(self)
+        other.settings = replace(self.settings, memory_bytes=budget_bytes)
+        if self.settings.plan is None:
+            other.layout = self.layout.within(budget_bytes, first_blocks(self.params, [block for _, block in self.blocks]))
+        return other
 
     @property
     def n_together(self) -> int:

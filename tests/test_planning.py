@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixed import with_fixed_times
+from twins import MIB, adamw, loss_of
 
 import protrain
 from protrain import _core
@@ -93,6 +95,31 @@ def test_what_fits_is_kept_and_what_does_not_leaves(causal_lm: Any, token_batche
     assert tight.disk_bytes > 0
     assert min(tight.step_seconds, ample.step_seconds) > 0
     assert protrain.Plan.from_json(tight.to_json()).forecast == tight.forecast
+
+
+def test_the_smallest_budget_works_with_the_chunks_that_it_has_itself(
+    causal_lm: Any, token_batches: Any, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are a twelfth of the budget at most. Those of the budget that is refused would need less."""
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    model, (ids,) = causal_lm("gpt2", hidden=256, layers=8), token_batches(1, batch=4, length=256)
+    with pytest.raises(protrain.BudgetError, match="smallest budget that works") as refused:
+        protrain.plan(model, {"input_ids": ids, "labels": ids}, memory="16MiB")
+    smallest = refused.value.smallest_bytes
+    plan = protrain.plan(model, {"input_ids": ids, "labels": ids}, memory=smallest)
+    assert plan.chunk_bytes > 16 * MIB // 12
+    with pytest.raises(protrain.BudgetError):
+        protrain.plan(model, {"input_ids": ids, "labels": ids}, memory=smallest - 4096)
+    wrapped, _ = protrain.wrap(model, adamw(model), memory="16MiB")
+    with pytest.raises(protrain.BudgetError) as refused:
+        loss_of(wrapped, ids)
+    model = protrain.unwrap(wrapped)
+    assert refused.value.smallest_bytes >= smallest
+    wrapped, optimizer = protrain.wrap(model, adamw(model), memory=refused.value.smallest_bytes)
+    loss_of(wrapped, ids).backward()
+    optimizer.step()
+    assert protrain.status(wrapped).plan.chunk_bytes == plan.chunk_bytes
+    protrain.unwrap(wrapped)
 
 
 def test_a_profile_plans_elsewhere(causal_lm: Any, token_batches: Any) -> None:

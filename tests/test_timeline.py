@@ -167,6 +167,7 @@ def test_evaluation_between_steps_is_in_no_step(trained: Any, token_batches: Tok
     with torch.no_grad():
         model(token_batches(1)[0])
     model.train()
+    assert session_of(model)._began is None  # nor does the next one begin with it
     assert before.timeline().step == 4
     assert lane(before.timeline(), "compute") == lane(first, "compute")
 
