@@ -18,6 +18,7 @@ of it) get what is saved there; a block inside hooks of others is refused, becau
 
 from __future__ import annotations
 
+import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +29,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from . import _core
+from . import _core, randomness
 from .compiled import functions_behind, grad_fns
 from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
+from .randomness import numpy_state, same_numpy_state
 
 if TYPE_CHECKING:
     from .running import Runner
@@ -176,14 +178,16 @@ class BlockHabits:
     """What is known of how a block's forward treats what it is given.
 
     in_place: whether it changes its inputs, so that a recomputation needs copies of them; None: not known yet, and one forward
-    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is.
+    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is. numpy: whether it draws from
+    NumPy's global generator, as its first forward tells; None: there was none yet.
     """
 
-    __slots__ = ("compiled", "in_place", "large")
+    __slots__ = ("compiled", "in_place", "large", "numpy")
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
         self.in_place: bool | None = None
+        self.numpy: bool | None = None
         self.large: set[str] = set()
 
 
@@ -206,8 +210,9 @@ class Frame:
         self.name, self.block = runner.blocks[number]
         self.commits = runner.commits()
         self.habits = runner.habits[number]
-        self.given: Any = (args, kwargs)  # None: forward is over
-        self.given_versions = _versions(leaf for leaf in tree_leaves(self.given) if type(leaf) is torch.Tensor)
+        leaves, spec = tree_flatten((args, kwargs))
+        self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
+        self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:
             copied = runner.can_copy(sum(leaf.numel() * leaf.element_size() for leaf, _ in self.given_versions))
@@ -218,7 +223,8 @@ class Frame:
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
         self.state = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
-        self.random_state = self.compute.random_state()
+        self.random_state = self.compute.random_state(), random.getstate()
+        self.numpy_state = numpy_state() if self.habits.numpy is not False else None
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.saved: list[weakref.ref[Recomputed]] = []
@@ -230,6 +236,10 @@ class Frame:
     def settle(self, result: Any) -> None:
         """Forward is over: copies of what it left alone go."""
         self.state.settle()
+        if self.habits.numpy is None:
+            self.habits.numpy = not same_numpy_state(self.numpy_state)
+        if not self.habits.numpy:
+            self.numpy_state = None
         if self.habits.compiled:
             self.code = [type(node) for node in functions_behind(result, self.ends)]
             self.ends = set()
@@ -285,7 +295,7 @@ class Frame:
             )
         inputs = _bring_inputs(self.inputs)
         now = self.compute.random_state()
-        self.compute.set_random_state(self.random_state)
+        self.compute.set_random_state(self.random_state[0])
         enabled, dtype, cache = self.autocast
         place = 0
 
@@ -312,6 +322,7 @@ class Frame:
 
         try:
             with (
+                randomness.kept(self.random_state[1], self.numpy_state),
                 self.state.restored(),
                 torch.enable_grad(),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),

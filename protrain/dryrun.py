@@ -6,13 +6,12 @@ returns it and discounted when it dies, so the live bytes are those of the real 
 their chunk is complete. What CPU kernels allocate inside themselves is not seen by fake tensors; it is measured or comes from a
 table (workspace.py).
 
-The real model is only read: its values, gradients, flags, hooks and torch's random state stay as they are.
+The real model is only read: its values, gradients, flags, hooks and random states stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import types
 import weakref
@@ -26,10 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from . import randomness
 from .compiled import CALL, eager, find_compiled
 from .dryswap import DryStash
 from .errors import Error
@@ -820,6 +821,17 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
     )
 
 
+@contextmanager
+def _own_parametrizations() -> Iterator[None]:
+    """What torch.nn.utils.parametrize.cached() keeps of the twin is apart from what it keeps of others, and goes."""
+    before = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+
+
 def dry_run(
     model: nn.Module,
     args: Sequence[Any],
@@ -846,10 +858,9 @@ def dry_run(
         DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), or nothing to train.
     """
     random_state = torch.get_rng_state()
-    python_state = random.getstate()
     mode = FakeTensorMode()
     try:
-        with torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), mode:
+        with randomness.kept(), torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), mode:
             twin = _make_twin(model, chunk_of_param, round_bytes)
             fake_args, fake_kwargs = _fake_batch(twin, tuple(args), kwargs, round_bytes)
             fake_blocks = [twin.memo[id(block)] for block in blocks]
@@ -857,9 +868,10 @@ def dry_run(
             compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
 
             def in_mode(mode: str) -> _Run:
-                return _run_step(
-                    twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
-                )
+                with _own_parametrizations():
+                    return _run_step(
+                        twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
+                    )
 
             keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
             if fake_blocks and not compiled:
@@ -871,5 +883,4 @@ def dry_run(
         raise DryRunError(_one_line(error)) from error
     finally:
         torch.set_rng_state(random_state)
-        random.setstate(python_state)
     return _join(keep, recompute, swap, twin.fixed_bytes)

@@ -255,7 +255,7 @@ class _Tried:
                 counts[shape] = counts.get(shape, 0) + 1
                 if not p.requires_grad or counts[shape] > TRIED_OF_A_SHAPE:
                     continue
-                made.append(nn.Parameter(torch.randn(shape, generator=generator)))
+                made.append(nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float32)))
                 states[made[-1]] = _stand_in_state(optimizer, p, shape, "cpu")
             if made and idle is None:
                 idle = nn.Parameter(made[0].detach().clone())
@@ -272,7 +272,7 @@ class _Tried:
     def set_gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
         for _, p in self.parameters():
-            p.grad = None if p is self.idle else torch.randn(p.shape, generator=generator)
+            p.grad = None if p is self.idle else torch.randn(p.shape, generator=generator, dtype=torch.float32)
 
     def all_at_once(self) -> Shared:
         shared = Shared.of(self.optimizer)

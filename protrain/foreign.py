@@ -284,7 +284,7 @@ class _Step:
     def _from_disk(self, group: int, number: int) -> None:
         session, foreign = self._session, self._foreign
         entry = session.layout.entries[number]
-        value, grad = (torch.empty_strided(entry.shape, entry.strides) for _ in range(2))
+        value, grad = (torch.empty_strided(entry.shape, entry.strides, dtype=session.layout.dtype) for _ in range(2))
         session.engine.transfer(number, 0, value.data_ptr(), False)
         if not session.engine.spilled(number, grad.data_ptr()):
             raise StepError(f"the gradient of {entry.name} was lost")

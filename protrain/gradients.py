@@ -204,7 +204,7 @@ class Gradients:
             elif entry.group >= 0 and p.grad is not None:
                 norms.append(_norm(p.grad))
         if not norms:
-            return torch.tensor(0.0), 1.0
+            return torch.tensor(0.0, dtype=torch.float32), 1.0
         total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         factor = torch.clamp(max_grad_norm / (total + 1e-6), max=1.0)
         return total, float(factor)
@@ -249,11 +249,12 @@ class Gradients:
         self._norms.clear()
 
     def drop(self) -> None:
-        """No parameter has a gradient any more, also where its chunk has left memory since it was made."""
+        """No parameter of the optimizer has a gradient any more, also where its chunk has left memory since it was made."""
         self._left.clear()
         with DisableTorchFunction():
-            for p in self._params:
-                p.grad = None
+            for p, entry in zip(self._params, self._layout.entries, strict=True):
+                if entry.group >= 0:  # others are another optimizer's, or nobody's
+                    p.grad = None
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,7 @@ The real model and the batch are only read; random states stay as they are.
 from __future__ import annotations
 
 import gc
-import random
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from . import randomness
 from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
@@ -438,15 +437,12 @@ def _repeat(rehearsal: _Rehearsal, batch: Any, memo: dict[int, Any], device: tor
 
 @contextmanager
 def _random_states_kept(compute: Compute) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    states = compute.random_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    state = compute.random_state()
     try:
-        yield
+        with randomness.kept():
+            yield
     finally:
-        compute.set_random_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])
+        compute.set_random_state(state)
 
 
 def _attempt(

@@ -7,6 +7,7 @@ All three are told the same things: `stage` (what is being prepared), `step` (a 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -81,11 +82,11 @@ class _Json:
         pass
 
     def step(self, step: Step) -> None:
-        print(json.dumps(asdict(step)), flush=True)
+        print(json.dumps(_finite(asdict(step))), flush=True)
 
     def finish(self, summary: Summary) -> None:
         values = asdict(summary)
-        print(json.dumps(values.pop("fields") | values), flush=True)
+        print(json.dumps(_finite(values.pop("fields") | values)), flush=True)
 
 
 class _Plain:
@@ -197,6 +198,11 @@ class _Live:
         )
         body.add_row("waiting", _share(last), "of the step's time")
         return Panel(Group(head, body), title=self._title, title_align="left")
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """A loss may be no number, which JSON has none for: null."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
 
 
 def _of_budget(size_bytes: int, budget_bytes: int | None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protrain.cli.words import CommandError, check_file, check_picture, size_text
+from protrain.cli.words import CommandError, check_file, check_picture, size_text, writing
 
 if TYPE_CHECKING:
     from protrain.cli.train import Setup, Words
@@ -114,7 +114,8 @@ def _save(own: PlanWords, profile: Profile) -> None:
     from protrain.timeline import write_file
 
     if own.save_profile is not None:
-        write_file(own.save_profile, profile.to_json().encode())
+        with writing("--save-profile", own.save_profile):
+            write_file(own.save_profile, profile.to_json().encode())
 
 
 def more_bytes(budget_bytes: int) -> int:
@@ -169,7 +170,7 @@ def check_together(context: click.Context, own: PlanWords, given: Mapping[str, s
 
 def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
     if own.profile is not None:
-        return _from_file(words, own, own.profile)
+        return _from_file(words, own.profile)
     from protrain.cli.train import check_gpu, prepare
 
     if words.device != "cpu":
@@ -184,7 +185,7 @@ def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
     return _from_here(words, setup)
 
 
-def _from_file(words: Words, own: PlanWords, name: str) -> Source:
+def _from_file(words: Words, name: str) -> Source:
     """No model is loaded, nothing of this machine counts."""
     import torch  # noqa: F401 - before protrain's core, which links to it
 

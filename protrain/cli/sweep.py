@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from protrain.cli.words import CommandError, duration_text, size_text
+from protrain.cli.words import CommandError, duration_text, size_text, writing
 
 if TYPE_CHECKING:
     from protrain.planning import Plan
@@ -94,7 +94,8 @@ def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
     if out is not None:
         from protrain.cli.plan_plot import draw
 
-        draw(out, title, plans)
+        with writing("--out", out):
+            draw(out, title, plans)
     if as_json:
         from protrain.cli.train import fields_of
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
-from protrain.cli.words import CommandError, check_file, size_text
+from protrain.cli.words import CommandError, check_file, size_text, writing
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
 from protrain.replacing import clear_leftovers
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from protrain.timeline import Timeline
 
 TRACED_STEPS = 3
+LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Words:
     seq: int | None
     batch: int
     steps: int
-    lr: float
+    lr: float | None  # None: LEARNING_RATE, or the checkpoint's
     seed: int
     disk: str | None
     accumulate: int
@@ -88,6 +89,9 @@ def prepare(words: Words) -> Setup:
     if words.trace is not None:
         check_file("--trace", words.trace)
     check_report(words.report)
+    for option, file in (("--trace", words.trace), ("--report", words.report)):
+        if file is not None and words.out is not None and _is_inside(file, words.out):
+            raise CommandError(f"{option} {file!r} is inside of --out, a folder of the model alone; give a file elsewhere")
     _check_disk(words.disk)
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
@@ -99,6 +103,10 @@ def prepare(words: Words) -> Setup:
             f"--seq {seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
         )
     return Setup(files, config, folder, has_weights(folder), seq)
+
+
+def _is_inside(file: str, folder: str) -> bool:
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(file)).parents
 
 
 def _check_disk(folder: str | None) -> None:
@@ -134,8 +142,13 @@ def disk_folder(name: str | None) -> Iterator[None]:
         while not path.exists():
             missing.append(path)
             path = path.parent
-        for path in reversed(missing):
-            path.mkdir()
+        try:
+            for path in reversed(missing):
+                path.mkdir()
+        except OSError as error:
+            raise CommandError(
+                f"--disk {name!r} cannot be made: {error.strerror}; give a folder on a disk that can be written to"
+            ) from None
     try:
         yield
     finally:
@@ -157,7 +170,7 @@ def run(words: Words) -> None:
         _train(words, setup, display)
 
 
-def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
+def _tokens(setup: Setup, display: Display) -> tuple[Any, Any]:
     """The tokenizer and the tokens of the data, shape (tokens,)."""
     from protrain.cli.model import longest_sequence
 
@@ -180,7 +193,7 @@ def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
 
 
 def _train(words: Words, setup: Setup, display: Display) -> None:
-    tokenizer, tokens = _tokens(words, setup, display)
+    tokenizer, tokens = _tokens(setup, display)
     import torch
 
     import protrain
@@ -193,7 +206,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     if on_cpu:  # over a GPU the first batch is refused before its first operation, and the states by wrap
         _refuse_early(words, setup.seq, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr or LEARNING_RATE, fused=True)
     source: dict[str, Any] = (
         {"weights": str(setup.folder)} if setup.start_from_weights else {"param_init_fn": Initializer(model, words.seed)}
     )
@@ -219,6 +232,9 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         done = protrain.status(model).steps
         if done >= words.steps:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
+        if words.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = words.lr
     saver = _Saver(words.out, words.save_every, setup.config, tokenizer, display.saving)
     tracer = _Tracer(words.trace)
     reporter = _Reporter(words, setup.seq, model) if words.report is not None else None
@@ -231,20 +247,27 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             display.stage("saving")
             saved_bytes = saver.finish(model, optimizer)
     except BaseException:
-        with contextlib.suppress(OSError):  # the error that is under way is the one to tell
+        with contextlib.suppress(CommandError):  # the error that is under way is the one to tell
             tracer.write()
             if reporter is not None:
                 reporter.write(ended_early=True)
         raise
-    tracer.write()
-    if reporter is not None:
-        reporter.write()
+    failure: CommandError | None = None
+    try:
+        tracer.write()
+        if reporter is not None:
+            reporter.write()
+    except CommandError as error:
+        failure = error  # the training is over all the same, and the model saved
+    written = (words.trace, words.report) if failure is None else (None, None)
     display.finish(
         Summary(
             losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status,
-            words.trace, words.report,
+            *written,
         )
     )  # fmt: skip
+    if failure is not None:
+        raise failure
 
 
 def _refuse_early(words: Words, seq: int, model: Any) -> None:
@@ -335,19 +358,23 @@ class _Tracer:
             self._timelines.append(status.timeline())
 
     def write(self) -> None:
-        """Raises OSError."""
+        """Raises CommandError."""
         from protrain.timeline import chrome_trace, write_file
 
         if self._file is not None and self._timelines:
-            write_file(self._file, chrome_trace(self._timelines).encode())
+            with writing("--trace", self._file):
+                write_file(self._file, chrome_trace(self._timelines).encode())
 
 
 class _Reporter:
     """Writes --report: what was measured so far, where there was a step."""
 
     def __init__(self, words: Words, seq: int, model: Any) -> None:
+        import protrain
+
         self._words, self._seq = words, seq
         self._recorder = Recorder(model)
+        self._groups = protrain.session_of(model).wrapped.groups
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def after(self, loss: float, status: Any) -> None:
@@ -355,7 +382,7 @@ class _Reporter:
         self._recorder.after(loss, status)
 
     def write(self, ended_early: bool = False) -> None:
-        """Raises OSError."""
+        """Raises CommandError."""
         words, found = self._words, self._recorder.recorded()
         if found is None or words.report is None:
             return
@@ -367,14 +394,16 @@ class _Reporter:
             ("Budget", f"{size_text(found.budget_bytes)} of memory" + ("" if words.memory else ", what was free less a reserve")),
             ("Away from memory", f"{size_text(found.plan['disk_bytes'])} on disk by the plan"),
             ("Knobs", "none: the plan was chosen by protrain"),
-            ("Training", f"AdamW, learning rate {words.lr:g}, seed {words.seed}"),
+            ("Training", f"AdamW, learning rate {self._groups[0]['lr']:g}, seed {words.seed}"),
             *machine_facts(self._recorder.disk),
         ]
         first, last = found.steps[0].step, found.steps[-1].step
         span = f"step {last}" if first == last else f"steps {first} to {last}"
         notes = [f"Training ended after step {last} of {words.steps}."] if ended_early and last < words.steps else []
         subtitle = f"{words.model_name} in {size_text(found.budget_bytes)}, {words.batch} × {self._seq} tokens{passes}, {span}"
-        write(words.report, Page("protrain train", subtitle, facts, {words.model_name: found}, notes=notes))
+        page = Page("protrain train", subtitle, facts, {words.model_name: found}, notes=notes)
+        with writing("--report", words.report):
+            write(words.report, page)
 
 
 class _Saver:

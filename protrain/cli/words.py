@@ -7,7 +7,8 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -25,6 +26,9 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+#: Of a size, and the digits of a number that can be one; of sequences, tokens and passes.
+MOST_BYTES, MOST_DIGITS, MOST_COUNT = 1 << 62, 19, 1 << 31
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -44,7 +48,11 @@ class Size(click.ParamType[int]):
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             self.fail(f"{value!r} is not a size; give bytes or a size such as 512MiB or 4GiB.", param, ctx)
+        if len(match[1].partition(".")[0]) > MOST_DIGITS:
+            self.fail(f"{value[:MOST_DIGITS]}... is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
         size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        if size > MOST_BYTES:
+            self.fail(f"{value!r} is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
         if size <= 0:
             self.fail(f"{value!r} is no memory at all; give a size above zero such as 512MiB.", param, ctx)
         return size
@@ -82,6 +90,17 @@ def check_file(option: str, name: str) -> None:
     except OSError as error:
         raise CommandError(
             f"{option} {name!r} cannot be written: {error.strerror} ({folder}); give a file in a folder that can be written to"
+        ) from None
+
+
+@contextmanager
+def writing(option: str, name: str) -> Iterator[None]:
+    """What is written inside is the file of this option. Raises CommandError where it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(
+            f"{option} {name!r} cannot be written: {error.strerror or error}; give a file in a folder with room for it"
         ) from None
 
 
@@ -139,13 +158,13 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--seq",
-            type=click.IntRange(min=2),
+            type=click.IntRange(min=2, max=MOST_COUNT),
             metavar="TOKENS",
             help="Length of a sequence in tokens. [default: 512, or the model's longest if shorter]",
         ),
         click.option(
             "--batch",
-            type=click.IntRange(min=1),
+            type=click.IntRange(min=1, max=MOST_COUNT),
             default=1,
             show_default=True,
             metavar="N",
@@ -162,10 +181,8 @@ def model_options(command: _Command) -> _Command:
         click.option(
             "--lr",
             type=Finite(min=0, min_open=True),
-            default=3e-4,
-            show_default=True,
             metavar="X",
-            help="Learning rate of AdamW, per step, constant.",
+            help="Learning rate of AdamW, per step, constant. [default: 0.0003, or that of --resume]",
         ),
         click.option(
             "--seed",
@@ -184,7 +201,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--accumulate",
-            type=click.IntRange(min=1),
+            type=click.IntRange(min=1, max=MOST_COUNT),
             default=1,
             show_default=True,
             metavar="N",
