@@ -448,6 +448,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
             note(value, True)
+            if isinstance(value, torch.Generator):  # whose own way of being copied makes a tensor
+                memo[id(value)] = value.clone_state()
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:

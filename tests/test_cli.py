@@ -230,6 +230,10 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
         (["--memroy", "1GiB"], ["--memroy"]),
         (["--lr", "nan"], ["--lr", "nan"]),
         (["--precision", "fp8"], ["--precision", "fp8"]),
+        (["--memory", "9" * 400 + ".5GiB"], ["--memory", "more than any machine has"]),
+        (["--memory", "99999999999TiB"], ["--memory", "more than any machine has"]),
+        (["--batch", "1" + 21 * "0"], ["--batch"]),
+        (["--accumulate", "3000000000"], ["--accumulate"]),
     ],
 )
 def test_wrong_words_are_2_with_the_usage(
@@ -255,6 +259,8 @@ def test_wrong_words_are_2_with_the_usage(
         (["--disk", "file"], "file"),
         (["--trace", "full"], "full"),
         (["--trace", "nowhere/trace.json"], "nowhere/trace.json"),
+        (["--out", "inner", "--trace", "inner/trace.json"], "inner/trace.json"),
+        (["--out", "inner", "--report", "inner/report.html"], "inner/report.html"),
     ],
 )
 def test_an_error_is_1_with_one_line(
@@ -325,6 +331,28 @@ def test_another_budget_gives_the_same_losses(work: Path) -> None:
         assert result.returncode == 0, result.stderr
         found.append([json.loads(line)["loss"] for line in result.stdout.splitlines()[:-1]])
     assert found[0] == found[1]
+
+
+def test_a_rate_that_is_given_counts_where_a_training_goes_on(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, "--memory", "64MiB", "--out", "goes", "--save-every", 1)
+    assert code == 0, errors
+    losses = []
+    for rate in ((), ("--lr", "0.1")):
+        words = ("--memory", "64MiB", "--resume", "goes", "--steps", 5, "--json", *rate)
+        code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, *words)
+        assert code == 0, errors
+        losses.append([json.loads(line)["loss"] for line in printed.splitlines()[:-1]])
+    assert losses[0][0] == losses[1][0]  # before its first step
+    assert losses[0][1] != losses[1][1]
+
+
+def test_a_loss_that_is_no_number_is_null(work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, "--memory", "64MiB", "--lr", "1e30", "--json")
+    assert code == 0, errors
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in printed.splitlines()]
+    assert [line["loss"] for line in lines[1:-1]] == [None, None]
 
 
 def test_plan_shows_its_fields(work: Path) -> None:

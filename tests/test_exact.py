@@ -13,6 +13,7 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, fit, loss_of, run
 
 import protrain
+from protrain.api import session_of
 
 TIGHT = 16 * MIB
 AMPLE = 1 << 30
@@ -404,3 +405,112 @@ def test_homes_that_move_in_step(gpt2: Any, token_batches: Any) -> None:
         return figures
 
     assert_equal(run(gpt2, loop, memory=AMPLE), run(gpt2, loop), AMPLE)
+
+
+def test_denormal_numbers_are_flushed_where_the_loop_says_so(gpt2: Any, token_batches: Any) -> None:
+    """Also where chunks are updated by a thread that was there before."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        torch.set_flush_denormal(True)
+        try:
+            figures = []
+            for ids in token_batches(3):
+                loss = loss_of(model, ids)
+                (1e-18 * loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                figures.append(loss.item())
+            return figures
+        finally:
+            torch.set_flush_denormal(False)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of a team that is there already flush nothing
+    try:
+        assert_equal(run(gpt2, loop, memory=TIGHT), run(gpt2, loop), TIGHT)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradients_of_another_optimizer_are_left_alone(gpt2: Any, token_batches: Any) -> None:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for name, p in model.named_parameters() if "ln_f" not in name], lr=1e-3, fused=True)
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        other = torch.optim.SGD(model.transformer.ln_f.parameters(), lr=0.1)
+        figures = []
+        for number, ids in enumerate(token_batches(4)):
+            loss = loss_of(model, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                other.step()
+                other.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    assert_equal(run(gpt2, loop, made, memory=TIGHT), run(gpt2, loop, made), TIGHT)
+
+
+@pytest.mark.parametrize("share", [16, 17, 18, 20, 24])
+def test_a_checkpoint_is_gone_on_from_in_budgets_that_it_trained_in(
+    share: int, gpt2: Any, token_batches: Any, tmp_path: Any
+) -> None:
+    """Bytes of the budget for each parameter: what is loaded before the first batch is not held twice."""
+    count = sum(p.numel() for p in gpt2().parameters())
+    (ids,) = token_batches(1, length=16)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=share * count)
+    for number in range(2):
+        if number == 1:
+            protrain.save(model, optimizer, tmp_path / "saved")
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    protrain.unwrap(model)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=share * count)
+    protrain.load(model, optimizer, tmp_path / "saved")
+    again = loss_of(model, ids)
+    again.backward()
+    optimizer.step()
+    assert again.item() == loss.item()
+    protrain.unwrap(model)
+
+
+def test_what_an_operation_on_all_parameters_took_is_given_back(gpt2: Any, token_batches: Any) -> None:
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    (ids,) = token_batches(1)
+    loss_of(model, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    session = session_of(model)
+    slots = session.engine.held()["slot_bytes"]
+    torch._foreach_norm(list(model.parameters()))  # all chunks at once
+    assert session.engine.held()["slot_bytes"] > slots
+    loss_of(model, ids).backward()
+    assert session.engine.held()["slot_bytes"] == slots
+    optimizer.step()
+    protrain.unwrap(model)
+
+
+def test_parameters_over_one_memory_are_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.second.weight = nn.Parameter(self.first.weight.data)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)).square().mean()
+
+    model = Tied()
+    with pytest.raises(protrain.PlanError, match=r"first.weight and second.weight share memory"):
+        protrain.wrap(model, adamw(model), memory=AMPLE)
+    whole = torch.randn(64, 128)
+    model.first.weight, model.second.weight = (nn.Parameter(whole[:, part::2]) for part in range(2))  # side by side
+    wrapped, _ = protrain.wrap(model, adamw(model), memory=AMPLE)
+    assert protrain.unwrap(wrapped) is model

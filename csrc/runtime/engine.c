@@ -64,6 +64,7 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   engine->seen = calloc(config->n_chunks + 1, sizeof *engine->seen);
   engine->updates = calloc(config->n_chunks + 1, sizeof *engine->updates);
   engine->last_updates = calloc(config->n_chunks + 1, sizeof *engine->last_updates);
+  fegetenv(&engine->arithmetic);
   engine->max_owners = (size_t)config->n_params + 64; /* at first */
   engine->owners = calloc(engine->max_owners, sizeof *engine->owners);
   if (!engine->chunks || !engine->params || !engine->order_params || !engine->hypers || !engine->slots || !engine->seen ||

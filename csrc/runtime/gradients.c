@@ -47,7 +47,9 @@ static job *new_job(ptn_engine *engine, chunk *chunk, uint32_t n_grads, bool upd
   return job;
 }
 
+/* Locked, on the driving thread, whose arithmetic the lane's is from here on: an update is the same wherever it is computed. */
 static void queue(ptn_engine *engine, job *job) {
+  fegetenv(&engine->arithmetic);
   if (engine->chunks[job->chunk].home == HOME_HOST) ptn_host_enqueue(engine, job);
   else ptn_lane_enqueue(engine, job);
 }

@@ -3,6 +3,8 @@
 #ifndef PTN_RUNTIME_INTERNAL_H
 #define PTN_RUNTIME_INTERNAL_H
 
+#include <fenv.h>
+
 #include "base/bytes.h"
 #include "device/transfers.h"
 #include "runtime/engine.h"
@@ -259,6 +261,7 @@ struct ptn_engine {
   uint32_t *last_updates, *updates;
   uint32_t n_last_updates, n_updates;
   bool read_ahead;
+  fenv_t arithmetic; /* of the thread that drives: how it rounds, and whether it flushes denormal numbers */
   bool any_shadow;
   int64_t wait_ns, update_ns;
   uint64_t loaded_bytes, loads, hits;

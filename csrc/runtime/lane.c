@@ -414,6 +414,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   note_failure(engine, piece);
   if (piece->job->failed || piece->job->cancelled) return true;
   piece->in_flight = 1;
+  fesetenv(&engine->arithmetic);
   ptn_unlock(&engine->mutex);
   int64_t begin = ptn_now_ns();
   uint32_t mask = compute_piece(engine, piece);

@@ -1,0 +1,189 @@
+"""Blocks whose forward changes more than its output: recomputed, they see what their forward saw, and change nothing twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nets import TIGHT, Block, Chain, inputs, steps
+from torch import nn
+from twins import assert_equal, run
+
+import protrain
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class Counts(Block):
+    """In a list, a dict and a set that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.named: dict[str, int] = {}
+        self.known: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(self.seen))
+        self.named["calls"] = self.named.get("calls", 0) + 1
+        self.known.add(len(self.known))
+        return super().forward(x) * (1 + 0.1 * (len(self.seen) + self.named["calls"] + len(self.known)))
+
+
+class Averages(Block):
+    """In tensors that are no buffers: one is replaced, one changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.calls = torch.zeros(256), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls.add_(1)
+        return super().forward(x - self.mean) * self.calls
+
+
+class Makes(Block):
+    """What it goes on from in its first forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.scale, self.made = 2.0, torch.full((256,), 0.5)
+            return super().forward(x)
+        return super().forward(x * self.made) * self.scale
+
+
+class Draws(Block):
+    """From Python's numbers, NumPy's and those of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape, generator=self.own)
+        return super().forward(x + 0.1 * noise) * (random.random() + float(np.random.random()))
+
+
+class Takes(Block):
+    """Its input out of a dict, into which its output goes."""
+
+    def forward(self, given: Any) -> None:  # type: ignore[override]
+        given["x"] = super().forward(given["x"])
+
+
+class Passes(Chain):
+    """A dict through all blocks."""
+
+    block = Takes
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        given = {"x": x}
+        for block in self.blocks:
+            block(given)
+        y: torch.Tensor = self.head(given["x"])
+        return y.square().mean()
+
+
+class Skips(Block):
+    """Half of them leave what they were given in a list, the others take it out."""
+
+    puts = True
+
+    def forward(self, x: torch.Tensor, left: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        if self.puts:
+            left.append(x)
+            return super().forward(x)
+        return super().forward(x + left.pop())
+
+
+class Net(Chain):
+    """A U-Net."""
+
+    block = Skips
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks[4:]:
+            block.puts = False
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        left: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, left)
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+def chain_of(kind: type[Block]) -> Callable[[], Chain]:
+    return type(f"ChainOf{kind.__name__}", (Chain,), {"block": kind})
+
+
+def seeded(loop: Any) -> Any:
+    def begun(*args: Any) -> Any:
+        random.seed(3)
+        np.random.seed(3)
+        found = loop(*args)
+        return [*found, random.random(), float(np.random.random())]
+
+    return begun
+
+
+MODELS = {
+    "containers": chain_of(Counts),
+    "tensors": chain_of(Averages),
+    "made in forward": chain_of(Makes),
+    "random numbers": chain_of(Draws),
+    "a dict that it is given": Passes,
+    "a list that it is given": Net,
+}
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap", "swap"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_a_recomputed_block_sees_what_its_forward_saw(make: Callable[[], nn.Module], mode: str) -> None:
+    loop = seeded(steps(inputs(4)))
+    assert_equal(run(make, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(make, loop), 2 * TIGHT)
+
+
+def test_a_generator_does_not_keep_a_model_from_being_foreseen() -> None:
+    plan = protrain.plan(chain_of(Draws)(), inputs(1)[0], memory="1GiB")
+    assert set(plan.block_modes) == {"keep"}
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "keep"])
+def test_what_was_trained_in_forward_is_trained_in_backward(mode: str) -> None:
+    """As loops of two models switch it, between forward and backward."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            for block in model.blocks[::2]:
+                block.square.requires_grad_(False)
+            loss = model(x)
+            for block in model.blocks[::2]:
+                block.square.requires_grad_(True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    assert_equal(run(Chain, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(Chain, loop), 2 * TIGHT)
+
+
+def test_numpys_numbers_are_not_drawn_by_who_looks_ahead() -> None:
+    class Drops(Chain):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+            scale = float(np.random.random())
+            return super().forward(x) * scale
+
+    loop = seeded(steps(inputs(3)))
+    assert_equal(run(Drops, loop, memory=1 << 30), run(Drops, loop), 1 << 30)
