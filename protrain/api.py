@@ -30,7 +30,7 @@ from .layout import chunk_size, describe, make_layout
 from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
 from .planning import Plan, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
-from .profiles import Profile, Times
+from .profiles import Machine, Profile, Times
 from .rehearsal import RehearsalError, rehearse
 from .session import Session, takes_use_cache
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
@@ -377,28 +377,26 @@ def plan(
     budget, host_budget = _budgets(choose(_check_model(model), device), memory, host_memory)
     modes = check_modes(block_modes, len(find_blocks(model)))
 
-    def profiled(asked: int) -> Profile:
-        return profile(
-            model, batch, memory=asked, device=device, disk=disk, optimizer=optimizer, accumulate=accumulate,
-            max_grad_norm=max_grad_norm, precision=precision,
-        )  # fmt: skip
+    def foreseen(asked: int) -> _Foreseen:
+        return _foresee(model, batch, asked, device, disk, optimizer, accumulate, max_grad_norm, precision)
 
     def planned(found: Profile, asked: int) -> Plan:
         beside = host_budget if found.overhead is not None else 0
         return plan_from_profile(found, asked, host_budget_bytes=beside, modes=modes)
 
-    found = profiled(budget)
+    found = foreseen(budget)
 
     def attempt(asked: int) -> None:
-        if chunk_size(found.parameters, asked) != found.chunk_bytes:
-            planned(profiled(asked), asked)
+        if chunk_size(found.profile.parameters, asked) != found.profile.chunk_bytes:
+            planned(foreseen(asked).profile, asked)
 
     try:
-        return planned(found, budget)
+        planned(found.profile, budget)  # by memory alone: what does not fit is refused before anything is timed
     except BudgetError as error:
         if error.budget_bytes != budget:  # host memory is what is too small
             raise
         raise refuse(error, "a step of this batch", attempt=attempt) from None
+    return planned(found.timed(), budget)
 
 
 def profile(
@@ -422,9 +420,36 @@ def profile(
         DiskError: the folder cannot be used.
         DeviceError: the GPU cannot be used.
     """
+    budget, _ = _budgets(choose(_check_model(model), device), memory, None)
+    return _foresee(model, batch, budget, device, disk, optimizer, accumulate, max_grad_norm, precision).timed()
+
+
+@dataclass(frozen=True)
+class _Foreseen:
+    """A profile without times and machine, and how they are measured."""
+
+    profile: Profile
+    times: Callable[[], Times]
+    machine: Callable[[], Machine]
+
+    def timed(self) -> Profile:
+        return replace(self.profile, times=self.times(), machine=self.machine())
+
+
+def _foresee(
+    model: nn.Module,
+    batch: Any,
+    budget: int,
+    device: Any,
+    disk: str | os.PathLike[str] | None,
+    optimizer: torch.optim.Optimizer | None,
+    accumulate: int,
+    max_grad_norm: float | None,
+    precision: str,
+) -> _Foreseen:
+    """As `profile`, with chunks for this budget."""
     named = _check_model(model)
     compute = choose(named, device)
-    budget, _ = _budgets(compute, memory, None)
     args, kwargs = _arguments(batch)
     if takes_use_cache(model):
         kwargs = {"use_cache": False} | kwargs
@@ -458,19 +483,24 @@ def profile(
         run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
-    return Profile(
+    found = Profile(
         parameters=describe([p for _, p in named], modules, groups),
         n_blocks=len(modules),
         n_states=state_arrays(n_states, dtype),
         chunk_bytes=layout.chunk_bytes,
         run=replace(run, fixed_bytes=run.fixed_bytes + widened_bytes(layout, norm)),
-        times=_rehearsed(given, model, args, kwargs, modules, run, compute),
-        machine=measure_device(compute, folder) if isinstance(compute, Accelerator) else measure_machine(folder),
+        times=Times(()),
+        machine=Machine(),
         n_passes=accumulate,
         grads_outlive_backward=accumulate > 1 or norm is not None or footprint is not None,
         model=type(model).__name__,
         footprint=footprint,
         overhead=compute.overhead if compute.separate else None,
+    )
+    return _Foreseen(
+        found,
+        times=lambda: _rehearsed(given, model, args, kwargs, modules, run, compute),
+        machine=lambda: measure_device(compute, folder) if isinstance(compute, Accelerator) else measure_machine(folder),
     )
 
 

@@ -439,7 +439,8 @@ def plan_from_profile(
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
     if given is not None and given.chunk_bytes != profile.chunk_bytes:
         raise PlanError(f"given: its chunks are of {given.chunk_bytes} bytes, those of the profile of {profile.chunk_bytes}")
-    timed = profile.footprint is None  # what an update without a kernel takes, and when, is not simulated
+    # What an update without a kernel takes, and when, is not simulated.
+    timed = profile.footprint is None and bool(profile.times.phases)
     over = profile.overhead
     beside = over is not None or profile.machine.upload.bytes_per_second > 0  # host memory, where updates pass through it
     room_bytes = host_budget_bytes if over is None else host_room(chunks, profile.n_states, host_budget_bytes)

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from protrain.cli.words import CommandError, check_file, check_picture, size_text, writing
+from protrain.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
     from protrain.cli.train import Setup, Words
@@ -46,7 +47,8 @@ class Source:
 
     title: what they are of, in a line. profile_for: the profile with chunks of the size that a budget in bytes asks for. plan:
     that of a profile for a budget in bytes, which raises BudgetError. budget_bytes: the one that was asked for; ceiling_bytes:
-    the largest there can be, or None.
+    the largest there can be, or None. again: plans from the beginning for a budget that was refused, and raises what is to be
+    told, since a profile has chunks of one size.
     """
 
     title: str
@@ -54,6 +56,7 @@ class Source:
     plan: Callable[[Profile, int], Plan]
     budget_bytes: int
     ceiling_bytes: int | None = None
+    again: Callable[[int], object] = lambda _: None
 
 
 def run(context: click.Context) -> None:
@@ -82,9 +85,13 @@ def _plan(words: Words, own: PlanWords, source: Source) -> None:
     budget = source.budget_bytes
     with _progress(words) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
-        profile = source.profile_for(budget)
+        try:
+            profile = source.profile_for(budget)
+            plan = source.plan(profile, budget)
+        except (BudgetError, PlanError):
+            source.again(budget)
+            raise
         _save(own, profile)
-        plan = source.plan(profile, budget)
         more = source.plan(profile, budget + more_bytes(budget))  # also past what the machine has: it says what to buy
     if words.as_json:
         from protrain.cli.train import fields_of
@@ -219,7 +226,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
     """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
     import torch
 
-    from protrain import api
+    from protrain.api import plan, profile
     from protrain.cli.model import build
     from protrain.cli.train import disk_folder
     from protrain.compute import choose
@@ -232,19 +239,19 @@ def _from_here(words: Words, setup: Setup) -> Source:
     ids = torch.zeros((words.batch, setup.seq), dtype=torch.long)
     name = f"{words.model_name}, batch {words.batch} x {setup.seq} tokens"
 
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    options: dict[str, Any] = {
+        "device": words.device, "disk": words.disk, "accumulate": words.accumulate, "max_grad_norm": words.max_grad_norm,
+        "precision": words.precision,
+    }  # fmt: skip
+
     def profile_for(budget_bytes: int) -> Profile:
         with disk_folder(words.disk):
-            found = api.profile(
-                model,
-                {"input_ids": ids, "labels": ids, "use_cache": False},
-                device=words.device,
-                disk=words.disk,
-                accumulate=words.accumulate,
-                max_grad_norm=words.max_grad_norm,
-                precision=words.precision,
-                memory=budget_bytes,
-            )
-        return replace(found, model=name)
+            return replace(profile(model, batch, memory=budget_bytes, **options), model=name)
+
+    def again(budget_bytes: int) -> None:
+        with disk_folder(words.disk):
+            plan(model, batch, memory=budget_bytes, host_memory=host_bytes or None, **options)
 
     count = sum(parameter.numel() for parameter in model.parameters())
     return Source(
@@ -253,12 +260,13 @@ def _from_here(words: Words, setup: Setup) -> Source:
         profile_for,
         lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
         compute.default_memory_bytes() if words.memory is None else words.memory,
+        again=again,
     )
 
 
 def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardware, precision: str | None) -> Source:
     """Counts the model's operations. A device with memory of its own trains in mixed precision unless the words say otherwise."""
-    from protrain.offline import plan_for, profile_offline
+    from protrain.offline import plan_for, plan_offline, profile_offline
 
     def planned(profile: Profile, budget: int) -> Plan:
         """Also for a device with more memory than there is: what would be bought."""
@@ -282,7 +290,11 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
         planned,
         hardware.device_bytes if words.memory is None else words.memory,
         hardware.device_bytes,
-    )
+        lambda budget: plan_offline(
+            copy.deepcopy(setup.config), hardware, memory=budget, host_memory=words.host_memory, batch=words.batch, seq=setup.seq,
+            precision=precision,
+        ),
+    )  # fmt: skip
 
 
 def _states(profile: Profile) -> str:
