@@ -212,8 +212,6 @@ static void correct(const composed_phase *phase, ptn_mode mode, run own, int64_t
   for (int other = 0; other < N_RUNS; other++) corrections[other] += times * (held_bytes - phase->retained_bytes[other]);
 }
 
-static int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
-
 void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, ptn_live *live) {
   uint32_t n_phases = peak->request->n_phases, n_blocks = peak->request->n_blocks;
   bool used[N_RUNS] = {n_blocks == 0};
@@ -225,8 +223,8 @@ void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, p
       live[i] = (ptn_live){INT64_MIN, INT64_MIN};
       for (int of = 0; of < N_RUNS; of++) {
         if (!used[of]) continue;
-        live[i].peak_bytes = higher(live[i].peak_bytes, phase->peak_bytes[of] + corrections[of]);
-        live[i].after_bytes = higher(live[i].after_bytes, phase->after_bytes[of] + corrections[of]);
+        live[i].peak_bytes = ptn_max_i64(live[i].peak_bytes, phase->peak_bytes[of] + corrections[of]);
+        live[i].after_bytes = ptn_max_i64(live[i].after_bytes, phase->after_bytes[of] + corrections[of]);
       }
       continue;
     }
@@ -246,8 +244,8 @@ void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *str
   for (uint32_t s = 0; s < peak->n_stretches; s++) {
     uint32_t i = peak->stretch_begins[s], end = peak->stretch_begins[s + 1];
     int64_t highest = s == 0 ? live[i].peak_bytes : live[i].after_bytes;
-    for (i++; i < end; i++) highest = higher(highest, live[i].peak_bytes);
-    stretch_bytes[s] = end < n_phases ? higher(highest, live[end].peak_bytes) : highest;
+    for (i++; i < end; i++) highest = ptn_max_i64(highest, live[i].peak_bytes);
+    stretch_bytes[s] = end < n_phases ? ptn_max_i64(highest, live[end].peak_bytes) : highest;
   }
 }
 
@@ -260,8 +258,8 @@ uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_byt
     const completion *of = &peak->completions[i];
     bool persistent = of->chunk < n_persist;
     complete += persistent ? of->grad_bytes & stay : 0;
-    pending = higher(pending, counts_pending && !persistent ? of->grad_bytes : 0);
-    highest = higher(highest, stretch_bytes[of->stretch] + complete + pending);
+    pending = ptn_max_i64(pending, counts_pending && !persistent ? of->grad_bytes : 0);
+    highest = ptn_max_i64(highest, stretch_bytes[of->stretch] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);
 }

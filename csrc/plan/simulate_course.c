@@ -24,8 +24,6 @@
 #include "base/bytes.h"
 #include "plan/simulate_internal.h"
 
-#define KEPT_PART 4 /* of the stash's bytes, one in so many stays in memory (runtime/stash_rule.c) */
-
 static bool in_backward_of_block(const ptn_phase *phase) { return phase->backward && phase->block >= 0; }
 
 /* ---- of the request ---- */
@@ -347,7 +345,7 @@ static void find_room(ptn_course *course) {
 
 /* The last stay, as far as the phases between leave room for all that stay. */
 static void choose_kept(ptn_course *course, double total_bytes) {
-  double kept_bytes = 0, room_bytes = total_bytes / KEPT_PART;
+  double kept_bytes = 0, room_bytes = total_bytes / PTN_KEPT_PART;
   uint32_t low = 0, high = 0; /* phases that were looked at: low < p < high */
   for (uint32_t s = course->n_saved; s-- > 0 && kept_bytes < room_bytes;) {
     ptn_saved *saved = &course->saved[s];

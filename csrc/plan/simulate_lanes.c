@@ -14,7 +14,6 @@
  */
 #include "plan/simulate_internal.h"
 
-#define LEAST_COMPUTE_SPEED 0.2
 #define LEAST_NS_PER_BYTE 1e-9 /* faster lanes are as fast as this: rates stay finite */
 #define NOTHING_LEFT 1e-9      /* of a lane's time */
 
@@ -75,5 +74,5 @@ void ptn_lanes_share(ptn_lanes *lanes, ptn_flow *flows, bool compute_runs) {
     drag += flow->rate * flow->drag_ns;
   }
   for (int i = 0; i < PTN_N_LANES; i++) lanes->busy[i] = 1 - left[i];
-  lanes->compute_speed = ptn_most(1 - drag, LEAST_COMPUTE_SPEED);
+  lanes->compute_speed = ptn_most(1 - drag, PTN_LEAST_COMPUTE_SPEED);
 }

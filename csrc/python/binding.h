@@ -19,6 +19,8 @@ extern int ptn_python_forks;
 
 /* Sets the Python exception that the thread's error record describes and returns NULL; needs the GIL. */
 PyObject *ptn_python_raise(void);
+/* None, or that. */
+PyObject *ptn_python_answer(ptn_status status);
 
 extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec,
     ptn_device_record_spec, ptn_machine_bench_spec;

@@ -10,11 +10,6 @@ typedef struct device_record_object {
   int forks;
 } device_record_object;
 
-static PyObject *answer(ptn_status status) {
-  if (status != PTN_OK) return ptn_python_raise();
-  Py_RETURN_NONE;
-}
-
 /* Engine.put(address, bytes, block) */
 PyObject *ptn_python_put(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
@@ -63,7 +58,7 @@ static PyObject *device_record_bring(PyObject *object, PyObject *number) {
   if (!engine) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_device_record_bring(self->record, ptn_engine_stream(engine), address));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *device_record_follow(PyObject *object, PyObject *unused) {
@@ -73,7 +68,7 @@ static PyObject *device_record_follow(PyObject *object, PyObject *unused) {
   if (!engine) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_device_record_follow(self->record, ptn_engine_stream(engine)));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *device_record_let_go(PyObject *object, PyObject *unused) {
@@ -83,7 +78,7 @@ static PyObject *device_record_let_go(PyObject *object, PyObject *unused) {
   if (!engine) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_let_go(engine, self->record));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *device_record_want(PyObject *object, PyObject *wanted) {

@@ -5,11 +5,6 @@
 #include "python/binding.h"
 #include "torch/dlpack.h"
 
-static PyObject *answer(ptn_status status) {
-  if (status != PTN_OK) return ptn_python_raise();
-  Py_RETURN_NONE;
-}
-
 PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned int chunk;
@@ -17,7 +12,7 @@ PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
   if (!engine || !PyArg_ParseTuple(arguments, "Ip", &chunk, &with_shadow)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_host(engine, chunk, with_shadow != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *set_memory(PyObject *object, PyObject *number, ptn_status (*set)(ptn_engine *engine, uint64_t bytes)) {
@@ -26,7 +21,7 @@ static PyObject *set_memory(PyObject *object, PyObject *number, ptn_status (*set
   if (PyErr_Occurred()) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, set(engine, bytes));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number) {
@@ -40,7 +35,7 @@ PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
   if (!engine || !PyArg_ParseTuple(arguments, "KI", &piece_bytes, &n_pieces)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_set_staging(engine, piece_bytes, n_pieces));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 PyObject *ptn_python_set_stash_memory(PyObject *object, PyObject *number) {
@@ -51,7 +46,7 @@ PyObject *ptn_python_stash_check(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
-  return answer(ptn_engine_over_device(engine) ? ptn_device_stash_check(ptn_engine_device_stash(engine)) : PTN_OK);
+  return ptn_python_answer(ptn_engine_over_device(engine) ? ptn_device_stash_check(ptn_engine_device_stash(engine)) : PTN_OK);
 }
 
 PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused) {

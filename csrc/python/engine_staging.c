@@ -1,11 +1,6 @@
 /* Methods of Engine for updates that Python computes: staged values, and extents for state of any shape (runtime/staging.c). */
 #include "python/binding.h"
 
-static PyObject *answer(ptn_status status) {
-  if (status != PTN_OK) return ptn_python_raise();
-  Py_RETURN_NONE;
-}
-
 PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned int param;
@@ -13,7 +8,7 @@ PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
   if (!engine || !PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_stage(engine, param, (const float *)(uintptr_t)address));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused) {
@@ -22,7 +17,7 @@ PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused) {
   if (!engine) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_stage_rest(engine));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 PyObject *ptn_python_reserve(PyObject *object, PyObject *number) {
@@ -53,5 +48,5 @@ PyObject *ptn_python_move(PyObject *object, PyObject *arguments) {
   if (!engine || !PyArg_ParseTuple(arguments, "KKKp", &offset, &address, &bytes, &write)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_move(engine, offset, (void *)(uintptr_t)address, bytes, write != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }

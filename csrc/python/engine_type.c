@@ -214,11 +214,6 @@ static PyObject *engine_close(PyObject *object, PyObject *unused) {
 
 /* ---- homes and slots ---- */
 
-static PyObject *answer(ptn_status status) {
-  if (status != PTN_OK) return ptn_python_raise();
-  Py_RETURN_NONE;
-}
-
 #define ENGINE_OR_RETURN                         \
   ptn_engine *engine = ptn_python_drive(object); \
   if (!engine) return NULL
@@ -241,7 +236,7 @@ static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "Ip", &chunk, &with_state)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_memory(engine, chunk, with_state != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
@@ -250,7 +245,7 @@ static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_disk(engine, chunk));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
@@ -270,7 +265,7 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
   if (!PyErr_Occurred()) {
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
-    result = answer(status);
+    result = ptn_python_answer(status);
   }
   PyMem_Free(slots);
   PyMem_Free(slot_bytes);
@@ -292,7 +287,7 @@ static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_own_slot(engine, chunk));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
@@ -303,7 +298,7 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "KIp", &piece_bytes, &n_pieces, &with_grads)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
@@ -339,7 +334,7 @@ static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "IIKp", &param, &array, &address, &write)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
@@ -350,7 +345,7 @@ static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "IIKKKp", &param, &array, &first, &count, &address, &write)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
@@ -359,7 +354,7 @@ static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_begin_fill(engine, chunk));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
@@ -368,7 +363,7 @@ static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_end_fill(engine, chunk));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_steps(PyObject *object, PyObject *arguments) {
@@ -398,7 +393,7 @@ static PyObject *engine_set_order(PyObject *object, PyObject *arguments) {
   if (!values) return NULL;
   uint32_t *accesses = PyMem_Malloc((size_t)(count + 1) * sizeof *accesses);
   for (Py_ssize_t i = 0; accesses && i < count; i++) accesses[i] = (uint32_t)values[i];
-  PyObject *result = accesses ? answer(ptn_engine_set_order(engine, accesses, (uint32_t)count)) : PyErr_NoMemory();
+  PyObject *result = accesses ? ptn_python_answer(ptn_engine_set_order(engine, accesses, (uint32_t)count)) : PyErr_NoMemory();
   PyMem_Free(accesses);
   PyMem_Free(values);
   return result;
@@ -448,7 +443,7 @@ static PyObject *engine_set_hyper(PyObject *object, PyObject *arguments) {
   PyObject *tuple;
   ptn_hyper hyper;
   if (!PyArg_ParseTuple(arguments, "IO!", &group, &PyTuple_Type, &tuple) || !ptn_python_hyper(tuple, &hyper)) return NULL;
-  return answer(ptn_engine_set_hyper(engine, group, &hyper));
+  return ptn_python_answer(ptn_engine_set_hyper(engine, group, &hyper));
 }
 
 static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
@@ -462,7 +457,7 @@ static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
   if (status != PTN_OK) Py_DECREF(owner);
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
@@ -490,7 +485,7 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_flush(engine));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
@@ -499,7 +494,7 @@ static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "d", &grad_scale)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_update_spilled(engine, (float)grad_scale));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 static PyObject *engine_wait(PyObject *object, PyObject *unused) {
@@ -507,7 +502,7 @@ static PyObject *engine_wait(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_wait(engine));
-  return answer(status);
+  return ptn_python_answer(status);
 }
 
 /* A list of (parameter, address of its gradient); false with an exception set where it is another thing. */
@@ -547,7 +542,7 @@ static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
   if (read_updates(list, updates, count) && run_calls(calls)) {
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
-    result = answer(status);
+    result = ptn_python_answer(status);
   }
   PyMem_Free(updates);
   return result;

@@ -16,6 +16,11 @@ PyObject *ptn_python_raise(void) {
   return NULL;
 }
 
+PyObject *ptn_python_answer(ptn_status status) {
+  if (status != PTN_OK) return ptn_python_raise();
+  Py_RETURN_NONE;
+}
+
 uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count) {
   Py_ssize_t n = PySequence_Size(list);
   if (n < 0) return NULL;
