@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from . import randomness
@@ -613,6 +613,21 @@ def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return undo
 
 
+def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The forward, to be run with these arguments, and then again: lists and dicts among them, which it may change, are as they
+    were."""
+    if not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+        return forward
+    given, runs = tree_flatten((args, kwargs)), iter((False, True))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(runs, True):
+            args, kwargs = tree_unflatten(*given)
+        return forward(*args, **kwargs)
+
+    return run
+
+
 def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
@@ -627,7 +642,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
         meter.read_together(chunks)
         if recomputes(mode):
             output = checkpoint(
-                forward, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
+                as_given(forward, args, kwargs), *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
                 early_stop=early_stop, **kwargs,
             )  # fmt: skip
         elif mode == "swap":

@@ -31,7 +31,7 @@ from . import randomness
 from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
-from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, watch_backward
+from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, as_given, watch_backward
 from .errors import Error
 from .parameters import DisableTorchFunction
 from .profiles import Times
@@ -346,7 +346,7 @@ class _Rehearsal:
     def _run(self, call: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recompute:
             return forward(*args, **kwargs)
-        timed = partial(self._timed, forward)
+        timed = as_given(partial(self._timed, forward), args, kwargs)
         return checkpoint(
             timed, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
             early_stop=self.calls[call][0] not in self.compiled, **kwargs,

@@ -153,9 +153,11 @@ def test_a_recomputed_block_sees_what_its_forward_saw(make: Callable[[], nn.Modu
     assert_equal(run(make, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(make, loop), 2 * TIGHT)
 
 
-def test_a_generator_does_not_keep_a_model_from_being_foreseen() -> None:
-    plan = protrain.plan(chain_of(Draws)(), inputs(1)[0], memory="1GiB")
-    assert set(plan.block_modes) == {"keep"}
+@pytest.mark.parametrize("memory", ["1GiB", TIGHT])
+@pytest.mark.parametrize("make", [chain_of(Draws), Passes, Net], ids=["a generator", "a dict", "a list"])
+def test_what_a_block_changes_keeps_no_model_from_being_foreseen(make: Callable[[], nn.Module], memory: Any) -> None:
+    plan = protrain.plan(make(), inputs(1)[0], memory=memory)
+    assert (plan.n_persist == plan.n_chunks and set(plan.block_modes) == {"keep"}) == (memory == "1GiB")
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "keep"])
