@@ -282,7 +282,8 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
     groups: list[dict[str, Any]] = about["param_groups"]
     if about["optimizer"] != session.wrapped.kind.__name__ or len(groups) != len(session.wrapped.groups):
-        raise PlanError(f"{folder} is of {about['optimizer'][:40]} with {len(groups)} groups, the optimizer is another")
+        own = f"{session.wrapped.kind.__name__} with {len(session.wrapped.groups)}"
+        raise PlanError(f"{folder} is of {about['optimizer'][:40]} with {len(groups)} groups, the optimizer is another: {own}")
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
     _check_groups(folder, groups, session.wrapped.groups, optimizer.defaults)

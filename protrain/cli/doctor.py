@@ -153,7 +153,8 @@ def _memory() -> list[Row]:
 def _disk(disk: str | None) -> list[Row]:
     folder = disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
     if not os.path.isdir(folder):
-        return [Row("disk folder", folder, "does not exist; make it, or give another with --disk or $PROTRAIN_DISK", {})]
+        todo = "give" if os.path.lexists(folder) else "make it, or give"
+        return [Row("disk folder", folder, f"is no folder; {todo} another with --disk or $PROTRAIN_DISK", {})]
     kind, free = machine.file_system(folder)
     memory_kind = kind in ("tmpfs", "ramfs", "devtmpfs")
     rows = [
