@@ -54,7 +54,7 @@ class _Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.own = own = vars(module)
-        self.keys = tuple(own)
+        self.keys = frozenset(own)
         self.values: dict[str, Any] = {}
         self.containers: dict[str, Any] = {}
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -70,17 +70,18 @@ class _Attributes:
     def put(self) -> list[tuple[str, Any]]:
         """They stand again, containers as new copies; returns what `put_back` takes."""
         own, changed = self.own, []
-        for key in [key for key in own if key not in self.keys]:
+        for key in own.keys() - self.keys:
             changed.append((key, own.pop(key)))
-        for key, value in (self.values | self.containers).items():
-            current = own.get(key, _NOTHING)
-            if current is not value:
-                changed.append((key, current))
-                own[key] = value
+        for values in (self.values, self.containers):
+            for key, value in values.items():
+                current = own.get(key, _NOTHING)
+                if current is not value:
+                    changed.append((key, current))
+                    own[key] = value
         return changed
 
     def put_back(self, changed: list[tuple[str, Any]]) -> None:
-        for key in [key for key in self.own if key not in self.keys]:
+        for key in self.own.keys() - self.keys:
             del self.own[key]
         for key, value in changed:
             if value is _NOTHING:
