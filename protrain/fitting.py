@@ -134,23 +134,15 @@ class Fitter:
         times: Times | None = None,
         machine: Machine | None = None,
         as_now: bool = False,
+        wrapped: Wrapped | None = None,
     ) -> Arrangement:
-        """The arrangement for what a dry run foresaw; as_now: with the decisions of the one in use.
+        """The arrangement for what a dry run foresaw; as_now: with the decisions of the one in use; wrapped: as it would be in
+        another budget.
 
         Raises:
             BudgetError: nothing fits.
         """
-        return self._decide(self._wrapped, run, unknown_bytes, times, machine, as_now)
-
-    def _decide(
-        self,
-        wrapped: Wrapped,
-        run: DryRun | None,
-        unknown_bytes: int = 0,
-        times: Times | None = None,
-        machine: Machine | None = None,
-        as_now: bool = False,
-    ) -> Arrangement:
+        wrapped = wrapped or self._wrapped
         settings = wrapped.settings
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
@@ -231,7 +223,7 @@ class Fitter:
         def attempt(asked: int) -> None:
             other = self._wrapped.within(asked)
             if other.layout.chunk_bytes != self._wrapped.layout.chunk_bytes:
-                self._decide(other, self._foresee(other, args, kwargs))
+                self.decide(self._foresee(other, args, kwargs), wrapped=other)
 
         return refuse(error, "a step of this batch", attempt=attempt)
 

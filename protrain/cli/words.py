@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
+from protrain.reading import MOST_COUNT, MOST_INT
+
 MIB = 1 << 20
 _UNITS = {
     "": 1,
@@ -26,8 +28,8 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-#: Of a size, and the digits of a number that can be one; of sequences, tokens and passes.
-MOST_BYTES, MOST_DIGITS, MOST_COUNT = 1 << 62, 19, 1 << 31
+#: Of a number that can be a size.
+MOST_DIGITS = len(str(MOST_INT))
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -51,7 +53,7 @@ class Size(click.ParamType[int]):
         if len(match[1].partition(".")[0]) > MOST_DIGITS:
             self.fail(f"{value[:MOST_DIGITS]}... is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
         size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-        if size > MOST_BYTES:
+        if size > MOST_INT:
             self.fail(f"{value!r} is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
         if size <= 0:
             self.fail(f"{value!r} is no memory at all; give a size above zero such as 512MiB.", param, ctx)
