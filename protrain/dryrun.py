@@ -849,6 +849,30 @@ def _own_parametrizations() -> Iterator[None]:
         parametrize._cache = before
 
 
+@contextmanager
+def _without_data(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], chunk_of_param: dict[int, int], round_bytes: Rounding
+) -> Iterator[tuple[_Twin, Any, Any]]:
+    """The model's twin and its batch, inside the fake mode; random states stay as they are.
+
+    Raises:
+        DryRunError: something inside failed.
+    """
+    random_state = torch.get_rng_state()
+    try:
+        with (
+            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), FakeTensorMode(),
+        ):  # fmt: skip
+            twin = _make_twin(model, chunk_of_param, round_bytes)
+            yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)
+    except DryRunError:
+        raise
+    except Exception as error:
+        raise DryRunError(_one_line(error)) from error
+    finally:
+        torch.set_rng_state(random_state)
+
+
 def dry_run(
     model: nn.Module,
     args: Sequence[Any],
@@ -874,30 +898,51 @@ def dry_run(
     Raises:
         DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), or nothing to train.
     """
-    random_state = torch.get_rng_state()
-    mode = FakeTensorMode()
-    try:
-        with randomness.kept(), torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), mode:
-            twin = _make_twin(model, chunk_of_param, round_bytes)
-            fake_args, fake_kwargs = _fake_batch(twin, tuple(args), kwargs, round_bytes)
-            fake_blocks = [twin.memo[id(block)] for block in blocks]
-            chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
-            compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
+    with _without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
+        fake_blocks = [twin.memo[id(block)] for block in blocks]
+        chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
+        compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
 
-            def in_mode(mode: str) -> _Run:
-                with _own_parametrizations():
-                    return _run_step(
-                        twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
-                    )
+        def in_mode(mode: str) -> _Run:
+            with _own_parametrizations():
+                return _run_step(
+                    twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
+                )
 
-            keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
-            if fake_blocks and not compiled:
-                with suppress(Exception):  # then what swapping cannot do without is not known
-                    swap = in_mode("swap")
-    except DryRunError:
-        raise
-    except Exception as error:
-        raise DryRunError(_one_line(error)) from error
-    finally:
-        torch.set_rng_state(random_state)
+        keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
+        if fake_blocks and not compiled:
+            with suppress(Exception):  # then what swapping cannot do without is not known
+                swap = in_mode("swap")
     return _join(keep, recompute, swap, twin.fixed_bytes)
+
+
+def dry_forward(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    evaluates: bool,
+    round_bytes: Rounding,
+    workspace: Workspace = workspace_bytes,
+) -> int:
+    """Predict the most, in bytes, that a forward of this batch without gradients holds in memory at once, its output among it:
+    beside parameters, buffers and the batch.
+
+    Args:
+        evaluates: as after `model.eval()`; else as the model's modules are now. The others are `dry_run`'s.
+
+    Raises:
+        DryRunError: the model cannot run without data.
+    """
+    # In inference mode composite operations reach no meter in their parts, which are what takes memory.
+    with (
+        torch.inference_mode(False), torch.no_grad(),
+        _without_data(model, args, kwargs, {}, round_bytes) as (twin, fake_args, fake_kwargs),
+    ):  # fmt: skip
+        if evaluates:
+            twin.model.eval()
+        meter = _Meter(round_bytes, twin.not_counted, {}, workspace, 0)
+        with _own_parametrizations(), meter:
+            output = twin.model(*fake_args, **fake_kwargs)
+        del output
+    return meter.segments[-1].peak

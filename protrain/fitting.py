@@ -20,7 +20,7 @@ import torch
 from . import _core
 from .activations import no_outer_hooks, release_failed_backward
 from .counting import counted
-from .dryrun import DryRun, DryRunError, dry_run
+from .dryrun import DryRun, DryRunError, dry_forward, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
@@ -86,10 +86,10 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
     return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], everything.peak_bytes, safest.smallest_bytes)
 
 
-def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0) -> Arrangement:
-    """Every chunk on disk, and unknown_bytes for what a pass needs."""
+def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | None = 0) -> Arrangement:
+    """Every chunk on disk, and unknown_bytes for what a pass needs. n_persist None: as many in memory as there is room for."""
     return arrange(
-        wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=0,
+        wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=n_persist,
         unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
         footprint=wrapped.footprint, n_together=wrapped.n_together,
     )  # fmt: skip
@@ -200,9 +200,7 @@ class Fitter:
             again = self.decide(other)
             if _needs_more(again, best, self._wrapped.settings.memory_bytes):
                 best, largest = again, (other, known)
-        if not self.can_carry_out(best):
-            self._refuse_held(best)
-        self._homes.rearrange(best)
+        self.carry_out(best)
         self.dry_runs.append((shapes, run))
         self.planned = True
         return largest
@@ -243,17 +241,43 @@ class Fitter:
         """The next batch is planned for anew."""
         self.dry_runs.clear()
 
-    def leave_room(self) -> Arrangement:
-        """Nothing stays in memory but what is in use, for a forward pass that no step was planned for. Returns the arrangement to
-        go back to."""
-        before, budget = self._homes.arrangement, self._wrapped.settings.memory_bytes
+    # ---- forwards that no step was planned for ----
+
+    def forward_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool) -> int:
+        """What a forward of this batch without gradients holds at once. evaluates: as after `model.eval()`.
+
+        Raises:
+            DryRunError: it cannot be foreseen.
+        """
+        return dry_forward(
+            self._wrapped.model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=self._workspace
+        )
+
+    def with_room(self, room_bytes: int) -> Arrangement:
+        """As many chunks in memory as so much beside them leaves room for.
+
+        Raises:
+            BudgetError: not even with all of them away there is as much.
+        """
+
+        def attempt(asked: int) -> Arrangement:
+            wrapped = self._wrapped if asked == self._wrapped.settings.memory_bytes else self._wrapped.within(asked)
+            return _arranged_away(wrapped, room_bytes + wrapped.compute.overhead.of(asked), None)
+
+        try:
+            return _placed(attempt(self._wrapped.settings.memory_bytes), self._wrapped)
+        except BudgetError as error:
+            raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, attempt) from None
+
+    def emptied(self) -> Arrangement:
+        """Nothing stays in memory but what is in use."""
+        budget = self._wrapped.settings.memory_bytes
         room = budget
         try:
             _arranged_away(self._wrapped, room)
         except BudgetError as error:
             room -= error.smallest_bytes - budget  # what the states take at least
-        self._homes.rearrange(_placed(_arranged_away(self._wrapped, room), self._wrapped))
-        return before
+        return _placed(_arranged_away(self._wrapped, room), self._wrapped)
 
     # ---- what else is in memory ----
 
@@ -264,6 +288,12 @@ class Fitter:
             return held
         release_failed_backward()
         return self._held_bytes()
+
+    def used_bytes(self, room: int) -> int:
+        """What the arrangement in use takes, all of it, and what is in memory beside. `room`: for what has to find room then."""
+        static_bytes = self._homes.arrangement.static_bytes
+        beside_bytes = self.held_bytes(self._wrapped.settings.memory_bytes - static_bytes - room)
+        return max(static_bytes + beside_bytes, self._wrapped.compute.held_bytes(self._engine))
 
     def _held_bytes(self) -> int:
         """States may be there that the arrangement in use does not count: those of a checkpoint that was loaded before the first
@@ -287,6 +317,17 @@ class Fitter:
         """Whether homes and slots can be this now, with what else is in memory."""
         room = self._wrapped.settings.memory_bytes - arrangement.static_bytes
         return self.held_bytes(room) <= room
+
+    def carry_out(self, arrangement: Arrangement) -> None:
+        """Homes and slots are this now.
+
+        Raises:
+            BudgetError: what else is in memory leaves it no room; the one in use stays.
+            DiskError: a chunk could not be moved; likewise.
+        """
+        if not self.can_carry_out(arrangement):
+            self._refuse_held(arrangement)
+        self._homes.rearrange(arrangement)
 
     def _refuse_held(self, arrangement: Arrangement) -> NoReturn:
         held, budget = self.held_bytes(0), self._wrapped.settings.memory_bytes

@@ -7,6 +7,7 @@ object of its own, in the order the data flows:
     hooks.py      what is put into the model, so that a step is noticed
     fitting.py    an arrangement for each batch, that keeps to the budget; pacing.py changes it by measured times
     homes.py      carrying an arrangement out
+    evaluation.py an arrangement for forwards without gradients, where training's leaves them no room
     residency.py  where each parameter lies, and that it lies there when it is looked at
     running.py    blocks and operations
     gradients.py  gradients as they come; updates.py says when parameters are updated from them
@@ -32,13 +33,13 @@ from .compute import Accelerator
 from .counting import counted
 from .device_clock import DeviceClock
 from .errors import BudgetError, DiskError, StepError
+from .evaluation import Evaluation
 from .fitting import Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import ModelHooks
 from .pacing import Pacer
 from .parameters import DisableTorchFunction, release
-from .planning import Arrangement
 from .residency import Residency
 from .running import Runner
 from .samples import MemorySamples
@@ -67,6 +68,7 @@ class Session:
         self.runner = Runner(wrapped, self.engine, self.residency, self.clock, arrangement.plan.block_modes)
         self.homes = Homes(wrapped, self.engine, self.residency, self.runner, arrangement)
         self.fitter = Fitter(wrapped, self.engine, self.homes)
+        self.evaluation = Evaluation(wrapped, self.homes, self.fitter)
         self.pacer = Pacer(wrapped, self.homes, self.fitter, self.clock)
         self.updates = Updates(wrapped, self.engine, self.residency, device_clock)
         self.gradients = Gradients(wrapped, self.engine, self.residency, self.updates, self.clock)
@@ -165,6 +167,7 @@ class Session:
         if self.values.strides_changed:
             self.values.strides_changed = False
             self.fitter.forget_batches()
+            self.evaluation.forget()
         self.gradients.leftover()  # what was dropped is known while its chunk is still in memory
         if self._began is None and self._stray_slots and not self._under_way():
             self._stray_slots = False
@@ -176,10 +179,13 @@ class Session:
             self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
         if torch.is_grad_enabled() and self.model.training:
+            self.evaluation.end()
             self._fit(args, kwargs)
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
+            if not torch.is_grad_enabled() and self._began is None and not self._under_way():
+                self.evaluation.begin(args, kwargs)
             self.engine.read_ahead(False)
         self.engine.seek(0)
 
@@ -338,12 +344,17 @@ class Session:
             self.samples = self.clock.sampler = MemorySamples(self)
         return self.samples
 
-    def leave_room(self) -> Arrangement | None:
-        """Nothing stays in memory but what is in use, for a forward pass that no step was planned for.
+    def leave_room(self) -> bool:
+        """Every chunk is away, for a forward that was not foreseen, until `end_evaluation` or training goes on. Returns whether
+        that is new; it cannot be where gradients are under way."""
+        with self.turn:
+            return not self._under_way() and self.evaluation.leave_room()
 
-        Returns the arrangement to go back to with `homes.rearrange`; None where gradients are under way, which cannot move now.
-        """
-        return None if self.gradients.passes else self.fitter.leave_room()
+    def end_evaluation(self) -> None:
+        """What was made room for an evaluation is training's again."""
+        with self.turn:
+            if not self._under_way():
+                self.evaluation.end()
 
     def close(self, restore: bool = True) -> None:
         """Take everything back; with `restore` the parameters are ordinary tensors of their own again."""

@@ -289,6 +289,38 @@ def test_evaluating_larger_batches_than_those_of_training(gpt2: Make, fresh_disk
     assert_twins(scenario, 13 * MIB)
 
 
+@pytest.mark.parametrize("n_rows", [12, 48])
+def test_an_evaluation_that_cannot_fit_is_foretold_before_training(n_rows: int, gpt2: Make, fresh_disk: Path) -> None:
+    """Rather than after an epoch of it; and it is so."""
+    data = rows(96, seed=4, length=64)
+    trainer = trainer_of(
+        fresh_disk / "out", gpt2(), True, data=data, memory=13 * MIB, max_steps=2, eval_strategy="steps", eval_steps=2,
+        per_device_train_batch_size=1, per_device_eval_batch_size=n_rows,
+    )  # fmt: skip
+    trainer.eval_dataset = data
+    foretold: list[str] = []
+
+    class Told(transformers.TrainerCallback):
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            foretold.extend(str(w.message) for w in caught if "evaluating" in str(w.message))
+
+    trainer.add_callback(Told)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if n_rows == 12:
+            trainer.train()
+        else:
+            with pytest.raises(protrain.BudgetError, match=r"evaluating: memory: a forward of this batch needs") as refused:
+                trainer.train()
+    if n_rows == 12:
+        assert not foretold
+        return
+    assert foretold[0] == foretold[1]  # at the first step, and no more
+    assert foretold[0].startswith("protrain: evaluating 48 rows as long as those of training will fail: memory: a forward")
+    smallest_bytes = int(foretold[0].split("(")[1].split(" bytes)")[0])
+    assert refused.value.smallest_bytes <= smallest_bytes <= refused.value.smallest_bytes + 16 * 1024
+
+
 def test_generating_while_evaluating(fresh_disk: Path) -> None:
     """Seq2SeqTrainer with predict_with_generate, an encoder-decoder with tied embeddings."""
     config = transformers.T5Config(

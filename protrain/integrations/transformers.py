@@ -39,7 +39,6 @@ from ..compute import Compute
 from ..counting import uncounted
 from ..errors import BudgetError, PlanError
 from ..optimizers import Optimizer
-from ..planning import Arrangement
 from ..session import Session
 from .training_arguments import check_arguments, takes_bf16, wrap_options
 from .weights import adapter_state, has_adapters, has_original_form, write_weights
@@ -73,7 +72,7 @@ class ProTrainMixin:
         if given is not None:
             check_arguments(given, self._protrain)
         self._protrain_norm = torch.zeros(())  # of the step under way, known when the optimizer has made it
-        self._protrain_before: Arrangement | None = None  # while evaluation has another one
+        self._protrain_told = False  # whether evaluations will fit
         self._protrain_refused: BudgetError | None = None
         self._protrain_weights: str | None = None
         super().__init__(*args, **kwargs)
@@ -160,7 +159,7 @@ class ProTrainMixin:
         Raises:
             BudgetError: the states, or a step of one batch, do not fit protrain's memory.
         """
-        self._protrain_refused = None
+        self._protrain_refused, self._protrain_told = None, False
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError:
@@ -203,10 +202,13 @@ class ProTrainMixin:
                 getattr(self.model, name)()
                 return
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's; a batch that does not fit counts as out of memory where auto_find_batch_size looks for one."""
+        if not self._protrain_told:
+            self._protrain_told = True
+            self._protrain_foresee_evaluation(inputs)
         try:
-            loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return loss
         except BudgetError as error:
             if not self.args.auto_find_batch_size:
@@ -216,6 +218,27 @@ class ProTrainMixin:
             )
         gc.collect()  # what the batch left must not be in the way of a smaller one
         raise RuntimeError(f"a training step is out of memory. {self._protrain_refused}")  # the words that accelerate looks for
+
+    def _protrain_foresee_evaluation(self, inputs: dict[str, Any]) -> None:
+        """Warn of evaluations that will not fit, before training rather than after an epoch of it."""
+        session, n_rows = self._protrain_session(), self.args.eval_batch_size
+        if session is None or self.args.eval_strategy == "no":
+            return
+        rows = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 0), 0)
+
+        def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or len(tensor) != rows:
+                return tensor
+            return torch.empty((n_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+        try:
+            session.evaluation.check((), tree_map_only(torch.Tensor, with_rows, dict(inputs)))
+        except BudgetError as error:
+            warnings.warn(
+                f"protrain: evaluating {n_rows} rows as long as those of training will fail: {error}, or give a smaller "
+                "per_device_eval_batch_size",
+                stacklevel=2,
+            )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. All batches of a step come at once: they are the loader's, and count in no budget."""
@@ -245,9 +268,9 @@ class ProTrainMixin:
         try:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            if self._protrain_before is not None:
-                before, self._protrain_before = self._protrain_before, None
-                api.session_of(self.model).homes.rearrange(before)
+            session = api.find_session(self.model)
+            if session is not None:
+                session.end_evaluation()
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. What is collected from it is the user's: it does not count in the budget.
@@ -264,14 +287,12 @@ class ProTrainMixin:
         except BudgetError as error:
             refused = str(error), error.needed_bytes, error.budget_bytes, error.smallest_bytes
             found = None
-        if found is None:  # it is larger than what is trained on: room is made until the evaluation ends
-            before = session.leave_room() if session is not None and self._protrain_before is None else None
-            if before is None:
+        if found is None:  # it could not be foreseen, as where text is generated: room is made until the evaluation ends
+            if session is None or not session.leave_room():
                 raise BudgetError(
                     f"evaluating: {refused[0]} (per_device_eval_batch_size)",
                     needed_bytes=refused[1], budget_bytes=refused[2], smallest_bytes=refused[3],
                 )  # fmt: skip
-            self._protrain_before = before
             compute.set_random_state(random_state)
             return self.prediction_step(model, inputs, *args, **kwargs)
         with uncounted():

@@ -1,0 +1,226 @@
+"""Forwards without gradients, of batches that training did not plan for: room is made, or they are refused before they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain
+from torch import nn
+from twins import MIB, adamw, assert_equal, loss_of, run
+
+import protrain
+from protrain import dryrun, fitting
+from protrain.api import session_of
+from protrain.evaluation import UNSEEN_BYTES
+
+BUDGET = 24 * MIB  # states of 17 MiB stay in memory
+LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+@pytest.fixture
+def gpt2(causal_lm: Any) -> Callable[..., Any]:
+    return partial(causal_lm, "gpt2", hidden=128, vocabulary=2000)
+
+
+@pytest.fixture
+def foreseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What dry runs of forwards found, one after another."""
+    found: list[int] = []
+
+    def noted(*args: Any, **kwargs: Any) -> int:
+        found.append(dryrun.dry_forward(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(fitting, "dry_forward", noted)
+    return found
+
+
+def train(model: nn.Module, optimizer: Any, ids: torch.Tensor) -> float:
+    loss = loss_of(model, ids)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def evaluate(model: nn.Module, ids: torch.Tensor, context: Callable[[], AbstractContextManager[Any]] = torch.no_grad) -> float:
+    model.eval()
+    try:
+        with context():
+            return loss_of(model, ids).item()
+    finally:
+        model.train()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_room_is_made_and_given_back(context: Any, gpt2: Any, token_batches: Any) -> None:
+    batches, (large,) = token_batches(4, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+    kept = []
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for ids in batches:
+            figures += [train(model, optimizer, ids)]
+            if not plain:
+                kept.append(protrain.status(model).plan.n_persist)
+            figures += [evaluate(model, large, context), evaluate(model, large[:, :32], context)]
+            if not plain:
+                kept.append(protrain.status(model).plan.n_persist)
+        return figures
+
+    status = assert_equal(run(gpt2, loop, memory=BUDGET), run(gpt2, loop), BUDGET)
+    assert kept[:2] == kept[2:4] == kept[4:6] == kept[6:]
+    assert kept[0] == status.plan.n_chunks
+    assert 0 < kept[1] < kept[0]  # as many as there is room for
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["before training", "after a step"])
+def test_what_cannot_fit_is_refused_before_it_begins(trained: bool, gpt2: Any, token_batches: Any) -> None:
+    batches, (huge,) = token_batches(2, batch=1, vocabulary=2000), token_batches(1, batch=HUGE, vocabulary=2000)
+    model = gpt2()
+    began: list[int] = []
+    model.transformer.wte.register_forward_hook(lambda *_: began.append(1))
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    if trained:
+        train(model, optimizer, batches[0])
+    before, began[:] = protrain.status(model).plan, []
+    with pytest.raises(
+        protrain.BudgetError, match=r"memory: a forward of this batch needs .* the smallest budget that works is"
+    ) as e:
+        evaluate(model, huge)
+    assert not began
+    assert protrain.status(model).plan == before
+    train(model, optimizer, batches[1])
+    protrain.unwrap(model)
+
+    smallest = e.value.smallest_bytes
+    plain = gpt2()
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=smallest)
+    made = adamw(plain)
+    if trained:
+        assert train(model, optimizer, batches[0]) == train(plain, made, batches[0])
+    assert evaluate(model, huge) == evaluate(plain, huge)
+    status = protrain.status(model)
+    assert smallest - 3 * MIB < status.peak_memory_bytes <= smallest
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert", "chain"])
+def test_a_forward_is_foreseen_to_the_byte(family: str, causal_lm: Any, token_batches: Any, foreseen: list[int]) -> None:
+    import transformers
+
+    (ids,) = token_batches(1, batch=6, length=96)
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if family == "t5":
+        config: Any = transformers.T5Config(vocab_size=256, d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4,
+                                            decoder_start_token_id=0)  # fmt: skip
+        model: Any = transformers.T5ForConditionalGeneration(config)
+    elif family == "bert":
+        config = transformers.BertConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                         intermediate_size=256)  # fmt: skip
+        model = transformers.BertForMaskedLM(config)
+        batch["attention_mask"] = (ids > 9).long()  # of ones alone no mask would be made
+    elif family == "chain":
+        model, batch = Chain(), {"x": torch.ones(300, 256)}
+    else:
+        model = causal_lm(family)
+    model, _ = protrain.wrap(model, adamw(model), memory="64MiB")
+    model.eval()
+    engine = session_of(model).engine
+    with torch.no_grad():
+        model(**batch)  # parameters are where they are to be, and oneDNN has what it keeps
+        engine.mark()
+        before = engine.held()["live_bytes"]
+        output = model(**batch)
+        rise = engine.mark() - before
+    del output
+    assert len(foreseen) == 1
+    assert foreseen[0] - UNSEEN_BYTES <= rise <= foreseen[0] + UNSEEN_BYTES
+
+
+def test_text_that_is_generated_is_not_foreseen_word_by_word(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
+    (ids,) = token_batches(1, batch=1, length=4, vocabulary=2000)
+    model = gpt2()
+    want = model.eval().generate(ids, max_new_tokens=60, do_sample=False, use_cache=False)
+    model, _ = protrain.wrap(model, adamw(model), memory=BUDGET)
+    for use_cache in (False, True):
+        assert torch.equal(model.generate(ids, max_new_tokens=60, do_sample=False, use_cache=use_cache), want)
+    assert 1 <= len(foreseen) <= 6
+
+
+def test_a_batch_is_foreseen_once(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
+    """Also where training was between, and batches half as long."""
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    for _ in range(3):
+        train(model, optimizer, ids)
+        evaluate(model, large)
+        evaluate(model, large[:, :32])
+    assert len(foreseen) == 1
+
+
+def test_nothing_moves_in_the_middle_of_a_step(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=4, vocabulary=2000)
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = []
+        for place in range(3):
+            loss = loss_of(model, ids)
+            if place == 0:
+                figures.append(evaluate(model, large))
+            loss.backward()
+            if place == 1:
+                figures.append(evaluate(model, large))
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=BUDGET), run(gpt2, loop), BUDGET)
+    assert not foreseen
+
+
+def test_what_cannot_be_foreseen_is_tried(fresh_disk: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+    model: Any = Counting()
+    x = torch.ones(4, 64)
+    with torch.no_grad():
+        want = model(x)
+    model, _ = protrain.wrap(model, adamw(model), memory="8MiB", disk=fresh_disk)
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+        assert torch.equal(model(-x), want)
+
+
+def test_what_a_user_keeps_of_an_evaluation_is_named(gpt2: Any, token_batches: Any) -> None:
+    """Training cannot have its memory back until it is dropped, and then goes on."""
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    with torch.no_grad():
+        kept = [model(input_ids=large).logits for _ in range(2)]  # 6 MiB each, where training has 7 beside what stays
+    with pytest.raises(protrain.BudgetError, match=r"still in memory.*drop what holds them"):
+        train(model, optimizer, ids)
+    assert [logits.shape for logits in kept] == [(LARGE, 64, 2000)] * 2
+    del kept
+    train(model, optimizer, ids)
+    assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
