@@ -42,7 +42,7 @@ typedef struct transfer {
 
 typedef struct chunk_transfers {
   transfer fetch, update;
-  transfer keep, add; /* of gradients that are not updated behind their pass; from the second pass on read and added */
+  transfer keep, add; /* of gradients that are not updated behind their pass: the first, and others that are added to them */
 } chunk_transfers;
 
 struct ptn_bounds {
@@ -101,32 +101,16 @@ static transfer make_transfer(const ptn_bounds *bounds, const double *bytes) {
   return made;
 }
 
-static transfer make_fetch(const ptn_bounds *bounds, const ptn_plan_chunk *chunk, bool host) {
-  uint64_t part_bytes = ptn_course_part(&bounds->course, chunk->param_bytes);
-  double bytes[PTN_N_LANES] = {0};
-  if (!host) bytes[PTN_DISK_READ] = (double)part_bytes;
-  if (host || bounds->lanes.present[PTN_UPLOAD]) bytes[PTN_UPLOAD] = (double)part_bytes;
-  bytes[PTN_GATHER] = (double)(chunk->param_bytes - part_bytes);
-  return make_transfer(bounds, bytes);
-}
-
 /* An update may find the parameters in their slot, unless it is made on the host. */
-static chunk_transfers make_transfers(const ptn_bounds *bounds, const ptn_plan_chunk *chunk, bool host) {
-  const ptn_course *course = &bounds->course;
-  bool link = bounds->lanes.present[PTN_UPLOAD], open = course->request->grads_outlive_backward;
-  double grads = (double)ptn_course_part(course, chunk->grad_bytes), params = (double)ptn_course_part(course, chunk->param_bytes);
-  double states = (double)ptn_course_part(course, chunk->state_bytes), gathered = (double)chunk->grad_bytes - grads;
-  double keep[PTN_N_LANES] = {0}, add[PTN_N_LANES] = {0}, update[PTN_N_LANES] = {0};
-  keep[PTN_GATHER] = gathered;
-  if (host || link) keep[PTN_OFFLOAD] = grads;
-  if (!open) update[PTN_GATHER] = keep[PTN_GATHER], update[PTN_OFFLOAD] = keep[PTN_OFFLOAD];
-  update[PTN_UPDATE] = params + states;
-  if (!host) {
-    keep[PTN_DISK_WRITE] = add[PTN_DISK_READ] = grads;
-    update[PTN_DISK_READ] = states + (link ? params : 0) + (open || course->n_passes > 1 ? grads : 0);
-    update[PTN_DISK_WRITE] = params + states;
-  }
-  return (chunk_transfers){.fetch = make_fetch(bounds, chunk, host),
+static chunk_transfers make_transfers(const ptn_bounds *bounds, uint32_t chunk, bool host) {
+  const ptn_plan_request *request = bounds->course.request;
+  bool link = bounds->lanes.present[PTN_UPLOAD];
+  double fetch[PTN_N_LANES], update[PTN_N_LANES], keep[PTN_N_LANES], add[PTN_N_LANES];
+  ptn_moves_fetch(request, chunk, host, link, fetch);
+  ptn_moves_update(request, chunk, host, link, !link, update);
+  ptn_moves_keep(request, chunk, host, link, false, keep);
+  ptn_moves_keep(request, chunk, host, link, true, add);
+  return (chunk_transfers){.fetch = make_transfer(bounds, fetch),
                            .update = make_transfer(bounds, update),
                            .keep = make_transfer(bounds, keep),
                            .add = make_transfer(bounds, add)};
@@ -175,12 +159,12 @@ static void read_request(ptn_bounds *bounds) {
   for (int i = 0; i < PTN_N_LANES; i++) {
     bounds->best_ns_per_byte[i] = ptn_least(bounds->lanes.ns_per_byte[0][i], bounds->lanes.ns_per_byte[1][i]);
   }
-  bounds->disk_alone = !bounds->lanes.present[PTN_UPLOAD] && bounds->course.n_ranks == 1;
+  bounds->disk_alone = !bounds->lanes.present[PTN_UPLOAD] && request->n_ranks <= 1;
   bounds->drag_part = ptn_bounds_drag_part(request->profile);
   bounds->keeps = bounds->course.n_passes - (request->grads_outlive_backward ? 0 : 1);
   for (uint32_t c = 0; c < request->n_chunks; c++) {
-    bounds->transfers[c] = make_transfers(bounds, &request->chunks[c], true);
-    bounds->transfers[request->n_chunks + c] = make_transfers(bounds, &request->chunks[c], false);
+    bounds->transfers[c] = make_transfers(bounds, c, true);
+    bounds->transfers[request->n_chunks + c] = make_transfers(bounds, c, false);
   }
 }
 
@@ -278,7 +262,7 @@ static void walk_update(const ptn_bounds *bounds, walk *at, uint32_t chunk, uint
   const chunk_transfers *transfers = transfers_of(bounds, at, chunk);
   if (course->n_passes == 1) enqueue(at, at->compute_ns, behind ? &transfers->update : &transfers->keep);
   move(at, &transfers->update, 1);
-  if (bounds->keeps > 0) move(at, &transfers->keep, bounds->keeps);
+  if (bounds->keeps > 0) move(at, &transfers->keep, 1);
   if (bounds->keeps > 1) move(at, &transfers->add, bounds->keeps - 1);
   at->update_ns = (behind ? ptn_most(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
   if (behind && !bounds->lanes.present[PTN_UPLOAD]) hold_slot(bounds, at, chunk, p);

@@ -107,6 +107,8 @@ typedef struct ptn_tiers {
   uint64_t host_bytes, disk_bytes;
 } ptn_tiers;
 
+/* Of bytes that all ranks share, what one has. */
+uint64_t ptn_tiers_part(const ptn_plan_request *request, uint64_t bytes);
 bool ptn_tiers_has_host(const ptn_plan_request *request);
 bool ptn_tiers_has_disk(const ptn_plan_request *request);
 /* What the host has for homes and for activations, beside the ring where that is there. */

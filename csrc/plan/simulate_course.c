@@ -190,7 +190,6 @@ ptn_status ptn_course_create(ptn_course *course, const ptn_plan_request *request
   course->request = request;
   course->consumer_of_phase = consumer_of_phase;
   course->n_passes = request->n_passes > 0 ? request->n_passes : 1;
-  course->n_ranks = request->n_ranks > 0 ? request->n_ranks : 1;
   PTN_TRY(allocate(course));
   divide_phases(course);
   sort_complete(course);
@@ -373,7 +372,7 @@ static bool fits_host(const ptn_course *course, double stash_bytes) {
   double host_bytes = stash_bytes;
   for (uint32_t c = candidate->n_persist; c < candidate->n_persist + candidate->n_host; c++) {
     const ptn_plan_chunk *chunk = &course->request->chunks[c];
-    host_bytes += (double)ptn_course_part(course, chunk->param_bytes + chunk->state_bytes);
+    host_bytes += (double)ptn_tiers_part(course->request, chunk->param_bytes + chunk->state_bytes);
   }
   return host_bytes <= (double)ptn_tiers_host_room(course->request, candidate->n_persist);
 }

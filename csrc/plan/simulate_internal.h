@@ -50,6 +50,18 @@ void ptn_flow_start(const ptn_lanes *lanes, ptn_flow *flow, const double *unit_b
 /* Sets the rates of PTN_N_FLOWS flows, busy and compute_speed. */
 void ptn_lanes_share(ptn_lanes *lanes, ptn_flow *flows, bool compute_runs);
 
+/* ---- what lanes carry for a chunk that is not persistent (simulate_moves.c) ----
+ *
+ * bytes: PTN_N_LANES entries, all of them set. on_host: its home is the host, else the disk; has_link: the device has a host beside
+ * it, with an upload lane between them. */
+
+/* Its parameters come into a slot. */
+void ptn_moves_fetch(const ptn_plan_request *request, uint32_t chunk, bool on_host, bool has_link, double *bytes);
+/* Gradients of a pass are kept for a later update; add: to those of a pass before. */
+void ptn_moves_keep(const ptn_plan_request *request, uint32_t chunk, bool on_host, bool has_link, bool add, double *bytes);
+/* It is updated, in the step's last pass or behind it; in_slot: its parameters are in memory already. */
+void ptn_moves_update(const ptn_plan_request *request, uint32_t chunk, bool on_host, bool has_link, bool in_slot, double *bytes);
+
 /* ---- the course (simulate_course.c) ---- */
 
 /* Compute without a demand in between. In the order of the flags: the phase begins, the demand, then ... */
@@ -92,7 +104,7 @@ typedef struct ptn_course {
   /* of the request, made once */
   const ptn_plan_request *request;
   const uint32_t *consumer_of_phase;
-  uint32_t n_passes, n_ranks;
+  uint32_t n_passes;
   uint32_t *first_access;   /* of each phase, n_phases + 1 entries */
   double *own_ns, *again_ns; /* of each access: its part of its phase's compute, of its recomputation */
   bool *own;                /* of each access: it happens where its block is not recomputed, too */
@@ -122,11 +134,6 @@ ptn_status ptn_course_create(ptn_course *course, const ptn_plan_request *request
 void ptn_course_destroy(ptn_course *course);
 /* has_link: the device has a host beside it, with an upload lane between them. */
 void ptn_course_make(ptn_course *course, const ptn_candidate *candidate, bool has_link);
-
-/* Of bytes that all ranks share, what one has. */
-static inline uint64_t ptn_course_part(const ptn_course *course, uint64_t bytes) {
-  return (bytes + course->n_ranks - 1) / course->n_ranks;
-}
 
 /* ---- what is under way ---- */
 

@@ -4,8 +4,6 @@
  * keeps the number of the one demand that waits for it. A chunk is in the other once for each pass, so that it is never longer
  * than what the check before new gradients allows.
  */
-#include <string.h>
-
 #include "plan/simulate_internal.h"
 
 /* ---- fetches ---- */
@@ -15,11 +13,7 @@ static bool on_host(const ptn_simulation *run, uint32_t chunk) {
 }
 
 static void fetch_bytes(const ptn_simulation *run, uint32_t chunk, double *bytes) {
-  uint64_t whole_bytes = run->course.request->chunks[chunk].param_bytes, part_bytes = ptn_course_part(&run->course, whole_bytes);
-  memset(bytes, 0, PTN_N_LANES * sizeof *bytes);
-  if (!on_host(run, chunk)) bytes[PTN_DISK_READ] = (double)part_bytes;
-  if (on_host(run, chunk) || run->has_link) bytes[PTN_UPLOAD] = (double)part_bytes;
-  bytes[PTN_GATHER] = (double)(whole_bytes - part_bytes);
+  ptn_moves_fetch(run->course.request, chunk, on_host(run, chunk), run->has_link, bytes);
 }
 
 static void start_fetch(ptn_simulation *run) {
@@ -87,25 +81,16 @@ bool ptn_fetch_demand(ptn_simulation *run, uint32_t number) {
 /* ---- gradients and updates ---- */
 
 static void job_bytes(const ptn_simulation *run, job *job) {
-  const ptn_course *course = &run->course;
-  const ptn_plan_chunk *chunk = &course->request->chunks[job->chunk];
+  const ptn_plan_request *request = run->course.request;
   bool host = on_host(run, job->chunk);
-  uint64_t grad_bytes = ptn_course_part(course, chunk->grad_bytes), param_bytes = ptn_course_part(course, chunk->param_bytes);
-  uint64_t state_bytes = ptn_course_part(course, chunk->state_bytes), reduced_bytes = chunk->grad_bytes - grad_bytes;
-  double *bytes = job->unit_bytes;
-  if (!run->open) bytes[PTN_GATHER] = (double)(job->kind == JOB_REDUCE ? 2 * reduced_bytes : reduced_bytes);
-  if (job->kind == JOB_REDUCE) return;
-  if (!run->open && (host || run->has_link)) bytes[PTN_OFFLOAD] = (double)grad_bytes;
-  if (job->kind == JOB_KEEP_GRADIENTS) {
-    if (!host) bytes[PTN_DISK_WRITE] = (double)grad_bytes;
-    if (!host && run->pass > 0) bytes[PTN_DISK_READ] = (double)grad_bytes;
-    return;
+  if (job->kind == JOB_UPDATE) {
+    ptn_moves_update(request, job->chunk, host, run->has_link, job->in_slot, job->unit_bytes);
+  } else if (job->kind == JOB_KEEP_GRADIENTS) {
+    ptn_moves_keep(request, job->chunk, host, run->has_link, run->pass > 0, job->unit_bytes);
+  } else { /* each rank keeps the sum of all */
+    uint64_t grad_bytes = request->chunks[job->chunk].grad_bytes;
+    job->unit_bytes[PTN_GATHER] = (double)(2 * (grad_bytes - ptn_tiers_part(request, grad_bytes)));
   }
-  bytes[PTN_UPDATE] = (double)(param_bytes + state_bytes);
-  if (host) return;
-  bool grads_on_disk = run->open || run->pass > 0;
-  bytes[PTN_DISK_READ] = (double)(state_bytes + (job->in_slot ? 0 : param_bytes) + (grads_on_disk ? grad_bytes : 0));
-  bytes[PTN_DISK_WRITE] = (double)(param_bytes + state_bytes);
 }
 
 static void start_job(ptn_simulation *run) {
@@ -164,7 +149,7 @@ void ptn_job_complete_phase(ptn_simulation *run, uint32_t phase) {
   for (uint32_t i = course->first_complete[phase]; i < course->first_complete[phase + 1]; i++) {
     uint32_t chunk = course->complete[i];
     if (chunk < course->candidate->n_persist) {
-      if (last_pass && course->n_ranks > 1) ptn_job_add(run, chunk, JOB_REDUCE);
+      if (last_pass && course->request->n_ranks > 1) ptn_job_add(run, chunk, JOB_REDUCE);
     } else if (!course->complete_inside[chunk]) {
       ptn_job_complete(run, chunk);
     }

@@ -36,31 +36,27 @@ struct ptn_sums {
 
 /* ---- create ---- */
 
-static double part(const ptn_plan_request *request, uint64_t bytes) {
-  uint64_t n_ranks = request->n_ranks > 0 ? request->n_ranks : 1;
-  return (double)((bytes + n_ranks - 1) / n_ranks);
+static void add(double *lanes, const double *bytes, double times) {
+  for (int i = 0; i < PTN_N_LANES; i++) lanes[i] += times * bytes[i];
 }
 
-static void add_fetch(const ptn_sums *sums, const ptn_plan_chunk *chunk, tier tier, double *lanes) {
-  double mine = part(sums->request, chunk->param_bytes);
-  if (tier == ON_DISK) lanes[PTN_DISK_READ] += mine;
-  if (tier == ON_HOST || sums->link > 0) lanes[PTN_UPLOAD] += mine;
-  lanes[PTN_GATHER] += (double)chunk->param_bytes - mine;
+static void add_fetch(const ptn_sums *sums, uint32_t chunk, tier tier, double *lanes) {
+  double bytes[PTN_N_LANES];
+  ptn_moves_fetch(sums->request, chunk, tier == ON_HOST, sums->link > 0, bytes);
+  add(lanes, bytes, 1);
 }
 
 /* As bounds.c has it. */
-static void add_updates(const ptn_sums *sums, const ptn_plan_chunk *chunk, tier tier, double *lanes) {
+static void add_updates(const ptn_sums *sums, uint32_t chunk, tier tier, double *lanes) {
   const ptn_plan_request *request = sums->request;
-  double grads = part(request, chunk->grad_bytes), params = part(request, chunk->param_bytes);
-  double states = part(request, chunk->state_bytes), gathered = (double)chunk->grad_bytes - grads;
-  bool open = request->grads_outlive_backward;
-  double keeps = open ? sums->passes : sums->passes - 1;
-  lanes[PTN_GATHER] += sums->passes * gathered;
-  if (tier == ON_HOST || sums->link > 0) lanes[PTN_OFFLOAD] += sums->passes * grads;
-  lanes[PTN_UPDATE] += params + states;
-  if (tier == ON_HOST) return;
-  lanes[PTN_DISK_WRITE] += keeps * grads + params + states;
-  lanes[PTN_DISK_READ] += ptn_most(keeps - 1, 0) * grads + states + (sums->link > 0 ? params : 0) + (keeps > 0 ? grads : 0);
+  bool host = tier == ON_HOST, link = sums->link > 0;
+  double bytes[PTN_N_LANES], keeps = sums->passes - (request->grads_outlive_backward ? 0 : 1);
+  ptn_moves_update(request, chunk, host, link, !link, bytes);
+  add(lanes, bytes, 1);
+  for (int again = 0; again < 2 && keeps > again; again++) {
+    ptn_moves_keep(request, chunk, host, link, again, bytes);
+    add(lanes, bytes, again ? keeps - 1 : 1);
+  }
 }
 
 /* seen: of each chunk, 1 accessed in forward, 2 in backward; visits: phases in which it is. */
@@ -83,9 +79,9 @@ static void add_up(ptn_sums *sums, const uint8_t *seen, const uint32_t *visits) 
     for (int tier = 0; tier < N_TIERS; tier++) {
       sum *next = &sums->of_tier[tier][c + 1];
       *next = sums->of_tier[tier][c];
-      if (seen[c] & 1) add_fetch(sums, chunk, (enum tier)tier, next->forward);
-      if (seen[c] & 2) add_fetch(sums, chunk, (enum tier)tier, next->backward);
-      if (chunk->grad_bytes > 0) add_updates(sums, chunk, (enum tier)tier, next->updates);
+      if (seen[c] & 1) add_fetch(sums, c, (enum tier)tier, next->forward);
+      if (seen[c] & 2) add_fetch(sums, c, (enum tier)tier, next->backward);
+      if (chunk->grad_bytes > 0) add_updates(sums, c, (enum tier)tier, next->updates);
     }
     sums->visits[c + 1] = sums->visits[c] + visits[c];
     double speed = request->profile->step_update_bytes_per_s;

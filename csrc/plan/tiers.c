@@ -29,19 +29,20 @@ uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist
   return request->host_budget_bytes > ring_bytes ? request->host_budget_bytes - ring_bytes : 0;
 }
 
-static uint64_t of_one_rank(const ptn_plan_request *request, uint64_t bytes) {
-  return request->n_ranks > 1 ? (bytes + request->n_ranks - 1) / request->n_ranks : bytes;
+uint64_t ptn_tiers_part(const ptn_plan_request *request, uint64_t bytes) {
+  uint64_t n_ranks = request->n_ranks > 0 ? request->n_ranks : 1;
+  return (bytes + n_ranks - 1) / n_ranks;
 }
 
 static uint64_t on_host_bytes(const ptn_plan_request *request, const ptn_plan_chunk *chunk) {
-  return of_one_rank(request, chunk->param_bytes + chunk->state_bytes);
+  return ptn_tiers_part(request, chunk->param_bytes + chunk->state_bytes);
 }
 
 static uint64_t on_disk_bytes(const ptn_plan_request *request, const ptn_plan_chunk *chunk) {
-  uint64_t home_bytes = ptn_round_up(of_one_rank(request, chunk->param_bytes), PTN_PAGE_BYTES) +
-                        ptn_round_up(of_one_rank(request, chunk->state_bytes), PTN_PAGE_BYTES);
+  uint64_t home_bytes = ptn_round_up(ptn_tiers_part(request, chunk->param_bytes), PTN_PAGE_BYTES) +
+                        ptn_round_up(ptn_tiers_part(request, chunk->state_bytes), PTN_PAGE_BYTES);
   uint64_t total_bytes = chunk->grad_bytes > 0 ? 2 * home_bytes : home_bytes; /* trained: the home and its shadow */
-  if (request->grads_outlive_backward) total_bytes += ptn_round_up(of_one_rank(request, chunk->grad_bytes), PTN_PAGE_BYTES);
+  if (request->grads_outlive_backward) total_bytes += ptn_round_up(ptn_tiers_part(request, chunk->grad_bytes), PTN_PAGE_BYTES);
   return total_bytes;
 }
 

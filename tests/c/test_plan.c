@@ -2,8 +2,8 @@
  * not; and what it states against second, plainer computations. Blocks that swap need the memory of recomputed ones. */
 /* sources: csrc/plan/bounds.c csrc/plan/climb.c csrc/plan/families.c csrc/plan/fit.c csrc/plan/make.c csrc/plan/peak.c
  * csrc/plan/request.c csrc/plan/room.c csrc/plan/rule.c csrc/plan/search.c csrc/plan/simulate.c csrc/plan/simulate_course.c
- * csrc/plan/simulate_jobs.c csrc/plan/simulate_lanes.c csrc/plan/simulate_stash.c csrc/plan/slots.c csrc/plan/sums.c
- * csrc/plan/swap.c csrc/plan/tiers.c csrc/plan/trials.c */
+ * csrc/plan/simulate_jobs.c csrc/plan/simulate_lanes.c csrc/plan/simulate_moves.c csrc/plan/simulate_stash.c csrc/plan/slots.c
+ * csrc/plan/sums.c csrc/plan/swap.c csrc/plan/tiers.c csrc/plan/trials.c */
 #include <string.h>
 
 #include "base/bytes.h"

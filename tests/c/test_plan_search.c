@@ -3,8 +3,8 @@
  * where that is little. A few dozen seeds here, as many as there is time for in test_fuzz_plan_search.c. */
 /* sources: csrc/plan/bounds.c csrc/plan/climb.c csrc/plan/families.c csrc/plan/fit.c csrc/plan/make.c csrc/plan/peak.c
  * csrc/plan/request.c csrc/plan/room.c csrc/plan/rule.c csrc/plan/search.c csrc/plan/simulate.c csrc/plan/simulate_course.c
- * csrc/plan/simulate_jobs.c csrc/plan/simulate_lanes.c csrc/plan/simulate_stash.c csrc/plan/slots.c csrc/plan/sums.c
- * csrc/plan/swap.c csrc/plan/tiers.c csrc/plan/trials.c */
+ * csrc/plan/simulate_jobs.c csrc/plan/simulate_lanes.c csrc/plan/simulate_moves.c csrc/plan/simulate_stash.c csrc/plan/slots.c
+ * csrc/plan/sums.c csrc/plan/swap.c csrc/plan/tiers.c csrc/plan/trials.c */
 #include "plan_properties.h"
 
 #define N_SEEDS 24
