@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -36,7 +37,7 @@ from .dryswap import DryStash
 from .errors import Error
 from .flops import flops_of, ordinary_seconds
 from .sizes import stash_least_bytes
-from .workspace import HIDDEN_OUTPUTS, Workspace, workspace_bytes
+from .workspace import HIDDEN_OUTPUTS, Workspace, complete, workspace_bytes
 
 Rounding = Callable[[int], int]
 
@@ -370,9 +371,9 @@ class _Meter(TorchDispatchMode):
         inputs = [*args, *(kwargs or {}).values()]
         if not func.is_view:
             self._read(inputs)
-        outputs = list(_tensors([result]))
         if func._schema.name in HIDDEN_OUTPUTS:
-            raise DryRunError(f"{func._schema.name} keeps memory whose size only a real run shows")
+            result = complete(self.workspace, func, args, kwargs or {}, result)
+        outputs = list(_tensors([result]))
         for tensor in outputs:
             self._count(tensor)
         workspace = self.workspace(func, args, kwargs or {}, outputs)
@@ -461,6 +462,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         raise DryRunError(f"the model cannot be copied: {_one_line(error)}") from error
     for module in model.modules():
         _put_forward_back(module, memo[id(module)])
+        if isinstance(module, _BatchNorm) and module.momentum is None:  # a mean of all batches, which reads how many they were
+            memo[id(module)].momentum = 0.1
     return twin
 
 

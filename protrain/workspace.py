@@ -3,18 +3,18 @@
 A table has it for each operation where it matters, found by comparing live bytes of real and fake runs operation by operation
 (tests/test_dryrun.py does so again). Entries are upper bounds; an operation that is not named allocates its outputs alone.
 
-For some operations a library chooses among many kernels, by shape, layout, type, instructions and threads: convolutions, and
-products and attention of 16-bit numbers. Bounds by formula were wrong by megabytes there, so these run once, with tensors of the
-same geometry, and what the kernel took is counted. It repeats to the byte, but for attention's backward, where it hangs on which
-threads are inside of a product at once: there the table counts as well. Where there is nothing to run them on (planning for other
-hardware), or not the memory, the table stands for them.
+For some operations a library chooses among many kernels, by shape, layout, type, instructions and threads: convolutions, layers
+of LSTMs, and products and attention of 16-bit numbers. Bounds by formula were wrong by megabytes there, so these run once, with
+tensors of the same geometry, and what the kernel took is counted. It repeats to the byte, but for attention's backward, where it
+hangs on which threads are inside of a product at once: there the table counts as well. Where there is nothing to run them on
+(planning for other hardware), or not the memory, the table stands for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -25,8 +25,8 @@ from . import _core
 #: What the kernel of an operation holds beside its outputs: of the operation, its arguments by place and by name, its outputs.
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
 
-#: Operations with outputs that live on and whose true size fake tensors do not show.
-HIDDEN_OUTPUTS = {"aten::mkldnn_rnn_layer"}
+#: Operations whose outputs are others than fake tensors show.
+HIDDEN_OUTPUTS = {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"}
 _SMALL_BYTES = 16 << 10
 
 
@@ -61,6 +61,14 @@ def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> in
     return min(most, threads * (2 << 20)) + (threads * sums if divided else 0)
 
 
+def _lstm_bytes(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> tuple[int, int, int]:
+    """Of a layer of an LSTM, with rows as the library lays them: its weights, one state of all steps, the gates of all steps."""
+    steps, rows, width = x.shape
+    size, padded = weight.element_size(), [-(-n // 16) * 16 for n in (width, hidden.shape[-1])]
+    gates = 4 * padded[1]
+    return gates * sum(padded) * size, (steps + 1) * rows * (max(padded) + 16) * size, steps * rows * gates * size
+
+
 def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
     """What the CPU kernel of an operation allocates beside its outputs while it runs: the one table, found by measurement."""
     threads, inputs = torch.get_num_threads(), [*args, *kwargs.values()]
@@ -89,6 +97,12 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
             return threads * 2 * _bytes(inputs[5])
         case "aten::native_group_norm_backward":
             return 2 * 4 * inputs[5] * inputs[6]
+        case "aten::mkldnn_rnn_layer":  # weights in the library's own layout
+            weights, states, gates = _lstm_bytes(inputs[0], inputs[1], inputs[5])
+            return (2 * weights + 4 * states + gates) * 5 // 8 + _SMALL_BYTES
+        case "aten::mkldnn_rnn_layer_backward":  # and their gradients
+            weights, states, gates = _lstm_bytes(inputs[0], inputs[1], inputs[5])
+            return (4 * weights + 4 * states + gates) * 5 // 8 + _SMALL_BYTES
         case "aten::_embedding_bag_dense_backward":  # the indices, sorted
             return 3 * _bytes(inputs[1])
         case "aten::mm" | "aten::addmm" | "aten::bmm" | "aten::baddbmm" if outputs[0].element_size() == 2:  # packed operands
@@ -97,9 +111,34 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
     return 0
 
 
+def complete(
+    workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Sequence[Any]
+) -> list[Any]:
+    """What an operation of HIDDEN_OUTPUTS returns.
+
+    The output in which it keeps what its backward needs is empty among fake tensors: here it has its size. The gradients of two
+    biases are one tensor until fake tensors remember how it went: here they are two.
+    """
+    found = list(result)
+    if operation._schema.name == "aten::mkldnn_rnn_layer":
+        kept_bytes = workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
+        if kept_bytes is None:
+            weights, states, gates = _lstm_bytes(args[0], args[1], args[5])
+            kept_bytes = weights + 10 * states + 2 * gates + _SMALL_BYTES
+        found[-1] = found[-1].new_empty(kept_bytes)
+    elif found[4] is not None and found[3].untyped_storage()._cdata == found[4].untyped_storage()._cdata:
+        found[4] = torch.empty_like(found[4])
+    return found
+
+
 # ---- measured ----
 
-_CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
+_OF_ANY_TYPE = {
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::mkldnn_rnn_layer",
+    "aten::mkldnn_rnn_layer_backward",
+}
 _OF_16_BITS = {
     "aten::mm",
     "aten::addmm",
@@ -109,12 +148,21 @@ _OF_16_BITS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }
 _BY_CHANCE = {"aten::_scaled_dot_product_flash_attention_for_cpu_backward"}  # threads that meet hold more than others
-_found: dict[Hashable, int] = {}  # of this process: what was measured once is so again
+
+
+class _Measured(NamedTuple):
+    """Of an operation with tensors of one geometry."""
+
+    workspace_bytes: int
+    last_output_bytes: int
+
+
+_found: dict[Hashable, _Measured] = {}  # of this process: what was measured once is so again
 
 
 def _is_chosen(name: str, outputs: Sequence[torch.Tensor]) -> bool:
     """Whether a library chooses the kernel, so that no formula tells what it takes."""
-    return name in _CONVOLUTIONS or (name in _OF_16_BITS and outputs[0].element_size() == 2)
+    return name in _OF_ANY_TYPE or (name in _OF_16_BITS and outputs[0].element_size() == 2)
 
 
 def _described(value: Any) -> Hashable:
@@ -145,24 +193,36 @@ class MeasuredWorkspace:
         name, told_bytes = operation._schema.name, workspace_bytes(operation, args, kwargs, outputs)
         if not _is_chosen(name, outputs):
             return told_bytes
+        try:
+            found = self._measured(operation, args, kwargs)
+        except Exception:  # no memory for it now
+            return told_bytes
+        return max(found.workspace_bytes, told_bytes) if name in _BY_CHANCE else found.workspace_bytes
+
+    def kept_bytes(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """Of the last output of an operation; None where there is no memory to run it now."""
+        try:
+            return self._measured(operation, args, kwargs).last_output_bytes
+        except Exception:
+            return None
+
+    def _measured(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
         key = (
             operation, _described(args), _described(sorted(kwargs.items())), torch.get_num_threads(),
             torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
         )  # fmt: skip
         if key not in _found:
-            try:
-                _found[key] = self._measure(operation, args, kwargs)
-            except Exception:  # no memory for it now
-                return told_bytes
-        return max(_found[key], told_bytes) if name in _BY_CHANCE else _found[key]
+            _found[key] = self._measure(operation, args, kwargs)
+        return _found[key]
 
-    def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
         with unset_fake_temporarily(), self._counted() as engine:
             given, named = tree_map_only(torch.Tensor, _like, (tuple(args), dict(kwargs)))
             engine.mark()
             before_bytes = engine.stats()["live_bytes"]
             made = operation(*given, **named)
             highest_bytes = engine.mark() - before_bytes
-            storages = [t.untyped_storage() for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
-            sizes = {storage._cdata: storage.nbytes() for storage in storages if storage.nbytes()}
-            return max(highest_bytes - sum(_core.rounded_bytes(size) for size in sizes.values()), 0)
+            outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+            storages = {output.untyped_storage()._cdata: output.untyped_storage().nbytes() for output in outputs}
+            known_bytes = sum(_core.rounded_bytes(size) for size in storages.values() if size)
+            return _Measured(max(highest_bytes - known_bytes, 0), _bytes(outputs[-1]))
