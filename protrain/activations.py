@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from . import _core, randomness
+from . import _core, keycaches, randomness
 from .compiled import functions_behind, grad_fns
 from .errors import PlanError, StepError
 from .modulestate import ModuleState
@@ -211,7 +211,10 @@ class Frame:
         self.commits = runner.commits()
         self.habits = runner.habits[number]
         leaves, spec = tree_flatten((args, kwargs))
-        self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
+        self.caches = keycaches.copied(leaves)
+        before = {id(cache): made for cache, made in self.caches}
+        # forward may change its containers; None: it is over
+        self.given: Any = tree_unflatten([before.get(id(leaf), leaf) for leaf in leaves] if before else leaves, spec)
         self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:
@@ -236,6 +239,7 @@ class Frame:
     def settle(self, result: Any) -> None:
         """Forward is over: copies of what it left alone go."""
         self.state.settle()
+        keycaches.settle(self.caches)
         if self.habits.numpy is None:
             self.habits.numpy = not same_numpy_state(self.numpy_state)
         if not self.habits.numpy:
@@ -339,7 +343,7 @@ class Frame:
             pass
         finally:
             self.compute.set_random_state(now)
-        self.inputs, self.versions = None, []
+        self.inputs, self.versions, self.caches = None, [], []
 
 
 # ---- running a block ----

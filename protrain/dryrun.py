@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from . import randomness
+from . import keycaches, randomness
 from .compiled import CALL, eager, find_compiled
 from .dryswap import DryStash
 from .errors import Error
@@ -617,15 +617,17 @@ def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
 
 
 def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The forward, to be run with these arguments, and then again: lists and dicts among them, which it may change, are as they
-    were."""
-    if not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+    """The forward, to be run with these arguments, and then again: lists, dicts and caches of keys among them, which it may
+    change, are as they were."""
+    leaves, spec = tree_flatten((args, kwargs))
+    before = {id(cache): made for cache, made in keycaches.copied(leaves)}
+    if not before and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
         return forward
-    given, runs = tree_flatten((args, kwargs)), iter((False, True))
+    runs = iter((False, True))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if next(runs, True):
-            args, kwargs = tree_unflatten(*given)
+            args, kwargs = tree_unflatten([before.get(id(leaf), leaf) for leaf in leaves], spec)
         return forward(*args, **kwargs)
 
     return run
@@ -784,7 +786,10 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
             twin.fixed_bytes += round_bytes(real.nbytes())
         return made
 
-    return tree_map_only(torch.Tensor, convert, (args, kwargs))  # type: ignore[no-any-return]
+    def convert_leaf(leaf: Any) -> Any:
+        return convert(leaf) if isinstance(leaf, torch.Tensor) else keycaches.with_tensors(leaf, convert)
+
+    return tree_map(convert_leaf, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_accesses: int) -> Phase:
@@ -907,10 +912,9 @@ def dry_run(
         compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
 
         def in_mode(mode: str) -> _Run:
+            given, named = tree_map(keycaches.as_now, (fake_args, fake_kwargs))  # containers of its own
             with _own_parametrizations():
-                return _run_step(
-                    twin, fake_args, fake_kwargs, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace
-                )
+                return _run_step(twin, given, named, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace)
 
         keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
         if fake_blocks and not compiled:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from . import randomness
+from . import keycaches, randomness
 from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
@@ -295,6 +295,7 @@ class _Rehearsal:
     def one_pass(self, args: Any, kwargs: dict[str, Any]) -> list[Seconds]:
         """Forward and backward; seconds of each phase, as `_Clock.seconds` gives them."""
         clock = self.clock = _Clock(self.accelerator)
+        args, kwargs = tree_map(keycaches.as_now, (args, kwargs))
         with torch.enable_grad():
             output = self.twin(*args, **kwargs)
             starts = _starts(output)

@@ -81,6 +81,8 @@ class Session:
         self.turn = threading.RLock()
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._takes_use_cache = takes_use_cache(wrapped.model)
+        self._in_eval = False  # the last forward that recorded gradients was in eval mode
+        self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
         # the step under way
         self._began: float | None = None
         self._wait_ns = 0
@@ -125,14 +127,23 @@ class Session:
             BudgetError: no plan fits this batch; the plan in use stays.
             StepError: the last load failed half-way.
         """
-        if self._takes_use_cache and torch.is_grad_enabled() and self.model.training:
+        if self._takes_use_cache and self._is_training() and self._wants_no_cache(kwargs):
             kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
         with self.turn:
             self.values.loads.check("forward")
             return self._run_model(forward, args, kwargs)
 
+    def _is_training(self) -> bool:
+        """Whether a forward that begins now is taken for one of training. One in eval mode may be, in which `from_pretrained`
+        leaves a model: where gradients are recorded, until one in train mode was made, or if the last one had a backward."""
+        return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval is not False)
+
+    def _wants_no_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Of a forward of training: in eval mode it may still be one that generates, and forgot to turn gradients off."""
+        return self.model.training or self._trains_in_eval is True or kwargs.get("labels") is not None
+
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        training = torch.is_grad_enabled() and self.model.training
+        training = self._is_training()
         try:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
@@ -178,7 +189,11 @@ class Session:
             self._batches.clear()
             self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
-        if torch.is_grad_enabled() and self.model.training:
+        if torch.is_grad_enabled():
+            self._in_eval = not self.model.training
+            if self.model.training:
+                self._trains_in_eval = False
+        if self._is_training():
             self.evaluation.end()
             self._fit(args, kwargs)
             self.clock.begin_pass()
@@ -208,6 +223,7 @@ class Session:
     def _backward_begins(self) -> None:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
         self.engine.stash_end()
+        self._trains_in_eval = self._in_eval
 
     def _block_is_back(self, number: int, recomputed: bool) -> None:
         self.runner.block_is_back(number, recomputed)

@@ -1,0 +1,83 @@
+"""transformers' caches of keys and values, which the layers of a model are given and add theirs to.
+
+A block that runs again must find its part of a cache as its first forward did: else its keys would be there twice, or, between an
+encoder and a decoder, not be made again at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _class() -> type | None:
+    """Of all caches; None where nobody has imported it."""
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+
+
+def copied(leaves: list[Any]) -> list[tuple[Any, Any]]:
+    """Each cache among a forward's arguments, and a copy as it is now. Tensors are not copied: layers put longer ones in their
+    place."""
+    kind = _class()
+    return [(leaf, _copied(leaf, kind)) for leaf in leaves if isinstance(leaf, kind)] if kind is not None else []
+
+
+def as_now(leaf: Any) -> Any:
+    """Of a cache a copy with the same tensors; anything else as it is."""
+    return with_tensors(leaf, lambda tensor: tensor)
+
+
+def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Of a cache a copy with other tensors in its layers; anything else as it is."""
+    kind = _class()
+    if kind is None or not isinstance(leaf, kind):
+        return leaf
+    made = _copied(leaf, kind)
+    for layer in _layers(made, kind):
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                setattr(layer, name, convert(value))
+    return made
+
+
+def settle(pairs: list[tuple[Any, Any]]) -> None:
+    """The forward is over: of layers that it left alone the copies go, which would keep what those hold."""
+    kind = _class()
+    for cache, made in pairs:
+        for name, value in vars(made).items():
+            now = getattr(cache, name, None)
+            if isinstance(value, list) and isinstance(now, list):
+                for place, (before, after) in enumerate(zip(value, now, strict=False)):
+                    value[place] = after if _same(before, after) else before
+            elif kind is not None and isinstance(value, kind):
+                settle([(now, value)])
+
+
+def _copied(cache: Any, kind: type) -> Any:
+    made = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, kind):
+            setattr(made, name, _copied(value, kind))
+        elif isinstance(value, list):
+            setattr(made, name, [copy.copy(layer) for layer in value])
+        elif isinstance(value, dict):
+            setattr(made, name, dict(value))
+    return made
+
+
+def _layers(cache: Any, kind: type) -> Iterator[Any]:
+    for value in vars(cache).values():
+        if isinstance(value, kind):
+            yield from _layers(value, kind)
+        elif isinstance(value, list):
+            yield from (layer for layer in value if hasattr(layer, "__dict__"))
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether all attributes are the same objects."""
+    one, other = getattr(before, "__dict__", None), getattr(after, "__dict__", None)
+    return one is not None and other is not None and one.keys() == other.keys() and all(other[k] is v for k, v in one.items())
