@@ -154,7 +154,7 @@ static ptn_status move_array(ptn_engine *engine, const chunk *chunk, place from,
 static ptn_status make_home(ptn_engine *engine, chunk *chunk, home_kind to, bool extra) {
   if (to == HOME_DISK) return ptn_homes_reserve(engine, chunk);
   if (to == HOME_HOST) return make_host(engine, chunk, extra);
-  PTN_TRY(ptn_region_create_on(engine->over.device, engine->over.account, chunk->param_bytes, &chunk->params));
+  PTN_TRY(ptn_region_create(engine->over.device, engine->over.account, chunk->param_bytes, &chunk->params));
   ptn_status status = PTN_OK;
   if (extra || !chunk->zero_state) status = make_device_block(engine, chunk, false);
   if (status == PTN_OK && (extra || !chunk->zero_master)) status = make_device_block(engine, chunk, true);

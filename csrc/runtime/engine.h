@@ -52,9 +52,8 @@ typedef struct ptn_region {
   ptn_account *account; /* of memory of a device: charged for it */
   atomic_int references;
 } ptn_region;
-ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out); /* one reference */
-/* The same; holds anything. account: of the device's memory, may be NULL. */
-ptn_status ptn_region_create_on(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out);
+/* With one reference; holds anything. device: NULL for ordinary memory. account: of the device's memory it may be NULL. */
+ptn_status ptn_region_create(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out);
 ptn_region *ptn_region_acquire(ptn_region *region);
 void ptn_region_release(ptn_region *region); /* NULL is allowed */
 

@@ -86,7 +86,7 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
   PTN_TRY(ptn_homes_quiet(engine, "a chunk cannot change its home"));
   if (chunk->slot >= 0) return ptn_fail(PTN_INVALID, "chunk %u has a slot and cannot move to memory", number);
   ptn_region *region;
-  PTN_TRY(ptn_region_create(engine->account, chunk->param_bytes, &region));
+  PTN_TRY(ptn_region_create(NULL, engine->account, chunk->param_bytes, &region));
   ptn_status status;
   if (chunk->home == HOME_NOWHERE) {
     memset(region->memory, 0, chunk->param_bytes);
@@ -140,7 +140,7 @@ static ptn_status new_slot(ptn_engine *engine, slot *slot, uint64_t bytes) {
   slot->chunk = NO_CHUNK;
   slot->engine = engine;
   if (engine->over.device) return ptn_upload_make_slot(engine, slot, bytes);
-  return ptn_region_create(engine->account, bytes, &slot->region);
+  return ptn_region_create(NULL, engine->account, bytes, &slot->region);
 }
 
 static ptn_status make_slot(ptn_engine *engine, uint64_t bytes) {

@@ -6,34 +6,20 @@
 #include "base/bytes.h"
 #include "runtime/internal.h"
 
-ptn_status ptn_region_create(ptn_account *account, uint64_t bytes, ptn_region **out) {
-  *out = NULL;
-  ptn_region *region = calloc(1, sizeof *region);
-  if (!region) return ptn_fail(PTN_MEMORY, "no memory to describe a region of %llu bytes", (unsigned long long)bytes);
-  region->bytes = ptn_max_u64(ptn_round_up(bytes, PTN_PAGE_BYTES), PTN_PAGE_BYTES);
-  ptn_status status = ptn_arena_alloc(account, region->bytes, &region->memory);
-  if (status != PTN_OK) {
-    free(region);
-    return status;
-  }
-  ptn_arena_set_use(region->memory, PTN_BLOCK_STATIC); /* the stash leaves it alone, whoever saves a tensor in it */
-  atomic_init(&region->references, 1);
-  *out = region;
-  return PTN_OK;
-}
-
-ptn_status ptn_region_create_on(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out) {
+ptn_status ptn_region_create(ptn_device *device, ptn_account *account, uint64_t bytes, ptn_region **out) {
   *out = NULL;
   ptn_region *region = calloc(1, sizeof *region);
   if (!region) return ptn_fail(PTN_MEMORY, "no memory to describe a region of %llu bytes", (unsigned long long)bytes);
   region->bytes = ptn_max_u64(ptn_round_up(bytes, PTN_PAGE_BYTES), PTN_PAGE_BYTES);
   region->device = device;
-  region->account = account;
-  ptn_status status = ptn_device_take(device, account, region->bytes, &region->memory);
+  region->account = device ? account : NULL; /* the arena knows its own */
+  ptn_status status = device ? ptn_device_take(device, account, region->bytes, &region->memory)
+                             : ptn_arena_alloc(account, region->bytes, &region->memory);
   if (status != PTN_OK) {
     free(region);
     return status;
   }
+  if (!device) ptn_arena_set_use(region->memory, PTN_BLOCK_STATIC); /* the stash leaves it alone, whoever saves a tensor in it */
   atomic_init(&region->references, 1);
   *out = region;
   return PTN_OK;

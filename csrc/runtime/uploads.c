@@ -31,7 +31,7 @@ typedef struct lift {
 
 ptn_status ptn_upload_make_slot(ptn_engine *engine, slot *slot, uint64_t bytes) {
   engine_device *over = &engine->over;
-  ptn_status status = ptn_region_create_on(over->device, over->account, bytes, &slot->region);
+  ptn_status status = ptn_region_create(over->device, over->account, bytes, &slot->region);
   if (status == PTN_OK) status = over->kind->create_event(over->device, PTN_EVENT_ORDER, &slot->device.free);
   if (status == PTN_OK) status = over->kind->create_event(over->device, PTN_EVENT_ORDER, &slot->device.loaded);
   if (status != PTN_OK) ptn_upload_drop_slot(engine, slot);
