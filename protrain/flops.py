@@ -1,5 +1,6 @@
-"""How many floating-point operations an operation of torch makes: torch's own table, and fused attention on the CPU, which is not
-in it. A multiply-add is two; operations that are no products of matrices count as none. And about how long such counts take."""
+"""How many floating-point operations an operation of torch makes: torch's own table, and what is not in it, as fused attention
+on the CPU. A multiply-add is two; operations that are no products of matrices count as none. And about how long such counts
+take."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ def _attention(of_products: int, query_at: int, causal_at: int) -> Count:
     return count
 
 
+def _grouped(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Groups share the rows, the columns or what is summed over, but where both have one matrix for each."""
+    rows, inner = first.shape[-2:]
+    return int(2 * rows * inner * second.shape[-1] * (first.shape[0] if first.dim() == second.dim() == 3 else 1))
+
+
 _OF_CPU: dict[Any, Count] = {
+    torch.ops.aten._grouped_mm: _grouped,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0, 4),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1, 7),
 }

@@ -1,4 +1,4 @@
-"""transformers' caches of keys and values, which the layers of a model are given and add theirs to.
+"""transformers' caches of keys and values, and of states, which the layers of a model are given and add theirs to.
 
 A block that runs again must find its part of a cache as its first forward did: else its keys would be there twice, or, between an
 encoder and a decoder, not be made again at all.
@@ -38,9 +38,8 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
         return leaf
     made = _copied(leaf, kind)
     for layer in _layers(made, kind):
-        for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor):
-                setattr(layer, name, convert(value))
+        for held in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
+            held.update({name: convert(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
     return made
 
 
@@ -58,12 +57,13 @@ def settle(pairs: list[tuple[Any, Any]]) -> None:
 
 
 def _copied(cache: Any, kind: type) -> Any:
+    """Down to the layers' own dicts, which those of linear attention keep their states in."""
     made = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, kind):
             setattr(made, name, _copied(value, kind))
         elif isinstance(value, list):
-            setattr(made, name, [copy.copy(layer) for layer in value])
+            setattr(made, name, [_copied(layer, kind) if hasattr(layer, "__dict__") else layer for layer in value])
         elif isinstance(value, dict):
             setattr(made, name, dict(value))
     return made
@@ -78,6 +78,10 @@ def _layers(cache: Any, kind: type) -> Iterator[Any]:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether all attributes are the same objects."""
+    """Whether all attributes are the same objects, or dicts of the same."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(after[key] is value for key, value in before.items())
     one, other = getattr(before, "__dict__", None), getattr(after, "__dict__", None)
-    return one is not None and other is not None and one.keys() == other.keys() and all(other[k] is v for k, v in one.items())
+    if one is None or other is None or one.keys() != other.keys():
+        return before is after
+    return all(other[key] is value or (isinstance(value, dict) and _same(value, other[key])) for key, value in one.items())

@@ -439,5 +439,7 @@ class Session:
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether it is a transformers model that keeps keys for generation unless told not to."""
-    return hasattr(model, "config") and "use_cache" in inspect.signature(model.forward).parameters
+    """Whether it is a transformers model that keeps keys for generation unless told not to, and computes the same without. Those
+    that keep states, as of linear attention, compute them otherwise, and round otherwise."""
+    stateful = getattr(model, "_is_stateful", False)
+    return hasattr(model, "config") and not stateful and "use_cache" in inspect.signature(model.forward).parameters

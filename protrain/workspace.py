@@ -25,8 +25,6 @@ from . import _core
 #: What the kernel of an operation holds beside its outputs: of the operation, its arguments by place and by name, its outputs.
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
 
-#: Operations whose outputs are others than fake tensors show.
-HIDDEN_OUTPUTS = {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"}
 _SMALL_BYTES = 16 << 10
 
 
@@ -69,6 +67,12 @@ def _lstm_bytes(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> 
     return gates * sum(padded) * size, (steps + 1) * rows * (max(padded) + 16) * size, steps * rows * gates * size
 
 
+def lstm_kept_bytes(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> int:
+    """What a layer of an LSTM keeps for its backward, at most."""
+    weights, states, gates = _lstm_bytes(x, weight, hidden)
+    return weights + 10 * states + 2 * gates + _SMALL_BYTES
+
+
 def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
     """What the CPU kernel of an operation allocates beside its outputs while it runs: the one table, found by measurement."""
     threads, inputs = torch.get_num_threads(), [*args, *kwargs.values()]
@@ -108,27 +112,10 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
         case "aten::mm" | "aten::addmm" | "aten::bmm" | "aten::baddbmm" if outputs[0].element_size() == 2:  # packed operands
             first, second = [t for t in inputs if isinstance(t, torch.Tensor)][-2:]  # numbers to scale them by may follow
             return _packed_bytes(first, second, threads)
+        case "aten::_grouped_mm" if outputs[0].element_size() == 2:  # one group after another
+            first, second = (t[0] if t.dim() == 3 else t for t in inputs[:2])
+            return _packed_bytes(first, second, threads)
     return 0
-
-
-def complete(
-    workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Sequence[Any]
-) -> list[Any]:
-    """What an operation of HIDDEN_OUTPUTS returns.
-
-    The output in which it keeps what its backward needs is empty among fake tensors: here it has its size. The gradients of two
-    biases are one tensor until fake tensors remember how it went: here they are two.
-    """
-    found = list(result)
-    if operation._schema.name == "aten::mkldnn_rnn_layer":
-        kept_bytes = workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
-        if kept_bytes is None:
-            weights, states, gates = _lstm_bytes(args[0], args[1], args[5])
-            kept_bytes = weights + 10 * states + 2 * gates + _SMALL_BYTES
-        found[-1] = found[-1].new_empty(kept_bytes)
-    elif found[4] is not None and found[3].untyped_storage()._cdata == found[4].untyped_storage()._cdata:
-        found[4] = torch.empty_like(found[4])
-    return found
 
 
 # ---- measured ----

@@ -182,6 +182,13 @@ def opt() -> nn.Module:
         use_cache=False)).train()  # fmt: skip
 
 
+def mixtral() -> nn.Module:
+    """Experts whose rows come in groups."""
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=2000, use_cache=False)).train()  # fmt: skip
+
+
 def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(
         d_model=128, num_layers=2, num_heads=4, d_kv=32, d_ff=512, vocab_size=2000, decoder_start_token_id=0, pad_token_id=0,
@@ -205,7 +212,7 @@ def tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, opt, t5], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [gpt2, llama, mixtral, opt, t5], ids=lambda build: build.__name__)
 @pytest.mark.parametrize(("rows", "length"), [(1, 64), (4, 128), (1, 512)])
 def test_language_models_are_predicted_within_two_percent(
     build: Callable[[], nn.Module], rows: int, length: int, arena: _core.Engine
@@ -237,7 +244,7 @@ def wide_gpt2() -> nn.Module:
         n_layer=3, n_embd=256, n_head=4, vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False)).train()  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, opt, t5, wide_gpt2], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [gpt2, llama, mixtral, opt, t5, wide_gpt2], ids=lambda build: build.__name__)
 @pytest.mark.parametrize(("rows", "length"), [(2, 128), (1, 512)])
 def test_what_swapping_cannot_do_without_is_predicted_and_never_less(
     build: Callable[[], nn.Module], rows: int, length: int, arena: _core.Engine

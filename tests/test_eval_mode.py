@@ -37,6 +37,18 @@ def make_model(family: str) -> nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, pad_token_id=0)).eval()
 
 
+def make_stateful(training: bool) -> nn.Module:
+    """Linear attention and full attention in turns, and experts."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=500, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"] * 2, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config).train(training)
+
+
 def train(batches: list[torch.Tensor], loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of) -> Any:
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
         figures = []
@@ -92,6 +104,23 @@ def test_caches_of_keys_are_as_each_block_found_them(family: str, training: bool
         warnings.simplefilter("error")  # it is foreseen
         assert_equal(run(make, train(batches, loss), memory=BUDGET, **given), run(make, train(batches, loss)), BUDGET)
     assert lengths[:3] == lengths[3:]
+
+
+@pytest.mark.parametrize("modes", [None, "keep", "swap", "checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("training", [True, False])
+def test_models_whose_bits_hang_on_their_cache(training: bool, modes: str | None, token_batches: Any) -> None:
+    """With a cache, which is on where nobody says otherwise, linear attention goes another way."""
+    batches = token_batches(3, vocabulary=500)
+    make = partial(make_stateful, training)
+    given = {"block_modes": [modes] * 4} if modes else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is foreseen
+        assert_equal(run(make, train(batches), memory=BUDGET, **given), run(make, train(batches)), BUDGET)
+    for model in (make(), make_model("llama").train(training)):  # who would have the same bits is given no cache
+        stateful = isinstance(model, transformers.Qwen3NextForCausalLM)
+        model, _ = protrain.wrap(model, adamw(model), memory=BUDGET)
+        assert (model(input_ids=batches[0], labels=batches[0]).past_key_values is not None) == stateful
+        protrain.unwrap(model)
 
 
 @pytest.mark.parametrize("modes", ["keep", "checkpoint"])

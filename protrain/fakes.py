@@ -1,0 +1,51 @@
+"""Operations that fake tensors show otherwise than they are where the CPU computes, or refuse.
+
+The dry run calls operations through `call`, and is given what the real ones give: outputs of the same shapes and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
+
+
+def call(workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on fake tensors. workspace: of the dry run, which may have measured what its kernel keeps."""
+    aten = torch.ops.aten
+    if operation is aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs)
+    result = operation(*args, **kwargs)
+    if operation is aten.mkldnn_rnn_layer.default:
+        kept_bytes = workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
+        if kept_bytes is None:
+            kept_bytes = lstm_kept_bytes(args[0], args[1], args[5])
+        return [*result[:-1], result[-1].new_empty(kept_bytes)]  # empty among fake tensors
+    if operation is aten.mkldnn_rnn_layer_backward.default and _share(result[3], result[4]):
+        return [*result[:4], torch.empty_like(result[4]), *result[5:]]
+    return result
+
+
+def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Of the gradients of two biases: they are one tensor until fake tensors remember how it went, and two from then on."""
+    return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _grouped_product(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups of rows with a matrix each, as experts make them: fake tensors take those of bfloat16 alone.
+
+    2-D with 3-D: rows of the first in groups; 3-D with 2-D: columns of the second; 2-D with 2-D: what they are summed over.
+    """
+    shape = [first.shape[-2], second.shape[-1]]
+    if first.dim() == second.dim():
+        shape.insert(0, first.shape[0] if first.dim() == 3 else len(ends) if ends is not None else 1)
+    return first.new_empty(shape, dtype=out_dtype or first.dtype)
