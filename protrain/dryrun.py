@@ -12,7 +12,6 @@ The real model is only read: its values, gradients, flags, hooks and random stat
 from __future__ import annotations
 
 import copy
-import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -751,23 +750,6 @@ def _run_step(
     return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes)
 
 
-@contextmanager
-def _positions_in_order(kwargs: dict[str, Any]) -> Iterator[None]:
-    """transformers looks at the values of position_ids to see packed sequences. Where the caller gives none, the model counts
-    them up, which is no packing; without data it would assume the worst and build masks that the real step does not have."""
-    masking = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if masking is None or not hasattr(masking, name) or kwargs.get("position_ids") is not None:
-        yield
-        return
-    original = getattr(masking, name)
-    setattr(masking, name, lambda *_args, **_kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, original)
-
-
 def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
     """The batch without data; each of its storages is counted once, in fixed_bytes."""
     storages: dict[int, Any] = {}
@@ -867,7 +849,8 @@ def _without_data(
     random_state = torch.get_rng_state()
     try:
         with (
-            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), _positions_in_order(kwargs), eager(), FakeTensorMode(),
+            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), eager(),
+            FakeTensorMode(),
         ):  # fmt: skip
             twin = _make_twin(model, chunk_of_param, round_bytes)
             yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)

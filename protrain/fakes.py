@@ -1,14 +1,18 @@
-"""Operations that fake tensors show otherwise than they are where the CPU computes, or refuse.
+"""Operations that fake tensors show otherwise than they are where the CPU computes, or refuse; and questions about values.
 
-The dry run calls operations through `call`, and is given what the real ones give: outputs of the same shapes and sizes.
+The dry run calls operations through `call`, and is given what the real ones give: outputs of the same shapes and sizes. Code of
+libraries that looks at values, and goes on in the same way with all that are usual, is not asked: `without_questions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
 
@@ -27,6 +31,38 @@ def call(workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapp
     if operation is aten.mkldnn_rnn_layer_backward.default and _share(result[3], result[4]):
         return [*result[:4], torch.empty_like(result[4]), *result[5:]]
     return result
+
+
+@contextmanager
+def without_questions(kwargs: dict[str, Any]) -> Iterator[None]:
+    """Inside, what has no data is not looked at, as far as that is known.
+
+    transformers looks at position_ids to see packed sequences. Where the caller gives none, the model counts them up, which is no
+    packing. nn.Transformer compares masks with the causal one, for which less memory would do. Distributions check what they are
+    given.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    packed, distribution = "find_packed_sequence_indices", torch.distributions.Distribution
+    with ExitStack() as stack:
+        if masking is not None and hasattr(masking, packed) and kwargs.get("position_ids") is None:
+            stack.enter_context(_replaced(masking, packed, lambda *_args, **_kwargs: None))
+        stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal))
+        stack.enter_context(_replaced(distribution, "_validate_args", False))
+        yield
+
+
+def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    return is_causal is True
+
+
+@contextmanager
+def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
 
 
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -19,13 +20,13 @@ import torch
 
 from . import _core
 from .activations import no_outer_hooks, release_failed_backward
-from .counting import counted
+from .counting import counted, counted_alone
 from .dryrun import DryRun, DryRunError, dry_forward, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
 from .planning import Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
-from .sizes import format_bytes
+from .sizes import default_memory_bytes, format_bytes
 from .tiers import host_room, place_away
 from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Wrapped
@@ -183,8 +184,9 @@ class Fitter:
         Raises:
             BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
         """
+        before = self._homes.arrangement
         try:
-            run: DryRun | None = self._foresee(self._wrapped, args, kwargs)
+            run: DryRun | None = self._foresee_measured(args, kwargs)
         except DryRunError as error:
             run = None
             warnings.warn(
@@ -194,6 +196,9 @@ class Fitter:
         try:
             best = self.decide(run)
         except BudgetError as error:
+            if self._homes.arrangement is not before:
+                with suppress(BudgetError):
+                    self._homes.rearrange(before)
             raise self._refusal(error, run, args, kwargs) from None
         largest = run, shapes
         for known, other in self.dry_runs:
@@ -205,12 +210,34 @@ class Fitter:
         self.planned = True
         return largest
 
-    def _foresee(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+    def _foresee_measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        """Where a kernel had no memory to be measured in, once more with every chunk away. Where it has none even then, this
+        budget is refused; what would do is measured beside it."""
+        run = self._foresee(self._wrapped, args, kwargs)
+        if not self._missed():
+            return run
+        self._homes.rearrange(self.emptied())
+        run = self._foresee(self._wrapped, args, kwargs)
+        if not self._missed():
+            return run
+        alone = MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
+        return self._foresee(self._wrapped, args, kwargs, alone)
+
+    def _missed(self) -> bool:
+        """Whether since it was last asked an operation could not be measured."""
+        if not isinstance(self._workspace, MeasuredWorkspace):
+            return False
+        missed, self._workspace.missed = self._workspace.missed, False
+        return missed
+
+    def _foresee(
+        self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: Workspace | None = None
+    ) -> DryRun:
         with no_outer_hooks():
             return dry_run(
                 wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
                 {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                round_bytes=_core.rounded_bytes, workspace=self._workspace,
+                round_bytes=_core.rounded_bytes, workspace=workspace or self._workspace,
             )  # fmt: skip
 
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:

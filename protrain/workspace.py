@@ -167,7 +167,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MeasuredWorkspace:
-    """A `Workspace` by the table, and by a run of the operation where a library chooses its kernel.
+    """A `Workspace` by the table, and by a run of the operation where a library chooses its kernel. missed: there was one that
+    had no memory to run in, so that what it takes may be more than the table says.
 
     Args:
         counted: tensors made inside count in the engine that it yields. What its budget refuses is left to the table.
@@ -175,6 +176,7 @@ class MeasuredWorkspace:
 
     def __init__(self, counted: Callable[[], AbstractContextManager[_core.Engine]]) -> None:
         self._counted = counted
+        self.missed = False
 
     def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
         name, told_bytes = operation._schema.name, workspace_bytes(operation, args, kwargs, outputs)
@@ -183,6 +185,7 @@ class MeasuredWorkspace:
         try:
             found = self._measured(operation, args, kwargs)
         except Exception:  # no memory for it now
+            self.missed = True
             return told_bytes
         return max(found.workspace_bytes, told_bytes) if name in _BY_CHANCE else found.workspace_bytes
 

@@ -546,6 +546,18 @@ class Patches(nn.Module):
         return self.layer(self.patches(x).relu().mean((2, 3))).logsumexp(-1).mean()
 
 
+def _smallest_of_a_session(x: torch.Tensor, disk: Path) -> int:
+    """What a first step in too small a budget says would do."""
+    model = Patches()
+    model, _ = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory="16MiB", disk=str(disk))
+    try:
+        with pytest.raises(protrain.BudgetError) as refused:
+            model(x)
+        return refused.value.smallest_bytes
+    finally:
+        protrain.unwrap(model)
+
+
 def test_the_smallest_budget_of_convolutions_works(disk: Path) -> None:
     """A session measures for itself, within its budget."""
     x = torch.randn(4, 3, 224, 224, requires_grad=True)
@@ -553,6 +565,9 @@ def test_the_smallest_budget_of_convolutions_works(disk: Path) -> None:
         with pytest.raises(protrain.BudgetError) as refused:
             protrain.plan(Patches(), (x,), memory="1MiB", disk=str(disk))
         memory = refused.value.smallest_bytes * 101 // 100  # a session counts some numbers of its own
+        workspace._found.clear()
+        foretold = _smallest_of_a_session(x, disk)
+        assert abs(foretold - refused.value.smallest_bytes) <= 4096, "in a budget that is far too small to measure in"
         workspace._found.clear()
         model = Patches()
         model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory=memory, disk=str(disk))
@@ -800,6 +815,42 @@ def test_a_mean_of_all_batches_is_foreseen() -> None:
     assert isinstance(cumulative[1], nn.BatchNorm2d)
     assert cumulative[1].momentum is None
     assert cumulative[1].num_batches_tracked == 0
+
+
+class Drawing(nn.Module):
+    """Draws from a distribution, which checks what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, width = self.layer(x).chunk(2, -1)
+        normal = torch.distributions.Normal(mean, nn.functional.softplus(width) + 1e-3)
+        return normal.rsample().square().mean() - normal.log_prob(x).mean()
+
+
+class Masked(nn.Module):
+    """torch's own encoder and decoder, the mask made for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.both = nn.Embedding(100, 64), nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.both(self.words(ids), self.words(ids), tgt_mask=mask).square().mean()
+
+
+@pytest.mark.parametrize("build", [Drawing, Masked])
+def test_what_looks_at_values_and_goes_on_is_foreseen(build: Callable[[], nn.Module], arena: _core.Engine) -> None:
+    args = (torch.randn(200, 64),) if build is Drawing else (torch.randint(100, (4, 48)),)
+    validates = torch.distributions.Distribution._validate_args
+    model = build()
+    predicted, real = predict(model, args).keep_peak_bytes, real_peak(arena, model, args, {}, False)
+    assert real <= predicted + (16 << 10)
+    assert predicted <= 1.05 * real + (16 << 10)
+    assert torch.distributions.Distribution._validate_args is validates
 
 
 def test_what_cannot_be_foreseen_is_an_error() -> None:
