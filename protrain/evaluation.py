@@ -5,8 +5,11 @@ training leaves too little beside it, fewer chunks stay in memory from then on; 
 back. A batch that does not fit with every chunk away is refused before it begins, with the smallest budget that works.
 
 A batch that is not much larger than one that was foreseen is not foreseen again where there is plenty of room: what a forward
-holds grows with the square of its batch at most (scores of attention over a sequence do, all else is linear). Without that, text
-that is generated word by word would be foreseen word by word.
+holds grows with the square of each length at most (scores of attention over a sequence do, all else is linear). Without that,
+text that is generated word by word would be foreseen word by word.
+
+Nothing moves while a forward runs that calls the model again, nor once one has recorded gradients, until the step is made: what
+autograd keeps of a parameter that lies in memory lies there.
 """
 
 from __future__ import annotations
@@ -30,21 +33,24 @@ from .wrapped import Wrapped
 UNSEEN_BYTES = 16 << 10
 
 #: Kinds of batches, and needs of each kind, that are remembered; a user who evaluates after each epoch asks for the same again.
-_MOST_KNOWN = 64
+_MOST_KNOWN = 32
+
+#: The mode of a forward that is to come: as after `model.eval()`, whatever modules are in now.
+AS_EVAL = "as eval"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """shapes of its tensors; kind: whether it is one of `eval()`, and what else is given that may change what a forward does.
-    Flags are told apart; numbers are not: they may change from call to call (the moment of a diffusion)."""
+    """shapes of its tensors; kind: the model's mode, and what else is given that may change what a forward does, but for
+    fractions."""
 
     shapes: Shapes
     kind: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], evaluates: bool) -> _Batch | None:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> _Batch | None:
         """None where there is no tensor, or anything that a dry run might change, or that is no ordinary batch."""
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -54,22 +60,22 @@ class _Batch:
         inside_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if inside_transform or torch._C._is_tracing() or _get_current_dispatch_mode_stack():
             return None
-        words = (leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves)
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors), (evaluates, len(args), *kwargs, *words))
+        words = (leaf if isinstance(leaf, bool | int | str) else type(leaf) for leaf in leaves)
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, len(args), *kwargs, *words))
 
-    @property
-    def elements(self) -> int:
-        """Of the largest tensor."""
-        return max(math.prod(shape) for shape in self.shapes)
+    def growth(self, known: Shapes) -> float:
+        """By how much a tensor is longer than a known one at most, in all directions together; infinite where they are of other
+        kinds."""
+        if [len(shape) for shape in self.shapes] != [len(shape) for shape in known]:
+            return math.inf
+        pairs = zip(self.shapes, known, strict=True)
+        return max(math.prod(max(new / max(old, 1), 1.0) for new, old in zip(*pair, strict=True)) for pair in pairs)
 
 
 @dataclass
 class _Known:
-    """Of one kind of batch: elements of the largest that was foreseen and its need in bytes, and the needs of the last ones.
-    possible: whether dry runs can tell."""
+    """Of one kind of batch: what the last ones that were foreseen need, in bytes. possible: whether dry runs can tell."""
 
-    elements: int = 0
-    need_bytes: int = 0
     needs: dict[Shapes, int] = field(default_factory=dict)
     possible: bool = True
 
@@ -78,11 +84,12 @@ class _Known:
         if len(self.needs) >= _MOST_KNOWN:
             self.needs.pop(next(iter(self.needs)))
         self.needs[batch.shapes] = need_bytes
-        self.elements, self.need_bytes = max((self.elements, self.need_bytes), (batch.elements, need_bytes))
 
     def most_bytes(self, batch: _Batch) -> float:
-        """What a batch needs at most, by the largest; infinite where there is none."""
-        return self.need_bytes * max(batch.elements / self.elements, 1.0) ** 2 if self.elements else math.inf
+        """What a batch needs at most, by those that were foreseen; infinite where there is none."""
+        if batch.shapes in self.needs:
+            return self.needs[batch.shapes]
+        return min((need * batch.growth(known) ** 2 for known, need in self.needs.items()), default=math.inf)
 
 
 class Evaluation:
@@ -101,7 +108,7 @@ class Evaluation:
             BudgetError: there is none, not even with every chunk away. Nothing was changed.
             DiskError: a chunk could not be moved; likewise.
         """
-        batch = _Batch.of(args, kwargs, not self._wrapped.model.training)
+        batch = _Batch.of(args, kwargs, "train" if self._wrapped.model.training else "eval")
         if batch is None or self._has_room(self._known(batch).most_bytes(batch)):
             return
         need_bytes = self._need_bytes(args, kwargs, batch)
@@ -114,7 +121,7 @@ class Evaluation:
         Raises:
             BudgetError: it will not.
         """
-        batch = _Batch.of(args, kwargs, True)
+        batch = _Batch.of(args, kwargs, AS_EVAL)
         need_bytes = self._need_bytes(args, kwargs, batch) if batch is not None else None
         if need_bytes is not None:
             self._fitter.with_room(need_bytes + UNSEEN_BYTES)  # numbers that the program will hold then
@@ -123,8 +130,7 @@ class Evaluation:
         """Every chunk is away, whatever was foreseen. Returns whether that is new."""
         if self._emptied:
             return False
-        self._change(self._fitter.emptied())
-        self._emptied = True
+        self._change(self._fitter.emptied(), emptied=True)
         return True
 
     def end(self) -> None:
@@ -156,13 +162,12 @@ class Evaluation:
         known = self._known(batch)
         if batch.shapes not in known.needs and known.possible:
             try:
-                known.note(batch, self._fitter.forward_bytes(args, kwargs, evaluates=batch.kind[0]) + UNSEEN_BYTES)
+                known.note(batch, self._fitter.forward_bytes(args, kwargs, evaluates=batch.kind[0] == AS_EVAL) + UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False
         return known.needs.get(batch.shapes)
 
-    def _change(self, arrangement: Arrangement) -> None:
-        before = self._before or self._homes.arrangement
-        with torch.inference_mode(False), torch.no_grad():  # what is made of memory here is no tensor of inference
-            self._homes.rearrange(arrangement)
-        self._before = before
+    def _change(self, arrangement: Arrangement, *, emptied: bool = False) -> None:
+        self._before = self._before or self._homes.arrangement  # first: an interrupt may come while homes move
+        self._emptied = emptied
+        self._homes.rearrange(arrangement)

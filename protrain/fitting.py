@@ -213,6 +213,7 @@ class Fitter:
     def _foresee_measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         """Where a kernel had no memory to be measured in, once more with every chunk away. Where it has none even then, this
         budget is refused; what would do is measured beside it."""
+        self._missed()  # of what was foreseen before
         run = self._foresee(self._wrapped, args, kwargs)
         if not self._missed():
             return run

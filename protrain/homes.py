@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 from . import _core
 from .errors import Error
 from .planning import Arrangement
@@ -46,6 +48,10 @@ class Homes:
         Raises:
             DiskError, BudgetError: it could not be carried out; the one that was in use still is.
         """
+        with torch.inference_mode(False), torch.no_grad():  # what is made of memory here is no tensor of inference
+            self._rearrange(arrangement)
+
+    def _rearrange(self, arrangement: Arrangement) -> None:
         old = self.arrangement
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
         same_stash = arrangement.stash_pool_bytes == old.stash_pool_bytes

@@ -72,15 +72,17 @@ class Session:
         self.pacer = Pacer(wrapped, self.homes, self.fitter, self.clock)
         self.updates = Updates(wrapped, self.engine, self.residency, device_clock)
         self.gradients = Gradients(wrapped, self.engine, self.residency, self.updates, self.clock)
-        self.values = Values(wrapped, self.engine, self.residency)
+        self.turn = threading.RLock()
+        self.values = Values(wrapped, self.engine, self.residency, self.turn)
         self.states = States(self.values)
         self.hooks = ModelHooks()
         if self.foreign is not None:
             self.foreign.open(self)
         self.closed = False
-        self.turn = threading.RLock()
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._takes_use_cache = takes_use_cache(wrapped.model)
+        self._depth = 0  # forwards of the model that run, one inside another
+        self._graphs = False  # forwards since the last step recorded gradients: what autograd keeps of them lies where it lay
         self._in_eval = False  # the last forward that recorded gradients was in eval mode
         self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
         # the step under way
@@ -144,6 +146,7 @@ class Session:
 
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._is_training()
+        self._depth += 1
         try:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
@@ -165,7 +168,12 @@ class Session:
                     self.wrapped.compute.count(self.engine, False)
             raise
         finally:
+            self._depth -= 1
             self.runner.stashing = False
+
+    def _may_move(self) -> bool:
+        """Whether nobody looks at parameters where they lie: neither a forward that runs nor one whose backward may come."""
+        return self._depth <= 1 and not self._graphs and not self._under_way()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.driver = threading.get_ident()
@@ -189,17 +197,19 @@ class Session:
             self._batches.clear()
             self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
+        may_move = self._may_move()
         if torch.is_grad_enabled():
-            self._in_eval = not self.model.training
+            self._graphs, self._in_eval = True, not self.model.training
             if self.model.training:
                 self._trains_in_eval = False
         if self._is_training():
-            self.evaluation.end()
+            if may_move:
+                self.evaluation.end()
             self._fit(args, kwargs)
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
-            if not torch.is_grad_enabled() and self._began is None and not self._under_way():
+            if may_move and not torch.is_grad_enabled():
                 self.evaluation.begin(args, kwargs)
             self.engine.read_ahead(False)
         self.engine.seek(0)
@@ -266,6 +276,7 @@ class Session:
         finally:
             self._began, self.clock.in_backward = None, False
             self.wrapped.compute.count(self.engine, False)
+        self._graphs = False
         return norm
 
     def _make_step(self) -> torch.Tensor | None:
@@ -362,14 +373,14 @@ class Session:
 
     def leave_room(self) -> bool:
         """Every chunk is away, for a forward that was not foreseen, until `end_evaluation` or training goes on. Returns whether
-        that is new; it cannot be where gradients are under way."""
+        that is new; it cannot be in the middle of a step."""
         with self.turn:
-            return not self._under_way() and self.evaluation.leave_room()
+            return self._may_move() and self.evaluation.leave_room()
 
     def end_evaluation(self) -> None:
         """What was made room for an evaluation is training's again."""
         with self.turn:
-            if not self._under_way():
+            if self._may_move():
                 self.evaluation.end()
 
     def close(self, restore: bool = True) -> None:

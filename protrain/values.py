@@ -6,6 +6,9 @@ lie as the parameter does (strides.py).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from . import _core, changes
@@ -20,16 +23,21 @@ from .wrapped import Wrapped
 
 class Values:
     """Of one session. masters_given: masters that came with the optimizer's state, since the last step; strides_changed: those of
-    a parameter, since the last forward; loads: those that put values here and did not end."""
+    a parameter, since the last forward; loads: those that put values here and did not end. turn: the session's, without which
+    homes may be moving."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency) -> None:
-        self.wrapped, self.engine, self.residency = wrapped, engine, residency
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, turn: AbstractContextManager[Any]) -> None:
+        self.wrapped, self.engine, self.residency, self._turn = wrapped, engine, residency, turn
         self.masters_given: set[int] = set()
         self.strides_changed = False
         self.loads = Loads()
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter, or of another of its arrays, in ordinary memory and no budget."""
+        with self._turn:
+            return self._get(number, array)
+
+    def _get(self, number: int, array: int) -> torch.Tensor:
         entry = self.wrapped.layout.entries[number]
         if array == 0:
             changes.adopt(self, number)
@@ -51,7 +59,7 @@ class Values:
 
     def write(self, number: int, value: torch.Tensor, array: int = 0) -> None:
         """Set a parameter as who writes to it does, or one of its arrays: a master goes on where its numbers round to these."""
-        with uncounted(), DisableTorchFunction():
+        with self._turn, uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
             compute = self.wrapped.compute
             tensor = compute.to_host(laid(value.detach().to(dtype=dtype), self.wrapped.layout.entries[number].strides))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -189,6 +189,97 @@ def test_nothing_moves_in_the_middle_of_a_step(gpt2: Any, token_batches: Any, fo
 
     assert_equal(run(gpt2, loop, memory=BUDGET), run(gpt2, loop), BUDGET)
     assert not foreseen
+
+
+@pytest.mark.parametrize("modes", ["eval and train", "eval twice", "train twice"])
+def test_homes_stay_in_the_middle_of_a_step_behind_an_evaluation(modes: str, gpt2: Any, token_batches: Any) -> None:
+    """They come back with the next one."""
+    batches, (large,) = token_batches(6, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            figures.append(evaluate(model, large))
+            model.train(modes == "train twice")
+            loss_of(model, first).backward()
+            model.train(modes != "eval twice")
+            loss_of(model, second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    got = run(gpt2, loop, memory=BUDGET, accumulate=2)
+    assert_equal(got, run(gpt2, loop), BUDGET)
+
+
+@pytest.mark.parametrize("how", ["kept graph", "failed forward"])
+def test_what_autograd_keeps_of_parameters_stays_where_it_is(how: str, gpt2: Any, token_batches: Any) -> None:
+    """An evaluation that would need room is tried beside it."""
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=8, vocabulary=2000)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for _ in range(2):
+            loss = loss_of(model, ids)
+            if how == "kept graph":
+                loss.backward(retain_graph=True)
+                optimizer.zero_grad()
+            else:
+                with pytest.raises(IndexError):
+                    loss_of(model, ids + 5000)
+            with suppress(protrain.BudgetError):  # there is no room, and none is made
+                evaluate(model, large)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=BUDGET + 2 * MIB), run(gpt2, loop), BUDGET + 2 * MIB)
+
+
+class Asking(nn.Module):
+    """Its forward calls it again, for more rows, while it looks at a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleList([nn.Linear(512, 512) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor, more: int = 0) -> torch.Tensor:
+        weight = self.inner[0].weight[:128]
+        if more:
+            x = x + self(x.repeat(more, 1)).mean()
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return x.mean() + weight.sum()
+
+
+def test_a_forward_inside_another_moves_nothing() -> None:
+    x = torch.ones(8, 512)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        for _ in range(2):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                figures.append(model(x, more=200).item())
+        return figures
+
+    assert_equal(run(Asking, loop, memory=40 * MIB), run(Asking, loop), 40 * MIB)
+
+
+def test_longer_rows_are_foreseen_where_there_are_fewer(causal_lm: Any, token_batches: Any) -> None:
+    """Scores of attention grow with the square of their length."""
+    (ids,), (wide,), (long,) = (token_batches(1, batch=rows, length=length) for rows, length in ((1, 8), (64, 8), (1, 440)))
+    model = causal_lm("gpt2", hidden=128, attn_implementation="eager")
+    want = evaluate(model, long)
+    model, optimizer = protrain.wrap(model, adamw(model, lr=0.0, weight_decay=0.0), memory=16 * MIB)
+    train(model, optimizer, ids)
+    evaluate(model, wide)
+    assert evaluate(model, long) == want
 
 
 def test_what_cannot_be_foreseen_is_tried(fresh_disk: Any) -> None:

@@ -202,7 +202,7 @@ class ProTrainMixin:
                 getattr(self.model, name)()
                 return
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's; a batch that does not fit counts as out of memory where auto_find_batch_size looks for one."""
         if not self._protrain_told:
             self._protrain_told = True
@@ -219,10 +219,10 @@ class ProTrainMixin:
         gc.collect()  # what the batch left must not be in the way of a smaller one
         raise RuntimeError(f"a training step is out of memory. {self._protrain_refused}")  # the words that accelerate looks for
 
-    def _protrain_foresee_evaluation(self, inputs: dict[str, Any]) -> None:
+    def _protrain_foresee_evaluation(self, inputs: Any) -> None:
         """Warn of evaluations that will not fit, before training rather than after an epoch of it."""
         session, n_rows = self._protrain_session(), self.args.eval_batch_size
-        if session is None or self.args.eval_strategy == "no":
+        if session is None or self.args.eval_strategy == "no" or not isinstance(inputs, Mapping):
             return
         rows = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 0), 0)
 
@@ -272,7 +272,7 @@ class ProTrainMixin:
             if session is not None:
                 session.end_evaluation()
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. What is collected from it is the user's: it does not count in the budget.
 
         Raises:
@@ -282,8 +282,9 @@ class ProTrainMixin:
         compute = session.wrapped.compute if session is not None else Compute()
         with uncounted():
             random_state = compute.random_state()
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         try:
-            found = super().prediction_step(model, dict(inputs), *args, **kwargs)  # type: ignore[misc]
+            found = super().prediction_step(model, given, *args, **kwargs)  # type: ignore[misc]
         except BudgetError as error:
             refused = str(error), error.needed_bytes, error.budget_bytes, error.smallest_bytes
             found = None
