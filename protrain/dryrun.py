@@ -917,7 +917,7 @@ def dry_forward(
     beside parameters, buffers and the batch.
 
     Args:
-        evaluates: as after `model.eval()`; else as the model's modules are now. The others are `dry_run`'s.
+        evaluates: as in eval mode; else as the model's modules are now. The others are `dry_run`'s.
 
     Raises:
         DryRunError: the model cannot run without data.
@@ -928,7 +928,7 @@ def dry_forward(
         _without_data(model, args, kwargs, {}, round_bytes) as (twin, fake_args, fake_kwargs),
     ):  # fmt: skip
         if evaluates:
-            twin.model.eval()
+            twin.model.train(False)
         meter = _Meter(round_bytes, twin.not_counted, {}, workspace, 0)
         with _own_parametrizations(), meter:
             output = twin.model(*fake_args, **fake_kwargs)

@@ -35,7 +35,7 @@ UNSEEN_BYTES = 16 << 10
 #: Kinds of batches, and needs of each kind, that are remembered; a user who evaluates after each epoch asks for the same again.
 _MOST_KNOWN = 32
 
-#: The mode of a forward that is to come: as after `model.eval()`, whatever modules are in now.
+#: The mode of a forward that is to come: eval mode, whatever modules are in now.
 AS_EVAL = "as eval"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -116,7 +116,7 @@ class Evaluation:
             self._change(self._fitter.with_room(self._fitter.held_bytes(0) + need_bytes))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See that a forward of this batch will have room after `model.eval()`, as far as a dry run can tell.
+        """See that a forward of this batch will have room in eval mode, as far as a dry run can tell.
 
         Raises:
             BudgetError: it will not.

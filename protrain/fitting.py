@@ -272,7 +272,7 @@ class Fitter:
     # ---- forwards that no step was planned for ----
 
     def forward_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool) -> int:
-        """What a forward of this batch without gradients holds at once. evaluates: as after `model.eval()`.
+        """What a forward of this batch without gradients holds at once. evaluates: in eval mode.
 
         Raises:
             DryRunError: it cannot be foreseen.
