@@ -211,10 +211,8 @@ class Frame:
         self.commits = runner.commits()
         self.habits = runner.habits[number]
         leaves, spec = tree_flatten((args, kwargs))
-        self.caches = keycaches.copied(leaves)
-        before = {id(cache): made for cache, made in self.caches}
-        # forward may change its containers; None: it is over
-        self.given: Any = tree_unflatten([before.get(id(leaf), leaf) for leaf in leaves] if before else leaves, spec)
+        leaves, self.caches = keycaches.copied(leaves)
+        self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
         self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:

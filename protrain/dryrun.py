@@ -617,14 +617,14 @@ def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """The forward, to be run with these arguments, and then again: lists, dicts and caches of keys among them, which it may
     change, are as they were."""
     leaves, spec = tree_flatten((args, kwargs))
-    before = {id(cache): made for cache, made in keycaches.copied(leaves)}
-    if not before and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+    leaves, caches = keycaches.copied(leaves)
+    if not caches and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
         return forward
     runs = iter((False, True))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if next(runs, True):
-            args, kwargs = tree_unflatten([before.get(id(leaf), leaf) for leaf in leaves], spec)
+            args, kwargs = tree_unflatten(leaves, spec)
         return forward(*args, **kwargs)
 
     return run

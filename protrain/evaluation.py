@@ -27,6 +27,7 @@ from .dryrun import DryRunError
 from .fitting import Fitter, Shapes
 from .homes import Homes
 from .planning import Arrangement
+from .running import inside_transform
 from .wrapped import Wrapped
 
 #: What a dry run of a forward does not see: tensors that plain numbers become in operations.
@@ -57,8 +58,7 @@ class _Batch:
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
         if not tensors or not plain or any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
             return None
-        inside_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if inside_transform or torch._C._is_tracing() or _get_current_dispatch_mode_stack():
+        if inside_transform() or torch._C._is_tracing() or _get_current_dispatch_mode_stack():
             return None
         words = (leaf if isinstance(leaf, bool | int | str) else type(leaf) for leaf in leaves)
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, len(args), *kwargs, *words))

@@ -48,10 +48,6 @@ class Homes:
         Raises:
             DiskError, BudgetError: it could not be carried out; the one that was in use still is.
         """
-        with torch.inference_mode(False), torch.no_grad():  # what is made of memory here is no tensor of inference
-            self._rearrange(arrangement)
-
-    def _rearrange(self, arrangement: Arrangement) -> None:
         old = self.arrangement
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
         same_stash = arrangement.stash_pool_bytes == old.stash_pool_bytes
@@ -100,22 +96,23 @@ class Homes:
             self._move(self.arrangement)
 
     def _move(self, arrangement: Arrangement) -> None:
-        engine, foreign = self._engine, self._wrapped.foreign
-        self.settled = False
-        self._residency.unbind_all()
-        engine.drop_slots()
-        engine.drop_ring()
-        self._wrapped.compute.trim()
-        self._to_away(arrangement)
-        if foreign is not None:
-            foreign.leave()
-        self._to_memory(arrangement)
-        if foreign is not None:
-            foreign.arrive()
-        self._use(arrangement)
-        self._set_slots()
-        self._residency.bind_all()
-        self.settled = True
+        with torch.inference_mode(False), torch.no_grad():  # what is made of memory here is no tensor of inference
+            engine, foreign = self._engine, self._wrapped.foreign
+            self.settled = False
+            self._residency.unbind_all()
+            engine.drop_slots()
+            engine.drop_ring()
+            self._wrapped.compute.trim()
+            self._to_away(arrangement)
+            if foreign is not None:
+                foreign.leave()
+            self._to_memory(arrangement)
+            if foreign is not None:
+                foreign.arrive()
+            self._use(arrangement)
+            self._set_slots()
+            self._residency.bind_all()
+            self.settled = True
 
     def _to_away(self, arrangement: Arrangement) -> None:
         """Those on disk first: what leaves the host gives others room there."""

@@ -19,24 +19,23 @@ def _class() -> type | None:
     return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
 
 
-def copied(leaves: list[Any]) -> list[tuple[Any, Any]]:
-    """Each cache among a forward's arguments, and a copy as it is now. Tensors are not copied: layers put longer ones in their
-    place."""
-    kind = _class()
-    return [(leaf, _copied(leaf, kind)) for leaf in leaves if isinstance(leaf, kind)] if kind is not None else []
-
-
 def as_now(leaf: Any) -> Any:
-    """Of a cache a copy with the same tensors; anything else as it is."""
-    return with_tensors(leaf, lambda tensor: tensor)
+    """Of a cache a copy as it is now; anything else as it is. Tensors are not copied: layers put longer ones in their place."""
+    kind = _class()
+    return _copied(leaf, kind) if kind is not None and isinstance(leaf, kind) else leaf
+
+
+def copied(leaves: list[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """A forward's arguments as they are now, and each cache among them with its copy."""
+    made = [as_now(leaf) for leaf in leaves]
+    return made, [(leaf, other) for leaf, other in zip(leaves, made, strict=True) if other is not leaf]
 
 
 def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Of a cache a copy with other tensors in its layers; anything else as it is."""
-    kind = _class()
-    if kind is None or not isinstance(leaf, kind):
+    kind, made = _class(), as_now(leaf)
+    if kind is None or made is leaf:
         return leaf
-    made = _copied(leaf, kind)
     for layer in _layers(made, kind):
         for held in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
             held.update({name: convert(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
@@ -51,7 +50,8 @@ def settle(pairs: list[tuple[Any, Any]]) -> None:
             now = getattr(cache, name, None)
             if isinstance(value, list) and isinstance(now, list):
                 for place, (before, after) in enumerate(zip(value, now, strict=False)):
-                    value[place] = after if _same(before, after) else before
+                    if _same(before, after):
+                        value[place] = after
             elif kind is not None and isinstance(value, kind):
                 settle([(now, value)])
 

@@ -37,7 +37,7 @@ from .wrapped import Wrapped
 WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint", "checkpoint_swap": "checkpoint"}
 
 
-def _inside_transform() -> bool:
+def inside_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -48,7 +48,7 @@ def _check_no_transform() -> None:
     Raises:
         PlanError: they may not, inside a transform of torch.func.
     """
-    if _inside_transform():
+    if inside_transform():
         raise PlanError(
             "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
             "torch.func.functional_call"
@@ -171,7 +171,7 @@ class Runner:
 
     def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
-        if mode == "keep" or not torch.is_grad_enabled() or _inside_transform():  # which takes no saved-tensor hooks
+        if mode == "keep" or not torch.is_grad_enabled() or inside_transform():  # which takes no saved-tensor hooks
             return forward(*args, **kwargs)
         check_outer_hooks(*self.blocks[number], mode)
         if mode == "swap":

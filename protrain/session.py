@@ -130,7 +130,7 @@ class Session:
             StepError: the last load failed half-way.
         """
         if self._takes_use_cache and self._is_training() and self._wants_no_cache(kwargs):
-            kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory and would be kept twice by recomputation
+            kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory
         with self.turn:
             self.values.loads.check("forward")
             return self._run_model(forward, args, kwargs)

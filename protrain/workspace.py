@@ -182,28 +182,27 @@ class MeasuredWorkspace:
         name, told_bytes = operation._schema.name, workspace_bytes(operation, args, kwargs, outputs)
         if not _is_chosen(name, outputs):
             return told_bytes
-        try:
-            found = self._measured(operation, args, kwargs)
-        except Exception:  # no memory for it now
-            self.missed = True
+        found = self._measured(operation, args, kwargs)
+        if found is None:
             return told_bytes
         return max(found.workspace_bytes, told_bytes) if name in _BY_CHANCE else found.workspace_bytes
 
     def kept_bytes(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """Of the last output of an operation; None where there is no memory to run it now."""
-        try:
-            return self._measured(operation, args, kwargs).last_output_bytes
-        except Exception:
-            return None
+        found = self._measured(operation, args, kwargs)
+        return found.last_output_bytes if found is not None else None
 
-    def _measured(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
+    def _measured(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured | None:
         key = (
             operation, _described(args), _described(sorted(kwargs.items())), torch.get_num_threads(),
             torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
         )  # fmt: skip
         if key not in _found:
-            _found[key] = self._measure(operation, args, kwargs)
-        return _found[key]
+            try:
+                _found[key] = self._measure(operation, args, kwargs)
+            except Exception:  # no memory for it now
+                self.missed = True
+        return _found.get(key)
 
     def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
         with unset_fake_temporarily(), self._counted() as engine:

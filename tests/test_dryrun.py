@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_equal, run
@@ -508,15 +509,7 @@ def test_lstms_are_predicted_from_what_they_take(name: str, arena: _core.Engine,
 def test_lstms_are_trained_in_the_smallest_budget(modes: str | None, disk: Path, token_batches: Any) -> None:
     batches = token_batches(4, batch=4, length=48)
 
-    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
-        figures = []
-        for ids in batches:
-            loss = model(ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            figures.append(loss.item())
-        return figures
+    loop = steps(batches)
 
     def make() -> nn.Module:
         torch.manual_seed(5)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from nets import steps
 from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
@@ -49,26 +49,12 @@ def make_stateful(training: bool) -> nn.Module:
     return transformers.Qwen3NextForCausalLM(config).train(training)
 
 
-def train(batches: list[torch.Tensor], loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of) -> Any:
-    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
-        figures = []
-        for ids in batches:
-            found = loss(model, ids)
-            found.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            figures.append(found.item())
-        return figures
-
-    return loop
-
-
 @pytest.mark.parametrize("memory", [64 * MIB, 12 * MIB], ids=["ample", "tight"])
 def test_a_plan_is_made_as_in_train_mode(memory: int, token_batches: Any) -> None:
     batches = token_batches(4, vocabulary=500)
     for training in (True, False):
         make = partial(lambda training: make_model("llama").train(training), training)
-        status = assert_equal(run(make, train(batches), memory=memory), run(make, train(batches)), memory)
+        status = assert_equal(run(make, steps(batches, loss_of), memory=memory), run(make, steps(batches, loss_of)), memory)
         assert 0.9 * status.peak_memory_bytes <= status.predicted_peak_bytes <= 1.1 * status.peak_memory_bytes
         if memory == 64 * MIB:
             assert status.plan.n_persist == status.plan.n_chunks
@@ -102,7 +88,7 @@ def test_caches_of_keys_are_as_each_block_found_them(family: str, training: bool
     make = partial(lambda: make_model(family).train(training))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is foreseen
-        assert_equal(run(make, train(batches, loss), memory=BUDGET, **given), run(make, train(batches, loss)), BUDGET)
+        assert_equal(run(make, steps(batches, loss), memory=BUDGET, **given), run(make, steps(batches, loss)), BUDGET)
     assert lengths[:3] == lengths[3:]
 
 
@@ -115,7 +101,7 @@ def test_models_whose_bits_hang_on_their_cache(training: bool, modes: str | None
     given = {"block_modes": [modes] * 4} if modes else {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is foreseen
-        assert_equal(run(make, train(batches), memory=BUDGET, **given), run(make, train(batches)), BUDGET)
+        assert_equal(run(make, steps(batches, loss_of), memory=BUDGET, **given), run(make, steps(batches, loss_of)), BUDGET)
     for model in (make(), make_model("llama").train(training)):  # who would have the same bits is given no cache
         stateful = isinstance(model, transformers.Qwen3NextForCausalLM)
         model, _ = protrain.wrap(model, adamw(model), memory=BUDGET)
@@ -138,8 +124,8 @@ def test_a_cache_that_the_program_gives_is_its_own(modes: str, token_batches: An
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     make = partial(lambda: make_model("llama").train())
-    got = run(make, train(batches, loss), memory=BUDGET, block_modes=[modes] * 4)
-    assert_equal(got, run(make, train(batches, loss)), BUDGET)
+    got = run(make, steps(batches, loss), memory=BUDGET, block_modes=[modes] * 4)
+    assert_equal(got, run(make, steps(batches, loss)), BUDGET)
     assert lengths == [69] * 6
     cache = transformers.DynamicCache(config=make().config)
     protrain.plan(
