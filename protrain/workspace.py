@@ -1,13 +1,15 @@
 """What CPU kernels of torch allocate inside themselves, which fake tensors do not show.
 
-A table has it for each operation where it matters, found by comparing live bytes of real and fake runs operation by operation
-(tests/test_dryrun.py does so again). Entries are upper bounds; an operation that is not named allocates its outputs alone.
+Of most of a step that is known. Element by element, in one type, nothing is allocated but the output, nor by what copies, fills
+and joins; a table has what products, attention and norms take, found by comparing live bytes of real and fake runs operation by
+operation (tests/test_dryrun.py and tests/test_workspace.py do so again). Entries are upper bounds.
 
-For some operations a library chooses among many kernels, by shape, layout, type, instructions and threads: convolutions, layers
-of LSTMs, and products and attention of 16-bit numbers. Bounds by formula were wrong by megabytes there, so these run once, with
-tensors of the same geometry, and what the kernel took is counted. It repeats to the byte, but for attention's backward, where it
-hangs on which threads are inside of a product at once: there the table counts as well. Where there is nothing to run them on
-(planning for other hardware), or not the memory, the table stands for them.
+Every other operation runs once, with tensors of the same geometry, and what its kernel took is counted: convolutions, layers of
+LSTMs, and products and attention of 16-bit numbers, where a library chooses among many kernels by shape, layout, type,
+instructions and threads; and whatever may copy its inputs to another type or layout first, or makes one step of several: losses,
+sorts, images that change their size, gathers. It repeats to the byte, but for attention's backward, where it hangs on which
+threads are inside of a product at once: there the table counts as well. Where there is nothing to run them on (planning for other
+hardware), or not the memory, the table stands for them, and where it has no entry as much as all inputs and outputs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import _core
+from .errors import BudgetError
 
 #: What the kernel of an operation holds beside its outputs: of the operation, its arguments by place and by name, its outputs.
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
@@ -118,6 +121,57 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
     return 0
 
 
+# ---- what is known ----
+
+#: Whatever the types and layouts of their inputs are: the table has what they take, or they take nothing.
+_KNOWN = {
+    "_to_copy", "clone", "copy_", "fill_", "zero_", "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward",
+    "tril", "triu", "_unsafe_view", "lift_fresh", "where", "masked_fill", "masked_fill_", "embedding", "native_batch_norm",
+    "native_batch_norm_backward", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_embedding_bag_dense_backward",
+}  # fmt: skip
+
+#: Where what they are given lies in a row.
+_KNOWN_IN_A_ROW = {
+    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm",
+    "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward", "nll_loss_forward", "nll_loss_backward",
+    "nll_loss2d_forward", "nll_loss2d_backward", "embedding_dense_backward", "avg_pool2d", "avg_pool2d_backward", "gelu_backward",
+}  # fmt: skip
+
+#: The same for sums, which are of the type of what is added; of short numbers they are made in a longer type.
+_KNOWN_SUMS = {"sum", "mean", "linalg_vector_norm", "cumsum"}
+
+#: Products, where the numbers of each matrix lie in a row one way or the other.
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+#: Element by element, and yet not in one pass.
+_IN_SEVERAL_PASSES = {"isinf", "mvlgamma"}
+
+_MEASURED_NUMBERS = 8 << 10  # of the largest tensor, from which on an operation that is not known is run
+_LONG_TYPES = {torch.float32, torch.float64}
+
+
+def _is_known(operation: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the table's word is right for this operation, on tensors that are not small."""
+    name, tags = operation._schema.name.removeprefix("aten::"), operation.tags
+    if operation.namespace != "aten" or not inputs or operation.is_view or name in _KNOWN:  # other libraries' are not run
+        return True
+    if torch.Tag.nondeterministic_seeded in tags or torch.Tag.inplace_view in tags:
+        return True
+    if name.startswith("new_") or name.endswith("_like"):
+        return True
+    types = {tensor.dtype for tensor in inputs if tensor.dim() > 0}
+    in_a_row = all(tensor.is_contiguous() for tensor in inputs)
+    if torch.Tag.pointwise in tags and name not in _IN_SEVERAL_PASSES | _KNOWN_IN_A_ROW:
+        one_type = len(types) == 1 and all(kind.is_floating_point for kind in types)
+        return one_type and all(output.dtype in types | {torch.bool} for output in outputs)
+    if name in _KNOWN_SUMS:
+        return in_a_row and len(types) == 1 and types <= _LONG_TYPES and {output.dtype for output in outputs} == types
+    if name in _PRODUCTS:
+        return all(1 in tensor.stride()[-2:] for tensor in inputs if tensor.dim() > 1)
+    return in_a_row and name in _KNOWN_IN_A_ROW
+
+
 # ---- measured ----
 
 _OF_ANY_TYPE = {
@@ -144,12 +198,16 @@ class _Measured(NamedTuple):
     last_output_bytes: int
 
 
-_found: dict[Hashable, _Measured] = {}  # of this process: what was measured once is so again
+_found: dict[Hashable, _Measured | None] = {}  # of this process: what was measured once is so again; None: it fails
 
 
 def _is_chosen(name: str, outputs: Sequence[torch.Tensor]) -> bool:
     """Whether a library chooses the kernel, so that no formula tells what it takes."""
     return name in _OF_ANY_TYPE or (name in _OF_16_BITS and outputs[0].element_size() == 2)
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _described(value: Any) -> Hashable:
@@ -167,8 +225,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MeasuredWorkspace:
-    """A `Workspace` by the table, and by a run of the operation where a library chooses its kernel. missed: there was one that
-    had no memory to run in, so that what it takes may be more than the table says.
+    """A `Workspace` by the table, and by a run of each operation of which that is not the last word. missed: there was one that
+    had no memory to run in, so that what it takes may be more than the table says, or less than all inputs and outputs.
 
     Args:
         counted: tensors made inside count in the engine that it yields. What its budget refuses is left to the table.
@@ -179,9 +237,16 @@ class MeasuredWorkspace:
         self.missed = False
 
     def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
-        name, told_bytes = operation._schema.name, workspace_bytes(operation, args, kwargs, outputs)
+        name = operation._schema.name
+        if not outputs:
+            return 0
+        told_bytes = workspace_bytes(operation, args, kwargs, outputs)
         if not _is_chosen(name, outputs):
-            return told_bytes
+            inputs = _tensors(args, kwargs)
+            most_numbers = max(tensor.numel() for tensor in (*inputs, *outputs))
+            if most_numbers < _MEASURED_NUMBERS or _is_known(operation, inputs, outputs):
+                return told_bytes
+            told_bytes = told_bytes or _bytes(*inputs, *outputs)
         found = self._measured(operation, args, kwargs)
         if found is None:
             return told_bytes
@@ -200,18 +265,21 @@ class MeasuredWorkspace:
         if key not in _found:
             try:
                 _found[key] = self._measure(operation, args, kwargs)
-            except Exception:  # no memory for it now
+            except BudgetError:  # no memory for it now
                 self.missed = True
+            except Exception:  # zeros are no numbers for it
+                _found[key] = None
         return _found.get(key)
 
     def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
         with unset_fake_temporarily(), self._counted() as engine:
             given, named = tree_map_only(torch.Tensor, _like, (tuple(args), dict(kwargs)))
+            inside = {tensor.untyped_storage()._cdata for tensor in _tensors(given, named)}
             engine.mark()
             before_bytes = engine.stats()["live_bytes"]
             made = operation(*given, **named)
             highest_bytes = engine.mark() - before_bytes
-            outputs = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+            outputs = _tensors(made)
             storages = {output.untyped_storage()._cdata: output.untyped_storage().nbytes() for output in outputs}
-            known_bytes = sum(_core.rounded_bytes(size) for size in storages.values() if size)
+            known_bytes = sum(_core.rounded_bytes(size) for key, size in storages.items() if size and key not in inside)
             return _Measured(max(highest_bytes - known_bytes, 0), _bytes(outputs[-1]))
