@@ -111,18 +111,23 @@ class Evaluation:
         batch = _Batch.of(args, kwargs, "train" if self._wrapped.model.training else "eval")
         if batch is None or self._has_room(self._known(batch).most_bytes(batch)):
             return
+        before = self._homes.arrangement
         need_bytes = self._need_bytes(args, kwargs, batch)
-        if need_bytes is not None and not self._has_room(need_bytes):
+        if need_bytes is not None and (self._homes.arrangement is not before or not self._has_room(need_bytes)):
             self._change(self._fitter.with_room(self._fitter.held_bytes(0) + need_bytes))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See that a forward of this batch will have room in eval mode, as far as a dry run can tell.
+        """See that a forward of this batch will have room in eval mode, as far as a dry run can tell. Between two steps.
 
         Raises:
             BudgetError: it will not.
+            DiskError: a chunk could not be moved.
         """
         batch = _Batch.of(args, kwargs, AS_EVAL)
-        need_bytes = self._need_bytes(args, kwargs, batch) if batch is not None else None
+        try:
+            need_bytes = self._need_bytes(args, kwargs, batch) if batch is not None else None
+        finally:
+            self.end()
         if need_bytes is not None:
             self._fitter.with_room(need_bytes + UNSEEN_BYTES)  # numbers that the program will hold then
 
@@ -158,11 +163,13 @@ class Evaluation:
         return need_bytes <= memory_bytes and self._fitter.used_bytes(math.ceil(need_bytes)) + need_bytes <= memory_bytes
 
     def _need_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: _Batch) -> int | None:
-        """None where a dry run cannot tell: it is tried then."""
+        """None where a dry run cannot tell: it is tried then. Chunks are away where a kernel had no memory to be measured in."""
         known = self._known(batch)
         if batch.shapes not in known.needs and known.possible:
+            evaluates = batch.kind[0] == AS_EVAL
             try:
-                known.note(batch, self._fitter.forward_bytes(args, kwargs, evaluates=batch.kind[0] == AS_EVAL) + UNSEEN_BYTES)
+                found = self._fitter.forward_bytes(args, kwargs, evaluates=evaluates, make_room=self.leave_room)
+                known.note(batch, found + UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False
         return known.needs.get(batch.shapes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -221,8 +221,11 @@ class Fitter:
         run = self._foresee(self._wrapped, args, kwargs)
         if not self._missed():
             return run
-        alone = MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
-        return self._foresee(self._wrapped, args, kwargs, alone)
+        return self._foresee(self._wrapped, args, kwargs, self._measuring_alone())
+
+    def _measuring_alone(self) -> Workspace:
+        """Beside this budget."""
+        return MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
 
     def _missed(self) -> bool:
         """Whether since it was last asked an operation could not be measured."""
@@ -271,15 +274,28 @@ class Fitter:
 
     # ---- forwards that no step was planned for ----
 
-    def forward_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool) -> int:
-        """What a forward of this batch without gradients holds at once. evaluates: in eval mode.
+    def forward_bytes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object]
+    ) -> int:
+        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: called where a kernel
+        had no memory to be measured in; where it has none even then this budget is refused.
 
         Raises:
             DryRunError: it cannot be foreseen.
         """
-        return dry_forward(
-            self._wrapped.model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=self._workspace
-        )
+        model = self._wrapped.model
+
+        def foresee(workspace: Workspace) -> int:
+            return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
+
+        self._missed()  # of what was foreseen before
+        found = foresee(self._workspace)
+        if self._missed():
+            make_room()
+            found = foresee(self._workspace)
+        if self._missed():
+            found = foresee(self._measuring_alone())
+        return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
 
     def with_room(self, room_bytes: int) -> Arrangement:
         """As many chunks in memory as so much beside them leaves room for.

@@ -1,6 +1,6 @@
 """Hooks: what wrapping puts into a model, in four places, and takes out of it again: around the forward of the model (a step
-begins) and of each block (its mode), at each trained parameter (its gradient is about to come, has come), and at the state dict
-of each module that owns parameters. Beside them stand the methods by which users change, copy and pickle a model (changes.py).
+begins), of each block (its mode) and of what reads its parameters at once, at each trained parameter (its gradient is about to
+come, has come), and at the state dict of each module that owns parameters. Beside them stand the methods by which users change, copy and pickle a model (changes.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from . import changes, compiled
+from . import changes, compiled, fused
 from .loads import PARAMETERS
-from .parameters import DisableTorchFunction
+from .parameters import DisableTorchFunction, mark_views
 from .precision import before_load
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ class ModelHooks:
     def install(self, session: Session) -> None:
         """Everything that the module's head names."""
         wrapped = session.wrapped
-        self._wrap_forward(wrapped.model, session.run_model)
         compiled.keep_out()
-        self._wrap_parts(session)
+        self._wrap_calls(session)
         for number, (p, entry) in enumerate(zip(wrapped.params, wrapped.layout.entries, strict=True)):
             if entry.group >= 0:
                 self._watch_gradient(session, number, p)
@@ -55,8 +55,10 @@ class ModelHooks:
                 self._replace(module, "compile", self._compile(session, module))
         self._replace(wrapped.model, "zero_grad", _zero_grad(session))
 
-    def _wrap_parts(self, session: Session) -> None:
-        """The forward of each block, and what is compiled."""
+    def _wrap_calls(self, session: Session) -> None:
+        """The forward of the model, of each block and of torch's own layers, and what is compiled."""
+        for layer in fused.find_fused(session.model):
+            self._wrap_fused(session, layer)
         parts = {id(module): module for _, module in compiled.find_compiled(session.model)}
         for number, (_, block) in enumerate(session.wrapped.blocks):
             around = functools.partial(session.runner.run_block, number)
@@ -66,6 +68,9 @@ class ModelHooks:
                 self._wrap_forward(block, around)
         for module in parts.values():
             self._wrap_compiled(session, module, _call)
+        for encoder in fused.find_encoders(session.model):
+            self._wrap_encoder(session, encoder)
+        self._wrap_forward(session.model, session.run_model)
 
     def _compile(self, session: Session, module: nn.Module) -> Callable[..., None]:
         """`module.compile()` of a wrapped model, between two steps: as before wrap, and what comes next is planned for anew."""
@@ -74,8 +79,7 @@ class ModelHooks:
             with session.turn:
                 session.check_between_steps("compile()")
                 for other, names in self._replaced.values():
-                    if other is not session.model:
-                        _put_back(other, {name: names.pop(name) for name in ("forward", compiled.CALL) if name in names})
+                    _put_back(other, {name: names.pop(name) for name in ("forward", compiled.CALL) if name in names})
                 before = module.__dict__.get(compiled.CALL, changes.ABSENT)
                 try:
                     type(module).compile(module, *args, **kwargs)
@@ -84,7 +88,7 @@ class ModelHooks:
                     _put_back(module, {compiled.CALL: before})
                     raise
                 finally:
-                    self._wrap_parts(session)
+                    self._wrap_calls(session)
                 session.runner.forget_habits()
                 session.fitter.forget_batches()
 
@@ -119,16 +123,48 @@ class ModelHooks:
     def _wrap_compiled(self, session: Session, module: nn.Module, around: Around) -> None:
         """What `module.compile()` made takes all parameters of the module in one call; `around` is around that."""
         call = module.__dict__[compiled.CALL]
-        numbers = [session.wrapped.number_of[id(p)] for p in module.parameters()]
+        numbers = _numbers(session, module)
+
+        def run_compiled(*args: Any, **kwargs: Any) -> Any:
+            return session.runner.call_compiled(call, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return session.call_compiled(call, numbers, args, kwargs)
+            return _call_together(session, numbers, run_compiled, args, kwargs)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             changes.check_not_compiled(module)
             return around(run, args, kwargs)
 
         self._replace(module, compiled.CALL, wrapped)
+
+    def _wrap_fused(self, session: Session, module: nn.Module) -> None:
+        """Where it may run as one operation it takes all of its parameters in one call."""
+        numbers = _numbers(session, module)
+
+        def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if fused.runs_fused(module, args, kwargs):
+                with torch.no_grad():  # nothing asks for a gradient
+                    return _call_together(session, numbers, forward, args, kwargs)
+            return forward(*args, **kwargs)
+
+        self._wrap_forward(module, around)
+
+    def _wrap_encoder(self, session: Session, encoder: nn.TransformerEncoder) -> None:
+        """Where it may leave padding out its first layer is in place before it looks, until that layer has run."""
+        numbers, held = _numbers(session, encoder.layers[0]), ExitStack()
+
+        def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with held:
+                if fused.leaves_padding_out(encoder, args, kwargs):
+                    held.enter_context(session.together(numbers))
+                return forward(*args, **kwargs)
+
+        def around_first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with held:
+                return forward(*args, **kwargs)
+
+        self._wrap_forward(encoder.layers[0], around_first)
+        self._wrap_forward(encoder, around)
 
     def _watch_gradient(self, session: Session, number: int, p: nn.Parameter) -> None:
         found = weakref.ref(session.gradients)  # torch keeps the second hook where a model that is dropped is not looked for
@@ -170,6 +206,19 @@ def _put_back(module: nn.Module, names: dict[str, Any]) -> None:
         module.__dict__.pop(name, None)
         if before is not changes.ABSENT:
             module.__dict__[name] = before
+
+
+def _numbers(session: Session, module: nn.Module) -> list[int]:
+    return [session.wrapped.number_of[id(p)] for p in module.parameters()]
+
+
+def _call_together(
+    session: Session, numbers: list[int], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call what reads these parameters at once."""
+    with session.together(numbers) as found:
+        result = call(*args, **kwargs)
+    return mark_views(result, session, found)
 
 
 def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

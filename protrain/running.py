@@ -7,7 +7,8 @@ hooks of a block also see to its activations (activations.py); those of a single
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .compiled import frozen, functions_behind, grad_fns, has_compiled
 from .device_stash import DeviceStash, Stashed
 from .dryrun import recomputes
 from .errors import PlanError
-from .parameters import ChunkParameter, DisableTorchFunction, mark_views
+from .parameters import ChunkParameter, DisableTorchFunction
 from .residency import Residency
 from .sizes import stash_least_bytes
 from .timeline import BlockClock
@@ -209,43 +210,51 @@ class Runner:
                 self._engine.unuse(chunk)
         return result
 
-    def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a compiled module that reads the parameters `numbers`, wherever they are.
+    @contextmanager
+    def together(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Inside, the parameters `numbers` are in their places, and plain ones; yields which of them were not before.
 
         Raises:
-            PlanError: what was compiled would keep parameters where nobody sees them, or runs inside a transform of torch.func.
+            PlanError: it is inside a transform of torch.func.
         """
         params, depth = self._wrapped.params, len(self.plain)
-        found = [(number, params[number]) for number in numbers if isinstance(params[number], ChunkParameter)]
+        found = [number for number in numbers if isinstance(params[number], ChunkParameter)]
         if found:
             _check_no_transform()
         chunks: list[int] = []
-        versions = [p._version for _, p in found]
+        versions = [params[number]._version for number in found]
         try:
-            for number, _ in found:
+            for number in found:
                 chunk = self._wrapped.layout.entries[number].chunk
                 if chunk not in chunks:
                     self.residency.bring(chunk)
                     chunks.append(chunk)
-            for _, p in found:
-                self.plain.append(p)
-                p.__class__ = nn.Parameter  # type: ignore[assignment]
-            if torch.is_grad_enabled():
-                ends = grad_fns((args, kwargs))
-                result = run_operation(self, call, args, kwargs)
-                self._check_saved(result, ends)
-            elif frozen():
-                raise PlanError("torch._inductor.config.freezing is on, which keeps parameters as constants: turn it off")
-            else:
-                result = call(*args, **kwargs)
-            for (number, p), version in zip(found, versions, strict=True):
-                if p._version != version:
+            for number in found:
+                self.plain.append(params[number])
+                params[number].__class__ = nn.Parameter  # type: ignore[assignment]
+            yield found
+            for number, version in zip(found, versions, strict=True):
+                if params[number]._version != version:
                     self.residency.write_back(number)
         finally:
             self._end_plain(depth)
             for chunk in chunks:
                 self._engine.unuse(chunk)
-        return mark_views(result, self.residency.owner, [number for number, _ in found])
+
+    def call_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what was compiled, whose parameters are plain ones.
+
+        Raises:
+            PlanError: it would keep parameters where nobody sees them.
+        """
+        if torch.is_grad_enabled():
+            ends = grad_fns((args, kwargs))
+            result = run_operation(self, call, args, kwargs)
+            self._check_saved(result, ends)
+            return result
+        if frozen():
+            raise PlanError("torch._inductor.config.freezing is on, which keeps parameters as constants: turn it off")
+        return call(*args, **kwargs)
 
     def _end_plain(self, depth: int = 0) -> None:
         """No more than `depth` parameters on disk are plain, wherever an interrupt came between."""

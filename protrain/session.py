@@ -21,7 +21,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -423,11 +424,11 @@ class Session:
         finally:
             self._stray_slots |= self._began is None and self.residency.own_slots > own_slots
 
-    def call_compiled(self, call: Callable[..., Any], numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what `module.compile()` made, whose parameters these are."""
+    def together(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
+        """See `Runner.together`."""
         if not self.homes.settled:
             self.homes.settle()
-        return self.runner.call_compiled(call, numbers, args, kwargs)
+        return self.runner.together(numbers)
 
     def check_grad_access(self, number: int, drops: bool) -> None:
         self.gradients.check_access(number, drops)

@@ -6,6 +6,7 @@ The parts of a session share it and change nothing in it but `settings`, between
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from . import _core
 from .compiled import find_compiled
 from .compute import Compute
 from .foreign import Foreign
+from .fused import find_fused
 from .layout import Layout, first_blocks
 from .optimizers import Hyper, hyper_of, n_states_of
 from .placing import Places
@@ -78,7 +80,16 @@ class Wrapped:
     @property
     def n_together(self) -> int:
         """The most chunks that a compiled module reads, which does so at once."""
-        parts = [[self.number_of[id(p)] for p in module.parameters()] for _, module in find_compiled(self.model)]
+        return self._most_chunks([module for _, module in find_compiled(self.model)])
+
+    @property
+    def beside_fused_bytes(self) -> int:
+        """Of slots: what one of torch's own layers takes beside one chunk, where it runs as one operation."""
+        return (self._most_chunks(find_fused(self.model)) - 1) * self.layout.chunk_bytes
+
+    def _most_chunks(self, modules: Sequence[nn.Module]) -> int:
+        """That one of them has parameters in; at least one."""
+        parts = [[self.number_of[id(p)] for p in module.parameters()] for module in modules]
         return max((len({self.layout.entries[number].chunk for number in part}) for part in parts), default=1)
 
     def hypers(self) -> list[Hyper]:
