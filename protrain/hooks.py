@@ -1,6 +1,7 @@
 """Hooks: what wrapping puts into a model, in four places, and takes out of it again: around the forward of the model (a step
 begins), of each block (its mode) and of what reads its parameters at once, at each trained parameter (its gradient is about to
-come, has come), and at the state dict of each module that owns parameters. Beside them stand the methods by which users change, copy and pickle a model (changes.py).
+come, has come), and at the state dict of each module that owns parameters. Beside them stand the methods by which users change,
+copy and pickle a model (changes.py).
 """
 
 from __future__ import annotations
