@@ -23,15 +23,12 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from .dryrun import DryRunError
+from .dryrun import SMALL_UNSEEN_BYTES, DryRunError
 from .fitting import Fitter, Shapes
 from .homes import Homes
 from .planning import Arrangement
 from .running import inside_transform
 from .wrapped import Wrapped
-
-#: What a dry run of a forward does not see: tensors that plain numbers become in operations.
-UNSEEN_BYTES = 16 << 10
 
 #: Kinds of batches, and needs of each kind, that are remembered; a user who evaluates after each epoch asks for the same again.
 _MOST_KNOWN = 32
@@ -129,7 +126,7 @@ class Evaluation:
         finally:
             self.end()
         if need_bytes is not None:
-            self._fitter.with_room(need_bytes + UNSEEN_BYTES)  # numbers that the program will hold then
+            self._fitter.with_room(need_bytes + SMALL_UNSEEN_BYTES)  # numbers that the program will hold then
 
     def leave_room(self) -> bool:
         """Every chunk is away, whatever was foreseen. Returns whether that is new."""
@@ -169,7 +166,7 @@ class Evaluation:
             evaluates = batch.kind[0] == AS_EVAL
             try:
                 found = self._fitter.forward_bytes(args, kwargs, evaluates=evaluates, make_room=self.leave_room)
-                known.note(batch, found + UNSEEN_BYTES)
+                known.note(batch, found + SMALL_UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False
         return known.needs.get(batch.shapes)

@@ -6,6 +6,8 @@ libraries that looks at values, and goes on in the same way with all that are us
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,12 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from .knownvalues import KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
 
 
-def call(workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on fake tensors. workspace: of the dry run, which may have measured what its kernel keeps."""
+def call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on fake tensors. known: values of some of them; workspace: of the dry run, which may have measured what a
+    kernel keeps."""
+    return known.call(operation, args, kwargs, functools.partial(_call, known, workspace))
+
+
+def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     aten = torch.ops.aten
+    if operation is aten.masked_select.default:
+        count = known.ask(args[1], lambda mask: int(mask.count_nonzero()))
+        if count is not None:
+            return _selected(args[0], args[1], count)
+    if operation is aten._ctc_loss.Tensor:
+        longest = known.ask(args[3], lambda lengths: int(lengths.max()))
+        if longest is not None:
+            return _ctc_loss(args[0], args[3], longest)
     if operation is aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
     result = operation(*args, **kwargs)
@@ -68,6 +84,18 @@ def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Of the gradients of two biases: they are one tensor until fake tensors remember how it went, and two from then on."""
     return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _selected(tensor: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """What a mask leaves of a tensor, of which so many are true."""
+    repeats = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape)) // max(mask.numel(), 1)
+    return tensor.new_empty(count * repeats)
+
+
+def _ctc_loss(log_probs: torch.Tensor, target_lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss for each sequence, and for each moment of it a number for each of so many labels, and for the gaps between them."""
+    moments, batch = log_probs.shape[0], target_lengths.numel()
+    return log_probs.new_empty(target_lengths.shape), log_probs.new_empty(batch, moments, 2 * longest + 1)
 
 
 def _grouped_product(

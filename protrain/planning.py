@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import _core
-from .dryrun import DryRun, Phase, recomputes
+from .dryrun import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, pack
@@ -265,7 +265,7 @@ def arrange(
     # What a device and its host cannot do without was never measured.
     least = host_budget_bytes == 0 and ring_host_bytes == 0
     phases = _phases(run, footprint.step_bytes if footprint else 0, least) if run else []
-    fixed_bytes = (run.fixed_bytes if run else 0) + unknown_bytes
+    fixed_bytes = (run.fixed_bytes + SMALL_UNSEEN_BYTES if run else 0) + unknown_bytes
     if footprint:
         fixed_bytes += footprint.small_bytes
         fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0) if not phases else 0

@@ -147,18 +147,19 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 #: Element by element, and yet not in one pass.
 _IN_SEVERAL_PASSES = {"isinf", "mvlgamma"}
 
-_MEASURED_NUMBERS = 8 << 10  # of the largest tensor, from which on an operation that is not known is run
 _LONG_TYPES = {torch.float32, torch.float64}
 
 
 def _is_known(operation: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the table's word is right for this operation, on tensors that are not small."""
+    """Whether the table's word is right for this operation, to a few hundred bytes."""
     name, tags = operation._schema.name.removeprefix("aten::"), operation.tags
     if operation.namespace != "aten" or not inputs or operation.is_view or name in _KNOWN:  # other libraries' are not run
         return True
     if torch.Tag.nondeterministic_seeded in tags or torch.Tag.inplace_view in tags:
         return True
     if name.startswith("new_") or name.endswith("_like"):
+        return True
+    if all(tensor.numel() <= 1 for tensor in (*inputs, *outputs)):
         return True
     types = {tensor.dtype for tensor in inputs if tensor.dim() > 0}
     in_a_row = all(tensor.is_contiguous() for tensor in inputs)
@@ -243,8 +244,7 @@ class MeasuredWorkspace:
         told_bytes = workspace_bytes(operation, args, kwargs, outputs)
         if not _is_chosen(name, outputs):
             inputs = _tensors(args, kwargs)
-            most_numbers = max(tensor.numel() for tensor in (*inputs, *outputs))
-            if most_numbers < _MEASURED_NUMBERS or _is_known(operation, inputs, outputs):
+            if _is_known(operation, inputs, outputs):
                 return told_bytes
             told_bytes = told_bytes or _bytes(*inputs, *outputs)
         found = self._measured(operation, args, kwargs)

@@ -16,7 +16,7 @@ from twins import MIB, adamw, assert_equal, loss_of, run
 import protrain
 from protrain import dryrun, fitting
 from protrain.api import session_of
-from protrain.evaluation import UNSEEN_BYTES
+from protrain.dryrun import SMALL_UNSEEN_BYTES
 
 BUDGET = 24 * MIB  # states of 17 MiB stay in memory
 LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47
@@ -145,7 +145,7 @@ def test_a_forward_is_foreseen_to_the_byte(family: str, causal_lm: Any, token_ba
         rise = engine.mark() - before
     del output
     assert len(foreseen) == 1
-    assert foreseen[0] - UNSEEN_BYTES <= rise <= foreseen[0] + UNSEEN_BYTES
+    assert foreseen[0] - SMALL_UNSEEN_BYTES <= rise <= foreseen[0] + SMALL_UNSEEN_BYTES
 
 
 def test_text_that_is_generated_is_not_foreseen_word_by_word(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:

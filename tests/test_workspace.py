@@ -17,8 +17,8 @@ from protrain import _core, workspace
 from protrain.counting import counted_alone
 from protrain.workspace import MeasuredWorkspace
 
-#: Within which nothing is asked of a single operation: those on small tensors are not measured.
-SMALL_BYTES = 64 << 10
+#: How far a single operation may be off.
+SMALL_BYTES = 16 << 10
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_what_fails_on_zeros_takes_no_more_than_its_inputs_and_outputs(disk: Pat
     assert not measured.missed, "more memory would not help"
 
 
-def test_an_operation_that_is_small_or_of_another_library_is_not_run(disk: Path) -> None:
+def test_an_operation_of_another_library_is_not_run(disk: Path) -> None:
     ran = []
 
     def operation(x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,3 @@ def test_an_operation_that_is_small_or_of_another_library_is_not_run(disk: Path)
         assert not ran
     finally:
         library._destroy()
-    workspace._found.clear()
-    small = torch.zeros(64, 64)
-    assert measured(torch.ops.aten.roll.default, (small, [1], [0]), {}, [small]) == 0
-    assert not workspace._found

@@ -1,0 +1,146 @@
+"""Values that a dry run knows: what follows from the whole numbers of a batch alone, its ids, masks and labels.
+
+Fake tensors have no data, and a model that asks for some could not be foreseen: whether labels are in range, how many tokens a
+mask leaves, where a sentence ends. So operations on whole numbers that are known run on them beside the fake ones. What is asked
+is answered from there, and an output whose size hangs on values has the size that it has. What comes of the batch's other numbers
+or of parameters is never known, nor of chance, but where one number is drawn; and a batch without data knows nothing.
+
+The first batch of its shapes stands for all: one that selects more of its tokens may need more than was foreseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .counting import uncounted
+
+#: Of the largest tensor whose values are followed.
+MOST_NUMBERS = 1 << 18
+
+#: A single random number, drawn to decide whether a layer is left out: below what share of them it is. None is, then.
+_ALMOST_ONE = 0.999
+
+_aten = torch.ops.aten
+
+
+def _is_whole(kind: torch.dtype) -> bool:
+    return not kind.is_floating_point and not kind.is_complex
+
+
+def _small(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.numel() <= MOST_NUMBERS for tensor in tensors)
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+class KnownValues:
+    """Of one run on fake tensors, inside the fake mode.
+
+    Args:
+        given: fake tensors and those that they stand for.
+    """
+
+    def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        self._of = WeakIdKeyDictionary()
+        for fake, real in given:
+            if _is_whole(real.dtype) and real.layout == torch.strided and _small([real]) and _has_data(real):
+                self._of[fake] = _really(functools.partial(_copy, real))
+
+    def call(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+        """The result of an operation on fake tensors. run: what calls it on them."""
+        inputs = _tensors(args, kwargs)
+        if operation is _aten.rand.default and math.prod(args[0]) == 1:
+            result = run(operation, args, kwargs)
+            self._of[result] = _really(lambda: torch.full(args[0], _ALMOST_ONE, dtype=result.dtype))
+            return result
+        if torch.Tag.nondeterministic_seeded in operation.tags or not self._may_know(operation, inputs):
+            args = self._counted(operation, args)
+            result = run(operation, args, kwargs)
+            if operation._schema.is_mutable:
+                self._forget(operation, args, kwargs)
+            return result
+        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operation.tags):
+            real = self._run(operation, args, kwargs)
+            result = tree_map_only(torch.Tensor, _stand_in, real)
+        else:
+            result = run(operation, args, kwargs)
+            if not _small(_tensors(result)):
+                return result
+            real = self._run(operation, args, kwargs)
+        for fake, value in zip(_tensors(result), _tensors(real), strict=True):
+            self._of[fake] = value
+        return result
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What is known of a tensor."""
+        if type(tensor) is torch.Tensor:  # a number that a program wrote
+            return tensor if _small([tensor]) else None
+        found: torch.Tensor | None = self._of.get(tensor)
+        if found is None and isinstance(tensor, FakeTensor):
+            found = tensor.constant
+        return found
+
+    def ask(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], int]) -> int | None:
+        """A number that follows from a tensor's values; None where they are not known."""
+        value = self.value(tensor)
+        return None if value is None else _really(lambda: question(value))
+
+    def _may_know(self, operation: Any, inputs: Sequence[torch.Tensor]) -> bool:
+        if inputs:
+            return all(self.value(tensor) is not None for tensor in inputs)
+        return any(argument.name == "dtype" for argument in operation._schema.arguments) and "empty" not in operation._schema.name
+
+    def _run(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given, named = tree_map_only(torch.Tensor, self.value, (tuple(args), dict(kwargs)))
+        return _really(lambda: operation(*given, **named))
+
+    def _forget(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What an operation wrote to is not known any more."""
+        written = [
+            value for argument, value in zip(operation._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]  # fmt: skip
+        storages = {tensor.untyped_storage()._cdata for tensor in _tensors(written, kwargs.get("out"))}
+        for tensor in [tensor for tensor in self._of if tensor.untyped_storage()._cdata in storages]:
+            del self._of[tensor]
+
+    def _counted(self, operation: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Masks that are known, by which an operation picks from what is not, become the places that they leave."""
+        if operation not in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
+            return args
+        places: list[Any] = []
+        for index in args[1]:
+            known = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
+            if known is None:
+                places.append(index)
+            else:
+                places += map(_stand_in, _really(functools.partial(torch.nonzero, known, as_tuple=True)))
+        return [args[0], places, *args[2:]]
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().cpu()
+
+
+def _really(make: Callable[[], Any]) -> Any:
+    """What `make` makes has data, and counts in no budget."""
+    with unset_fake_temporarily(), uncounted():
+        return make()
+
+
+def _stand_in(real: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)

@@ -1,0 +1,233 @@
+"""Models whose course hangs on ids, masks and labels are foreseen, trained exactly, and in the smallest budget that is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from twins import adamw
+
+import protrain
+from protrain import _core, knownvalues
+from protrain.blocks import find_blocks
+from protrain.dryrun import DryRunError, dry_run
+
+WIDTH, WORDS = 64, 100
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class Layers(nn.Module):
+    """Words, blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList([self.block() for _ in range(4)])
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def through(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Selecting(Layers):
+    """The loss is of the tokens that have a label."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chosen = labels != -100
+        if labels.max() >= WORDS or not chosen.any():
+            raise ValueError("no labels, or wrong ones")
+        x = self.through(ids)[chosen] + chosen.nonzero().float().mean()
+        assert len(x) == int(chosen.sum())
+        return nn.functional.cross_entropy(self.head(x), labels.masked_select(chosen))
+
+
+class Heard(Layers):
+    """A connectionist temporal classification of what has a mask, its labels in a row behind one another."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.through(ids)).log_softmax(-1).transpose(0, 1)
+        there = labels != -100
+        given, lengths = labels.masked_select(there), (ids > 2).sum(-1).clamp(min=40)
+        return nn.functional.ctc_loss(scores, given, lengths, there.sum(-1), zero_infinity=True)
+
+
+class Packed(Layers):
+    """Sentences end where an id says so; each is averaged."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        ends = (ids == 1).nonzero()[:, 1].tolist()
+        x = self.through(ids)
+        parts = [x[:, a:b].mean(1) for a, b in zip([0, *ends], [*ends, ids.shape[1]], strict=True) if b > a]
+        return self.head(torch.stack(parts)).logsumexp(-1).mean() + (labels[0, 0] * 0)
+
+
+class Leaving(Layers):
+    """Blocks are left out at random."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            if torch.rand([]) < 0.3:
+                continue
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten().clamp(min=0))
+
+
+def batches(count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(2, WORDS, (2, 64), generator=generator)
+        ids[:, 20], ids[:, 41] = 1, 1
+        labels = torch.randint(1, WORDS, (2, 64), generator=generator)
+        labels[torch.arange(64).expand(2, 64) % 5 > 0] = -100
+        found.append((ids, labels))
+    return found
+
+
+def train(model: nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for number, batch in enumerate(batches()):
+        torch.manual_seed(number)
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def foreseen(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> int:
+    blocks, chunks = [block for _, block in find_blocks(model)], {id(p): 0 for p in model.parameters()}
+    return dry_run(model, args, kwargs, blocks, chunks, round_bytes=_core.rounded_bytes).keep_peak_bytes
+
+
+@pytest.mark.parametrize("make", [Selecting, Heard, Packed, Leaving])
+def test_such_models_are_trained_in_the_smallest_budget_and_foreseen(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    expected = train(plain, adamw(plain))
+
+    def wrapped(memory: int) -> tuple[list[float], Any]:
+        model = make()
+        model.load_state_dict(start)
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        try:
+            return train(model, optimizer), protrain.status(model)
+        finally:
+            protrain.unwrap(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses, status = wrapped(1 << 30)
+        assert losses == expected
+        assert 0.99 <= status.plan.peak_bytes / status.peak_memory_bytes <= 1.15, "what is foreseen, to some KiB"
+        memory = 400 << 10
+        for _ in ("of the states", "of a step"):
+            with pytest.raises(protrain.BudgetError) as refused:
+                wrapped(memory)
+            memory = refused.value.smallest_bytes
+        losses, status = wrapped(memory)
+    assert losses == expected
+    assert status.peak_memory_bytes <= memory
+
+
+def test_models_of_transformers_that_ask_for_values_are_foreseen() -> None:
+    from transformers import (
+        BartConfig,
+        BartForSequenceClassification,
+        LongformerConfig,
+        LongformerForMaskedLM,
+        Wav2Vec2Config,
+        Wav2Vec2ForCTC,
+    )
+
+    (ids, labels), *_ = batches(1)
+    short = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ending = ids.clone()
+    ending[ending == 1], ending[:, -1] = 5, 2
+    assert foreseen(
+        LongformerForMaskedLM(LongformerConfig(vocab_size=WORDS, attention_window=16, max_position_embeddings=80, **short)),
+        input_ids=ids, labels=ids,
+    )  # fmt: skip
+    assert foreseen(
+        BartForSequenceClassification(
+            BartConfig(
+                vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+                decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=80,
+                encoder_layerdrop=0.3, num_labels=3,
+            )
+        ),
+        input_ids=ending, labels=torch.zeros(2, dtype=torch.int64),
+    )  # fmt: skip
+    assert foreseen(
+        Wav2Vec2ForCTC(
+            Wav2Vec2Config(
+                vocab_size=WORDS, conv_dim=[16] * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, **short
+            )
+        ),
+        input_values=torch.randn(2, 6000), attention_mask=torch.ones(2, 6000, dtype=torch.int64), labels=labels[:, ::5],
+    )  # fmt: skip
+
+
+def test_what_floats_decide_is_not_foreseen_nor_what_a_batch_without_data_would() -> None:
+    class Deciding(Layers):
+        def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.through(ids).mean() if (x > 0).any() else self.words(ids).mean()
+
+    (ids, labels), *_ = batches(1)
+    with pytest.raises(DryRunError, match="DataDependent"):
+        foreseen(Deciding(), ids, torch.ones(3))
+    with pytest.raises(DryRunError, match="DataDependent"):
+        foreseen(Selecting(), ids.to("meta"), labels.to("meta"))
+
+
+def test_what_is_written_over_with_what_is_not_known_is_not_known() -> None:
+    real = torch.arange(6).view(2, 3)
+    with FakeTensorMode():
+        fake, other = torch.empty(2, 3, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+        known = knownvalues.KnownValues([(fake, real)])
+
+        def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+            return known.call(operation, args, kwargs, lambda run, given, named: run(*given, **named))
+
+        aten = torch.ops.aten
+        row = call(aten.select.int, fake, 1, 0)
+        call(aten.add_.Tensor, row, 5)
+        assert known.ask(call(aten.sum.default, fake), int) == 15 + 10, "a view was changed, and so was what it shows"
+        call(aten.copy_.default, row, other)
+        assert known.value(fake) is None
+        assert known.value(row) is None
+    assert real.sum() == 15, "what was given is as it was"
+
+
+def test_a_dry_run_draws_nothing_and_its_values_count_in_no_budget(disk: Any) -> None:
+    (ids, labels), *_ = batches(1)
+    _core.install_allocator()
+    engine = _core.Engine(str(disk), 1 << 30, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
+    model = Leaving()
+    engine.use_account(True)
+    try:
+        before, state = engine.stats()["peak_bytes"], torch.get_rng_state().clone()
+        foreseen(model, ids, labels)
+        assert engine.stats()["peak_bytes"] - before <= 64 << 10
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        engine.use_account(False)
+        engine.close()
