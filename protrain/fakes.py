@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 
 from .knownvalues import KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
+
+#: Whose result is a part of the memory of what it was added up from.
+_PARTS_OF_MORE = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.col2im.default}
 
 
 def call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -38,7 +42,15 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
             return _ctc_loss(args[0], args[3], longest)
     if operation is aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
+    if operation is aten._nested_tensor_from_mask_left_aligned.default:
+        return False  # nn.TransformerEncoder goes on without nested tensors, which are no larger
     result = operation(*args, **kwargs)
+    if operation is aten.native_batch_norm.default:
+        return torch.empty_like(result[0], memory_format=suggest_memory_format(args[0])), *result[1:]
+    if operation is aten.native_batch_norm_backward.default and result[0] is not None:
+        return torch.empty_like(result[0], memory_format=suggest_memory_format(args[1])), *result[1:]
+    if operation in _PARTS_OF_MORE and isinstance(workspace, MeasuredWorkspace):
+        return _within(result, workspace.kept_bytes(operation, args, kwargs) or 0)
     if operation is aten.mkldnn_rnn_layer.default:
         kept_bytes = workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
         if kept_bytes is None:
@@ -84,6 +96,13 @@ def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Of the gradients of two biases: they are one tensor until fake tensors remember how it went, and two from then on."""
     return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _within(result: torch.Tensor, kept_bytes: int) -> torch.Tensor:
+    """The result as a part of a memory of so many bytes."""
+    if kept_bytes <= result.untyped_storage().nbytes():
+        return result
+    return result.new_empty(-(-kept_bytes // result.element_size())).as_strided(result.shape, result.stride())
 
 
 def _selected(tensor: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from .compiled import find_compiled
 
-_LAYERS = {nn.MultiheadAttention.forward, nn.TransformerEncoderLayer.forward}
-
 
 def _not_compiled(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that are not compiled, nor inside of one that is."""
@@ -30,24 +28,25 @@ def _not_compiled(model: nn.Module) -> list[nn.Module]:
 
 def find_fused(model: nn.Module) -> list[nn.Module]:
     """Layers that torch may run as one operation, those inside of others too, each once."""
-    return [module for module in _not_compiled(model) if type(module).forward in _LAYERS]
+    return [module for module in _not_compiled(model) if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)]
 
 
 def find_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
-    """The encoders whose forward is torch's own, each once."""
-    encoders = (module for module in _not_compiled(model) if isinstance(module, nn.TransformerEncoder))
-    return [module for module in encoders if type(module).forward is nn.TransformerEncoder.forward]
+    """torch's encoders of such layers, each once."""
+    return [module for module in _not_compiled(model) if isinstance(module, nn.TransformerEncoder) and len(module.layers) > 0]
+
+
+def _may_ask_for_gradients(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether anything in it may: what it is given, a parameter, a hook, an activation of the user's."""
+    inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return (
+        any(tensor.requires_grad for tensor in (*inputs, *layer.parameters()))
+        or any(inner._forward_hooks or inner._forward_pre_hooks for inner in layer.modules())
+        or getattr(layer, "activation_relu_or_gelu", 1) == 0
+    )
 
 
 def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether nothing but the class of its parameters would keep torch from running this layer as one operation."""
-    if layer.training:
-        return False
-    inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*inputs, *layer.parameters()))
-
-
-def leaves_padding_out(encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether nothing but the class of parameters would keep it from that in this call."""
-    padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
-    return padding is not None and runs_fused(encoder.layers[0], args, kwargs)
+    """Whether nothing but the class of its parameters would keep torch from running this layer as one operation, or autograd
+    records nothing of it all the same."""
+    return not layer.training and (not torch.is_grad_enabled() or not _may_ask_for_gradients(layer, args, kwargs))

@@ -151,20 +151,24 @@ class ModelHooks:
         self._wrap_forward(module, around)
 
     def _wrap_encoder(self, session: Session, encoder: nn.TransformerEncoder) -> None:
-        """Where it may leave padding out its first layer is in place before it looks, until that layer has run."""
-        numbers, held = _numbers(session, encoder.layers[0]), ExitStack()
+        """Its first layer is in place, where that may run as one operation, before the encoder looks, until the layer has run."""
+        first, held = encoder.layers[0], ExitStack()
+        numbers = _numbers(session, first)
+        name = compiled.CALL if compiled.is_compiled(first) else "forward"
+        run_first = getattr(first, name)
+
+        @functools.wraps(run_first)
+        def wrapped_first(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return run_first(*args, **kwargs)
 
         def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with held:
-                if fused.leaves_padding_out(encoder, args, kwargs):
+                if fused.runs_fused(first, args, kwargs):
                     held.enter_context(session.together(numbers))
                 return forward(*args, **kwargs)
 
-        def around_first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with held:
-                return forward(*args, **kwargs)
-
-        self._wrap_forward(encoder.layers[0], around_first)
+        self._replace(first, name, wrapped_first)
         self._wrap_forward(encoder, around)
 
     def _watch_gradient(self, session: Session, number: int, p: nn.Parameter) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,9 +127,9 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
 #: Whatever the types and layouts of their inputs are: the table has what they take, or they take nothing.
 _KNOWN = {
     "_to_copy", "clone", "copy_", "fill_", "zero_", "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward",
-    "tril", "triu", "_unsafe_view", "lift_fresh", "where", "masked_fill", "masked_fill_", "embedding", "native_batch_norm",
-    "native_batch_norm_backward", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward", "_embedding_bag_dense_backward",
+    "tril", "triu", "_unsafe_view", "lift_fresh", "where", "masked_fill", "masked_fill_", "embedding",
+    "_embedding_bag_dense_backward", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
 }  # fmt: skip
 
 #: Where what they are given lies in a row.
@@ -169,7 +170,7 @@ def _is_known(operation: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[
     if name in _KNOWN_SUMS:
         return in_a_row and len(types) == 1 and types <= _LONG_TYPES and {output.dtype for output in outputs} == types
     if name in _PRODUCTS:
-        return all(1 in tensor.stride()[-2:] for tensor in inputs if tensor.dim() > 1)
+        return not any(kind.is_complex for kind in types) and all(1 in t.stride()[-2:] for t in inputs if t.dim() > 1)
     return in_a_row and name in _KNOWN_IN_A_ROW
 
 
@@ -213,16 +214,18 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
 
 def _described(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return tuple(value.shape), value.stride(), value.dtype, value.is_conj(), value.is_neg()
     if isinstance(value, (list, tuple)):
         return tuple(_described(entry) for entry in value)
     return type(value), value
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros that lie as this tensor's numbers do, also where several are one in memory."""
+def _like(make: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros or ones that lie as this tensor's numbers do, also where several are one in memory."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.zeros(reach + 1 if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    made = make(reach + 1 if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    made = made.conj() if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made
 
 
 class MeasuredWorkspace:
@@ -253,7 +256,7 @@ class MeasuredWorkspace:
         return max(found.workspace_bytes, told_bytes) if name in _BY_CHANCE else found.workspace_bytes
 
     def kept_bytes(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """Of the last output of an operation; None where there is no memory to run it now."""
+        """The memory of the last output of an operation; None where there is none to run it in now."""
         found = self._measured(operation, args, kwargs)
         return found.last_output_bytes if found is not None else None
 
@@ -264,16 +267,23 @@ class MeasuredWorkspace:
         )  # fmt: skip
         if key not in _found:
             try:
-                _found[key] = self._measure(operation, args, kwargs)
+                try:
+                    _found[key] = self._measure(operation, args, kwargs, torch.zeros)
+                except BudgetError:
+                    raise
+                except Exception:  # pivots count from 1
+                    _found[key] = self._measure(operation, args, kwargs, torch.ones)
             except BudgetError:  # no memory for it now
                 self.missed = True
-            except Exception:  # zeros are no numbers for it
+            except Exception:  # it takes neither zeros nor ones
                 _found[key] = None
         return _found.get(key)
 
-    def _measure(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured:
+    def _measure(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[..., torch.Tensor]
+    ) -> _Measured:
         with unset_fake_temporarily(), self._counted() as engine:
-            given, named = tree_map_only(torch.Tensor, _like, (tuple(args), dict(kwargs)))
+            given, named = tree_map_only(torch.Tensor, partial(_like, make), (tuple(args), dict(kwargs)))
             inside = {tensor.untyped_storage()._cdata for tensor in _tensors(given, named)}
             engine.mark()
             before_bytes = engine.stats()["live_bytes"]
@@ -282,4 +292,4 @@ class MeasuredWorkspace:
             outputs = _tensors(made)
             storages = {output.untyped_storage()._cdata: output.untyped_storage().nbytes() for output in outputs}
             known_bytes = sum(_core.rounded_bytes(size) for key, size in storages.items() if size and key not in inside)
-            return _Measured(max(highest_bytes - known_bytes, 0), _bytes(outputs[-1]))
+            return _Measured(max(highest_bytes - known_bytes, 0), outputs[-1].untyped_storage().nbytes())

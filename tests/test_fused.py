@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from twins import MIB, adamw
 
@@ -66,6 +67,32 @@ class Both(nn.Module):
         return self.head(self.both(x, x, src_key_padding_mask=padding))
 
 
+class OwnLayer(nn.TransformerEncoderLayer):
+    """A layer with a forward of its own around torch's."""
+
+    def forward(self, src: torch.Tensor, **options: Any) -> torch.Tensor:
+        return super().forward(src * 1.0, **options)
+
+
+class OwnEncoder(nn.TransformerEncoder):
+    """The mask has another name."""
+
+    def forward(self, src: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(src, src_key_padding_mask=hidden)
+
+
+class Inherited(nn.Module):
+    """As Encoder, of such parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(500, WIDTH), nn.Linear(WIDTH, 500)
+        self.encoder = OwnEncoder(OwnLayer(WIDTH, 4, 4 * WIDTH, batch_first=True), 4)
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.encoder(self.words(ids), padding))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": Encoder,
     "norm first": lambda: Encoder(norm_first=True),
@@ -73,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "activation that is not fused": lambda: Encoder(activation=torch.tanh),
     "attention": Attending,
     "transformer": Both,
+    "inherited": Inherited,
 }
 
 
@@ -184,6 +212,64 @@ def test_hooks_inside_see_parameters_and_keep_torch_from_its_fused_path(inner: C
     twins.end()
 
 
+class Adapted(nn.Module):
+    """A frozen layer in eval mode, in which something of the user's is trained: by a hook, or in its activation."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(500, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 500)
+        self.more = nn.Linear(WIDTH, 4 * WIDTH) if hooked else nn.Linear(1, 1)
+        self.layers = nn.ModuleList([layer(activation=F.relu if hooked else self.scaled) for _ in range(4)]).requires_grad_(False)
+        if hooked:
+            for inner in self.layers:
+                inner.linear1.register_forward_hook(self.add)
+
+    def add(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + self.more(args[0])
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x) * self.more.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for inner in self.layers:
+            x = inner.train(False)(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("hooked", [True, False], ids=["hook", "activation"])
+def test_what_is_trained_inside_of_a_frozen_layer_gets_its_gradients(hooked: bool) -> None:
+    ids, _ = ids_and_padding()
+    torch.manual_seed(0)
+    plain, model = Adapted(hooked), Adapted(hooked)
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], fused=True) for m in (plain, model)]
+    model, optimizer = protrain.wrap(model, optimizers[1], memory=8 * MIB)
+    for _ in range(3):
+        assert step(model, optimizer, ids) == step(plain, optimizers[0], ids)
+    protrain.unwrap(model)
+    assert torch.equal(model.more.weight, plain.more.weight)
+
+
+def test_an_encoder_without_layers() -> None:
+    class Decoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(500, WIDTH), nn.Linear(WIDTH, 500)
+            self.both = nn.Transformer(WIDTH, 4, 0, 3, 2 * WIDTH, batch_first=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.words(ids)
+            return self.head(self.both.decoder(x, x))
+
+    ids, _ = ids_and_padding()
+    twins = Twins(Decoding, SMALL)
+    twins.train(ids)
+    with torch.no_grad():
+        twins.evaluate(ids)
+    twins.end()
+
+
 def test_an_encoder_that_is_the_whole_model() -> None:
     def forward_step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> float:
         torch.manual_seed(3)
@@ -205,12 +291,13 @@ def test_an_encoder_that_is_the_whole_model() -> None:
     assert all("forward" not in module.__dict__ for module in twins.model.modules())
 
 
-def test_a_layer_that_is_compiled_after_wrap() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_layer_that_is_compiled_after_wrap(number: int) -> None:
     ids, padding = ids_and_padding()
     twins = Twins(Encoder, SMALL)
     twins.train(ids)
     for model in (twins.model, twins.plain):
-        model.encoder.layers[1].compile(backend="eager")
+        model.encoder.layers[number].compile(backend="eager")
     with torch.no_grad():
         twins.evaluate(ids)
     twins.train(ids)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from protrain import _core, workspace
+from protrain import _core, fakes, workspace
 from protrain.counting import counted_alone
+from protrain.knownvalues import KnownValues
 from protrain.workspace import MeasuredWorkspace
 
 #: How far a single operation may be off.
@@ -127,11 +129,18 @@ OPERATIONS: dict[str, Callable[[], torch.Tensor]] = {
     "counts": lambda: rows() * (rows() > 0).sum(-1, keepdim=True) + (rows() > 0).cumsum(-1),
     "products": lambda: rows().cumprod(-1) + rows().prod(-1, keepdim=True),
     "distances": lambda: torch.cdist(rows(), rows()),
+    "rows in batches": lambda: F.batch_norm(across(), None, None, torch.ones(256, requires_grad=True), training=True) * 2,
+    "images in batches": lambda: F.batch_norm(
+        images().contiguous(memory_format=torch.channels_last), None, None, torch.ones(16, requires_grad=True), training=True
+    ),
+    "complex products": lambda: torch.abs(torch.fft.rfft(rows()).mT.conj() @ torch.fft.rfft(rows())),
+    "solutions": lambda: torch.linalg.solve(torch.eye(128) + rows()[:, :, :128] * 1e-3, rows()),
     "Fourier": lambda: torch.fft.rfft(rows()).abs() + torch.fft.irfft(torch.fft.rfft(rows()), 257)[..., :129],
     "bilinear form": lambda: F.bilinear(rows()[0], rows()[1], torch.randn(16, 256, 256, requires_grad=True)),
     "inverse": lambda: torch.linalg.inv(torch.eye(128) + rows()[:, :, :128] * 1e-3),
     "repeats": lambda: rows().repeat(2, 1, 1) + rows().repeat_interleave(2, 0),
     "infinite": lambda: rows() * rows().isinf() + rows().nan_to_num(),
+    "gammas": lambda: (rows().abs() + 3).mvlgamma(2),
     "embedding bag": lambda: F.embedding_bag(torch.zeros(64, 64, dtype=torch.int64), torch.randn(999, 128, requires_grad=True)),
     "strided product": lambda: rows()[..., ::2] @ rows()[:, ::2, ::2].transpose(1, 2),
     "noise": lambda: F.dropout(rows(), 0.1) + torch.randn_like(rows()) + F.rrelu(rows(), training=True),
@@ -144,6 +153,42 @@ def test_operations_take_what_is_told(name: str, arena: _core.Engine, measured: 
     with compared:
         OPERATIONS[name]().float().sum().backward()
     assert_told(compared)
+
+
+class Stored(TorchDispatchMode):
+    """Of each operation that runs, on real tensors or as a dry run calls it: how its outputs lie, in how many pages of memory."""
+
+    def __init__(self, measured: MeasuredWorkspace | None) -> None:
+        super().__init__()
+        self.measured = measured
+        self.found: list[tuple[str, list[tuple[int, tuple[int, ...]]]]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.prim.device.default:  # of fake tensors alone
+            return args[0].fake_device
+        if self.measured is None:
+            result = operation(*args, **(kwargs or {}))
+        else:
+            result = fakes.call(KnownValues(), self.measured, operation, args, kwargs or {})
+        lies = [(tensor.untyped_storage().nbytes() // 4096, tensor.stride()) for tensor in tensors(result)]
+        self.found.append((str(operation), [(pages, strides) for pages, strides in lies if pages > 0]))
+        return result
+
+
+def _stored(name: str, measured: MeasuredWorkspace | None) -> list[tuple[str, list[tuple[int, tuple[int, ...]]]]]:
+    with Stored(measured) as stored:
+        OPERATIONS[name]().float().sum().backward()
+    return stored.found
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("noise", "inverse")])
+def test_a_dry_runs_tensors_lie_as_real_ones_do(name: str, measured: MeasuredWorkspace) -> None:
+    """Those of kernels that fake tensors show otherwise too. Not compared: what other parts are made of."""
+    real = _stored(name, None)
+    with FakeTensorMode():
+        fake = _stored(name, measured)
+    for one, other in zip(fake, real, strict=True):
+        assert one == other
 
 
 def _swin() -> tuple[nn.Module, dict[str, Any]]:
