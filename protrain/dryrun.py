@@ -37,7 +37,7 @@ from .errors import Error
 from .flops import flops_of, ordinary_seconds
 from .knownvalues import KnownValues
 from .sizes import stash_least_bytes
-from .workspace import Workspace, workspace_bytes
+from .workspace import Workspace, tensors_in, workspace_bytes
 
 Rounding = Callable[[int], int]
 
@@ -233,15 +233,6 @@ class _Segment:
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments or results, lists of tensors included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 class _Meter(TorchDispatchMode):
     """Counts live storages and reads of chunks, in segments."""
 
@@ -339,7 +330,7 @@ class _Meter(TorchDispatchMode):
 
     def _read(self, inputs: Sequence[Any]) -> None:
         chunks: list[int] = []
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             chunk = self.chunk_of_storage.get(tensor.untyped_storage()._cdata)
             if chunk is not None and chunk not in chunks:
                 chunks.append(chunk)
@@ -377,7 +368,7 @@ class _Meter(TorchDispatchMode):
         inputs = [*args, *(kwargs or {}).values()]
         if not func.is_view:
             self._read(inputs)
-        outputs = list(_tensors([result]))
+        outputs = list(tensors_in([result]))
         for tensor in outputs:
             self._count(tensor)
         workspace = self.workspace(func, args, kwargs or {}, outputs)
@@ -385,7 +376,7 @@ class _Meter(TorchDispatchMode):
         segment.rise(self.live_bytes + workspace)
         if not func.is_view:
             segment.operations += 1
-            segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*_tensors(inputs), *outputs))
+            segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors_in(inputs), *outputs))
             segment.flops += flops_of(func.overloadpacket, args, kwargs or {}, result)
         return result
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .counting import uncounted
+from .workspace import tensors_in
 
 #: Of the largest tensor whose values are followed.
 MOST_NUMBERS = 1 << 18
@@ -39,10 +40,6 @@ def _small(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.numel() <= MOST_NUMBERS for tensor in tensors)
 
 
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 class KnownValues:
     """Of one run on fake tensors, inside the fake mode.
 
@@ -58,7 +55,7 @@ class KnownValues:
 
     def call(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
         """The result of an operation on fake tensors. run: what calls it on them."""
-        inputs = _tensors(args, kwargs)
+        inputs = list(tensors_in([*args, *kwargs.values()]))
         if operation is _aten.rand.default and math.prod(args[0]) == 1:
             result = run(operation, args, kwargs)
             self._of[result] = _really(lambda: torch.full(args[0], _ALMOST_ONE, dtype=result.dtype))
@@ -74,10 +71,10 @@ class KnownValues:
             result = tree_map_only(torch.Tensor, _stand_in, real)
         else:
             result = run(operation, args, kwargs)
-            if not _small(_tensors(result)):
+            if not _small(tensors_in([result])):
                 return result
             real = self._run(operation, args, kwargs)
-        for fake, value in zip(_tensors(result), _tensors(real), strict=True):
+        for fake, value in zip(tensors_in([result]), tensors_in([real]), strict=True):
             self._of[fake] = value
         return result
 
@@ -110,7 +107,7 @@ class KnownValues:
             value for argument, value in zip(operation._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]  # fmt: skip
-        storages = {tensor.untyped_storage()._cdata for tensor in _tensors(written, kwargs.get("out"))}
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors_in([written, kwargs.get("out")])}
         for tensor in [tensor for tensor in self._of if tensor.untyped_storage()._cdata in storages]:
             del self._of[tensor]
 

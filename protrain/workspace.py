@@ -14,14 +14,14 @@ hardware), or not the memory, the table stands for them, and where it has no ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from . import _core
 from .errors import BudgetError
@@ -30,6 +30,15 @@ from .errors import BudgetError
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
 
 _SMALL_BYTES = 16 << 10
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, in lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def _bytes(*tensors: Any) -> int:
@@ -154,7 +163,7 @@ _LONG_TYPES = {torch.float32, torch.float64}
 def _is_known(operation: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
     """Whether the table's word is right for this operation, to a few hundred bytes."""
     name, tags = operation._schema.name.removeprefix("aten::"), operation.tags
-    if operation.namespace != "aten" or not inputs or operation.is_view or name in _KNOWN:  # other libraries' are not run
+    if operation.namespace != "aten" or not inputs or name in _KNOWN:  # other libraries' are not run
         return True
     if torch.Tag.nondeterministic_seeded in tags or torch.Tag.inplace_view in tags:
         return True
@@ -208,10 +217,6 @@ def _is_chosen(name: str, outputs: Sequence[torch.Tensor]) -> bool:
     return name in _OF_ANY_TYPE or (name in _OF_16_BITS and outputs[0].element_size() == 2)
 
 
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _described(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.is_conj(), value.is_neg()
@@ -242,11 +247,11 @@ class MeasuredWorkspace:
 
     def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
         name = operation._schema.name
-        if not outputs:
+        if not outputs or operation.is_view:
             return 0
         told_bytes = workspace_bytes(operation, args, kwargs, outputs)
         if not _is_chosen(name, outputs):
-            inputs = _tensors(args, kwargs)
+            inputs = list(tensors_in([*args, *kwargs.values()]))
             if _is_known(operation, inputs, outputs):
                 return told_bytes
             told_bytes = told_bytes or _bytes(*inputs, *outputs)
@@ -284,12 +289,12 @@ class MeasuredWorkspace:
     ) -> _Measured:
         with unset_fake_temporarily(), self._counted() as engine:
             given, named = tree_map_only(torch.Tensor, partial(_like, make), (tuple(args), dict(kwargs)))
-            inside = {tensor.untyped_storage()._cdata for tensor in _tensors(given, named)}
+            inside = {tensor.untyped_storage()._cdata for tensor in tensors_in([*given, *named.values()])}
             engine.mark()
             before_bytes = engine.stats()["live_bytes"]
             made = operation(*given, **named)
             highest_bytes = engine.mark() - before_bytes
-            outputs = _tensors(made)
+            outputs = list(tensors_in([made]))
             storages = {output.untyped_storage()._cdata: output.untyped_storage().nbytes() for output in outputs}
             known_bytes = sum(_core.rounded_bytes(size) for key, size in storages.items() if size and key not in inside)
             return _Measured(max(highest_bytes - known_bytes, 0), outputs[-1].untyped_storage().nbytes())
