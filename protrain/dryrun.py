@@ -899,7 +899,8 @@ def dry_run(
             with _own_parametrizations():
                 return _run_step(twin, given, named, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace)
 
-        keep, recompute, swap = in_mode("keep"), in_mode("checkpoint"), None
+        keep, swap = in_mode("keep"), None
+        recompute = in_mode("checkpoint") if fake_blocks else keep
         if fake_blocks and not compiled:
             with suppress(Exception):  # then what swapping cannot do without is not known
                 swap = in_mode("swap")

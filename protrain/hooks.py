@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from . import changes, compiled, fused
 from .loads import PARAMETERS
 from .parameters import DisableTorchFunction, mark_views
 from .precision import before_load
+from .running import Together
 
 if TYPE_CHECKING:
     from .session import Session
@@ -152,20 +152,25 @@ class ModelHooks:
 
     def _wrap_encoder(self, session: Session, encoder: nn.TransformerEncoder) -> None:
         """Its first layer is in place, where that may run as one operation, before the encoder looks, until the layer has run."""
-        first, held = encoder.layers[0], ExitStack()
-        numbers = _numbers(session, first)
+        first = encoder.layers[0]
+        numbers, held = _numbers(session, first), list[Together]()
         name = compiled.CALL if compiled.is_compiled(first) else "forward"
         run_first = getattr(first, name)
 
         @functools.wraps(run_first)
         def wrapped_first(*args: Any, **kwargs: Any) -> Any:
-            with held:
+            try:
                 return run_first(*args, **kwargs)
+            finally:
+                while held:
+                    held.pop().release()
 
         def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with held:
-                if fused.runs_fused(first, args, kwargs):
-                    held.enter_context(session.together(numbers))
+            held.clear()
+            if not fused.runs_fused(first, args, kwargs):
+                return forward(*args, **kwargs)
+            with session.together(numbers) as together:
+                held.append(together)
                 return forward(*args, **kwargs)
 
         self._replace(first, name, wrapped_first)
@@ -221,9 +226,9 @@ def _call_together(
     session: Session, numbers: list[int], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call what reads these parameters at once."""
-    with session.together(numbers) as found:
+    with session.together(numbers) as together:
         result = call(*args, **kwargs)
-    return mark_views(result, session, found)
+    return mark_views(result, session, together.found)
 
 
 def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,8 +7,7 @@ hooks of a block also see to its activations (activations.py); those of a single
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +63,61 @@ def _last_recomputed(modes: tuple[str, ...]) -> list[int]:
         found.append(last)
         last = number if recomputes(mode) else last
     return found
+
+
+class Together:
+    """A context in which parameters are read at once, wherever they are: their chunks stay, and they are plain ones. Interrupts
+    may come anywhere; what was begun is ended then.
+
+    Attributes:
+        found: numbers of those that were not plain before.
+
+    Raises:
+        PlanError: on entering, inside a transform of torch.func.
+    """
+
+    def __init__(self, runner: Runner, numbers: Sequence[int]) -> None:
+        self._runner, self._params = runner, runner._wrapped.params
+        self.found = [number for number in numbers if isinstance(self._params[number], ChunkParameter)]
+        self._chunks: list[int] = []
+        self._depth = len(runner.plain)
+
+    def __enter__(self) -> Together:
+        if self.found:
+            _check_no_transform()
+        self._versions = [self._params[number]._version for number in self.found]
+        try:
+            entries = self._runner._wrapped.layout.entries
+            for chunk in dict.fromkeys(entries[number].chunk for number in self.found):
+                self._runner.residency.bring(chunk)
+                self._chunks.append(chunk)
+            for number in self.found:
+                self._runner.plain.append(self._params[number])
+                self._params[number].__class__ = nn.Parameter  # type: ignore[assignment]
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None and self._chunks:
+                self._write_back()
+        finally:
+            self.release()
+
+    def _write_back(self) -> None:
+        """What was changed in place."""
+        for number, version in zip(self.found, self._versions, strict=True):
+            if self._params[number]._version != version:
+                self._runner.residency.write_back(number)
+
+    def release(self) -> None:
+        """The context is over, whether it is left or not."""
+        if self._chunks:
+            self._runner._end_plain(self._depth)
+        while self._chunks:
+            self._runner._engine.unuse(self._chunks.pop())
 
 
 class Runner:
@@ -209,37 +263,6 @@ class Runner:
             for chunk in chunks:
                 self._engine.unuse(chunk)
         return result
-
-    @contextmanager
-    def together(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Inside, the parameters `numbers` are in their places, and plain ones; yields which of them were not before.
-
-        Raises:
-            PlanError: it is inside a transform of torch.func.
-        """
-        params, depth = self._wrapped.params, len(self.plain)
-        found = [number for number in numbers if isinstance(params[number], ChunkParameter)]
-        if found:
-            _check_no_transform()
-        chunks: list[int] = []
-        versions = [params[number]._version for number in found]
-        try:
-            for number in found:
-                chunk = self._wrapped.layout.entries[number].chunk
-                if chunk not in chunks:
-                    self.residency.bring(chunk)
-                    chunks.append(chunk)
-            for number in found:
-                self.plain.append(params[number])
-                params[number].__class__ = nn.Parameter  # type: ignore[assignment]
-            yield found
-            for number, version in zip(found, versions, strict=True):
-                if params[number]._version != version:
-                    self.residency.write_back(number)
-        finally:
-            self._end_plain(depth)
-            for chunk in chunks:
-                self._engine.unuse(chunk)
 
     def call_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what was compiled, whose parameters are plain ones.

@@ -22,7 +22,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +41,7 @@ from .hooks import ModelHooks
 from .pacing import Pacer
 from .parameters import DisableTorchFunction, release
 from .residency import Residency
-from .running import Runner
+from .running import Runner, Together
 from .samples import MemorySamples
 from .states import States
 from .timeline import BlockClock
@@ -424,11 +423,11 @@ class Session:
         finally:
             self._stray_slots |= self._began is None and self.residency.own_slots > own_slots
 
-    def together(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
-        """See `Runner.together`."""
+    def together(self, numbers: Sequence[int]) -> Together:
+        """A context in which these parameters are read at once."""
         if not self.homes.settled:
             self.homes.settle()
-        return self.runner.together(numbers)
+        return Together(self.runner, numbers)
 
     def check_grad_access(self, number: int, drops: bool) -> None:
         self.gradients.check_access(number, drops)
