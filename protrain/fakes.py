@@ -23,6 +23,9 @@ from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
 #: Whose result is a part of the memory of what it was added up from.
 _PARTS_OF_MORE = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.col2im.default}
 
+#: Whose first output lies as the input at this place does: in a row, or with channels last.
+_LAID_AS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+
 
 def call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on fake tensors. known: values of some of them; workspace: of the dry run, which may have measured what a
@@ -45,14 +48,13 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
     if operation is aten._nested_tensor_from_mask_left_aligned.default:
         return False  # nn.TransformerEncoder goes on without nested tensors, which are no larger
     result = operation(*args, **kwargs)
-    if operation is aten.native_batch_norm.default:
-        return torch.empty_like(result[0], memory_format=suggest_memory_format(args[0])), *result[1:]
-    if operation is aten.native_batch_norm_backward.default and result[0] is not None:
-        return torch.empty_like(result[0], memory_format=suggest_memory_format(args[1])), *result[1:]
-    if operation in _PARTS_OF_MORE and isinstance(workspace, MeasuredWorkspace):
-        return _within(result, workspace.kept_bytes(operation, args, kwargs) or 0)
+    if operation in _LAID_AS and result[0] is not None:
+        laid_as = suggest_memory_format(args[_LAID_AS[operation]])
+        return torch.empty_like(result[0], memory_format=laid_as), *result[1:]
+    if operation in _PARTS_OF_MORE:
+        return _within(result, _kept_bytes(workspace, operation, args, kwargs) or 0)
     if operation is aten.mkldnn_rnn_layer.default:
-        kept_bytes = workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
+        kept_bytes = _kept_bytes(workspace, operation, args, kwargs)
         if kept_bytes is None:
             kept_bytes = lstm_kept_bytes(args[0], args[1], args[5])
         return [*result[:-1], result[-1].new_empty(kept_bytes)]  # empty among fake tensors
@@ -96,6 +98,11 @@ def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Of the gradients of two biases: they are one tensor until fake tensors remember how it went, and two from then on."""
     return one is not None and other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _kept_bytes(workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The memory of the last output of the real operation; None where it is not measured."""
+    return workspace.kept_bytes(operation, args, kwargs) if isinstance(workspace, MeasuredWorkspace) else None
 
 
 def _within(result: torch.Tensor, kept_bytes: int) -> torch.Tensor:

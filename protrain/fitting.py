@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Wrapped
 
 Shapes = tuple[tuple[int, ...], ...]
+_Found = TypeVar("_Found")
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
@@ -211,21 +212,22 @@ class Fitter:
         return largest
 
     def _foresee_measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-        """Where a kernel had no memory to be measured in, once more with every chunk away. Where it has none even then, this
-        budget is refused; what would do is measured beside it."""
-        self._missed()  # of what was foreseen before
-        run = self._foresee(self._wrapped, args, kwargs)
-        if not self._missed():
-            return run
-        self._homes.rearrange(self.emptied())
-        run = self._foresee(self._wrapped, args, kwargs)
-        if not self._missed():
-            return run
-        return self._foresee(self._wrapped, args, kwargs, self._measuring_alone())
+        return self._measured(
+            lambda workspace: self._foresee(self._wrapped, args, kwargs, workspace),
+            lambda: self._homes.rearrange(self.emptied()),
+        )
 
-    def _measuring_alone(self) -> Workspace:
-        """Beside this budget."""
-        return MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
+    def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object]) -> _Found:
+        """What a dry run finds. make_room: called where a kernel had no memory to be measured in, for every chunk to be away.
+        Where it has none even then, this budget is refused; what would do is measured beside it."""
+        self._missed()  # of what was foreseen before
+        found = foresee(self._workspace)
+        if self._missed():
+            make_room()
+            found = foresee(self._workspace)
+        if self._missed():
+            found = foresee(MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes())))
+        return found
 
     def _missed(self) -> bool:
         """Whether since it was last asked an operation could not be measured."""
@@ -277,8 +279,7 @@ class Fitter:
     def forward_bytes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object]
     ) -> int:
-        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: called where a kernel
-        had no memory to be measured in; where it has none even then this budget is refused.
+        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: as for `_measured`.
 
         Raises:
             DryRunError: it cannot be foreseen.
@@ -288,13 +289,7 @@ class Fitter:
         def foresee(workspace: Workspace) -> int:
             return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
 
-        self._missed()  # of what was foreseen before
-        found = foresee(self._workspace)
-        if self._missed():
-            make_room()
-            found = foresee(self._workspace)
-        if self._missed():
-            found = foresee(self._measuring_alone())
+        found = self._measured(foresee, make_room)
         return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
 
     def with_room(self, room_bytes: int) -> Arrangement:

@@ -124,7 +124,7 @@ class ModelHooks:
     def _wrap_compiled(self, session: Session, module: nn.Module, around: Around) -> None:
         """What `module.compile()` made takes all parameters of the module in one call; `around` is around that."""
         call = module.__dict__[compiled.CALL]
-        numbers = _numbers(session, module)
+        numbers = session.wrapped.numbers_in(module)
 
         def run_compiled(*args: Any, **kwargs: Any) -> Any:
             return session.runner.call_compiled(call, args, kwargs)
@@ -140,7 +140,7 @@ class ModelHooks:
 
     def _wrap_fused(self, session: Session, module: nn.Module) -> None:
         """Where it may run as one operation it takes all of its parameters in one call."""
-        numbers = _numbers(session, module)
+        numbers = session.wrapped.numbers_in(module)
 
         def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if fused.runs_fused(module, args, kwargs):
@@ -153,7 +153,7 @@ class ModelHooks:
     def _wrap_encoder(self, session: Session, encoder: nn.TransformerEncoder) -> None:
         """Its first layer is in place, where that may run as one operation, before the encoder looks, until the layer has run."""
         first = encoder.layers[0]
-        numbers, held = _numbers(session, first), list[Together]()
+        numbers, held = session.wrapped.numbers_in(first), list[Together]()
         name = compiled.CALL if compiled.is_compiled(first) else "forward"
         run_first = getattr(first, name)
 
@@ -216,10 +216,6 @@ def _put_back(module: nn.Module, names: dict[str, Any]) -> None:
         module.__dict__.pop(name, None)
         if before is not changes.ABSENT:
             module.__dict__[name] = before
-
-
-def _numbers(session: Session, module: nn.Module) -> list[int]:
-    return [session.wrapped.number_of[id(p)] for p in module.parameters()]
 
 
 def _call_together(

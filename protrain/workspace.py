@@ -272,17 +272,21 @@ class MeasuredWorkspace:
         )  # fmt: skip
         if key not in _found:
             try:
-                try:
-                    _found[key] = self._measure(operation, args, kwargs, torch.zeros)
-                except BudgetError:
-                    raise
-                except Exception:  # pivots count from 1
-                    _found[key] = self._measure(operation, args, kwargs, torch.ones)
+                _found[key] = self._run_once(operation, args, kwargs)
             except BudgetError:  # no memory for it now
                 self.missed = True
-            except Exception:  # it takes neither zeros nor ones
-                _found[key] = None
         return _found.get(key)
+
+    def _run_once(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured | None:
+        """On zeros, or on ones, from which pivots count; None: it takes neither."""
+        for make in (torch.zeros, torch.ones):
+            try:
+                return self._measure(operation, args, kwargs, make)
+            except BudgetError:
+                raise
+            except Exception:
+                continue
+        return None
 
     def _measure(
         self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[..., torch.Tensor]

@@ -77,6 +77,10 @@ class Wrapped:
             other.layout = self.layout.within(budget_bytes, first_blocks(self.params, [block for _, block in self.blocks]))
         return other
 
+    def numbers_in(self, module: nn.Module) -> list[int]:
+        """Of a module's parameters."""
+        return [self.number_of[id(p)] for p in module.parameters()]
+
     @property
     def n_together(self) -> int:
         """The most chunks that a compiled module reads, which does so at once."""
@@ -89,8 +93,8 @@ class Wrapped:
 
     def _most_chunks(self, modules: Sequence[nn.Module]) -> int:
         """That one of them has parameters in; at least one."""
-        parts = [[self.number_of[id(p)] for p in module.parameters()] for module in modules]
-        return max((len({self.layout.entries[number].chunk for number in part}) for part in parts), default=1)
+        entries = self.layout.entries
+        return max((len({entries[number].chunk for number in self.numbers_in(module)}) for module in modules), default=1)
 
     def hypers(self) -> list[Hyper]:
         """The groups' values of this moment as the kernels take them; none where no kernel does."""

@@ -81,6 +81,19 @@ def fresh_disk(disk: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture
+def arena(disk: Path) -> Iterator[Any]:
+    """An engine that counts all tensors made while it is there, but those that belong to no budget."""
+    from protrain import _core
+
+    _core.install_allocator()
+    engine = _core.Engine(str(disk), 1 << 40, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
+    engine.use_account(True)
+    yield engine
+    engine.use_account(False)
+    engine.close()
+
+
 @pytest.fixture(scope="session")
 def ahead() -> Iterator[Ahead]:
     """Runs on all cores what the tests of a function wait for."""

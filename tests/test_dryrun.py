@@ -59,17 +59,6 @@ def predict(
     )  # fmt: skip
 
 
-@pytest.fixture
-def arena(disk: Path) -> Iterator[_core.Engine]:
-    """Counts all tensors made while it is there."""
-    _core.install_allocator()
-    engine = _core.Engine(str(disk), 1 << 40, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
-    engine.use_account(True)
-    yield engine
-    engine.use_account(False)
-    engine.close()
-
-
 def real_peak(
     arena: _core.Engine,
     model: nn.Module,

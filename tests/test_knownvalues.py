@@ -217,17 +217,10 @@ def test_what_is_written_over_with_what_is_not_known_is_not_known() -> None:
     assert real.sum() == 15, "what was given is as it was"
 
 
-def test_a_dry_run_draws_nothing_and_its_values_count_in_no_budget(disk: Any) -> None:
-    (ids, labels), *_ = batches(1)
-    _core.install_allocator()
-    engine = _core.Engine(str(disk), 1 << 30, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
-    model = Leaving()
-    engine.use_account(True)
-    try:
-        before, state = engine.stats()["peak_bytes"], torch.get_rng_state().clone()
-        foreseen(model, ids, labels)
-        assert engine.stats()["peak_bytes"] - before <= 64 << 10
-        assert torch.equal(torch.get_rng_state(), state)
-    finally:
-        engine.use_account(False)
-        engine.close()
+def test_a_dry_run_draws_nothing_and_its_values_count_in_no_budget(arena: _core.Engine) -> None:
+    model, ((ids, labels), *_), state = Leaving(), batches(1), torch.get_rng_state().clone()
+    arena.mark()
+    before = arena.stats()["live_bytes"]
+    foreseen(model, ids, labels)
+    assert arena.mark() - before <= 64 << 10
+    assert torch.equal(torch.get_rng_state(), state)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -30,17 +29,6 @@ MIB = 1 << 20
 def one_thread() -> None:
     """What is computed is too small to share."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def arena(disk: Path) -> Iterator[_core.Engine]:
-    """Counts all tensors made while it is there, but those that belong to no budget."""
-    _core.install_allocator()
-    engine = _core.Engine(str(disk), 1 << 40, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
-    engine.use_account(True)
-    yield engine
-    engine.use_account(False)
-    engine.close()
 
 
 @pytest.fixture

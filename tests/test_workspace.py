@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,6 @@ from protrain.workspace import MeasuredWorkspace
 
 #: How far a single operation may be off.
 SMALL_BYTES = 16 << 10
-
-
-@pytest.fixture
-def arena(disk: Path) -> Iterator[_core.Engine]:
-    """Counts all tensors made while it is there."""
-    _core.install_allocator()
-    engine = _core.Engine(str(disk), 1 << 40, [(4096, True)], [(0, 0, 16, True, 0)], 1, 2)
-    engine.use_account(True)
-    yield engine
-    engine.use_account(False)
-    engine.close()
 
 
 @pytest.fixture
