@@ -1,6 +1,7 @@
-"""The update kernels against torch's fused optimizers: paired, interleaved in one process, on arrays in memory.
+"""The update kernels against torch's optimizers, fused and not: paired, interleaved in one process, on arrays in memory.
 
-    python benchmarks/update.py [--elements 16777216 262144] [--rounds 15] [--kinds adamw sgd] [--out FOLDER]
+    python benchmarks/update.py [--elements 16777216 262144] [--rounds 15] [--kinds adamw sgd] [--roundings fused loop]
+                                [--out FOLDER]
 
 Each round runs torch and the core, in alternating order, on arrays of their own with equal content; what is reported is the
 median over the rounds of torch's seconds divided by ours (above 1: the core is faster), and the best rate of each. Small
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -65,14 +67,14 @@ def seconds(body: Callable[[], object]) -> float:
 class Pair:
     """The same parameter, gradient and state for torch and for the core; `step` is the number of steps done."""
 
-    def __init__(self, kind: str, n_elements: int, threads: int) -> None:
+    def __init__(self, kind: str, fused: bool, n_elements: int, threads: int) -> None:
         torch.manual_seed(0)
         self.kind, self.step = kind, 0
         self.param = torch.nn.Parameter(torch.randn(n_elements))
         self.param.grad = torch.randn(n_elements)
-        self.optimizer = CLASSES[kind]([self.param], fused=True, **OPTIONS[kind])  # type: ignore[call-arg]
+        self.optimizer = CLASSES[kind]([self.param], fused=fused, **OPTIONS[kind])  # type: ignore[call-arg]
         group = self.optimizer.param_groups[0]
-        names: tuple[str, ...] = ("lr", "weight_decay", "maximize")
+        names: tuple[str, ...] = ("lr", "weight_decay", "maximize", "fused")
         names += ("momentum", "dampening", "nesterov") if kind == "sgd" else ("eps", "amsgrad")
         self.hyper = {name: group[name] for name in names}
         if kind != "sgd":
@@ -111,18 +113,19 @@ class Pair:
         return theirs, ours
 
 
-def measure(kind: str, n_elements: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Ratio and rates of one kind with one number of threads. Raises RuntimeError where the bits differ."""
+def measure(kind: str, rounding: str, n_elements: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Ratio and rates of one kind and rounding with one number of threads. Raises RuntimeError where the bits differ."""
     torch.set_num_threads(threads)
-    pair = Pair(kind, n_elements, threads)
+    pair = Pair(kind, rounding == "fused", n_elements, threads)
     for _ in range(2):  # touches the memory, starts the threads
         pair.round(True)
     times = [pair.round(i % 2 == 0) for i in range(rounds)]
     if not torch.equal(pair.ours.view(torch.int32), pair.param.detach().view(torch.int32)):
-        raise RuntimeError(f"{kind}: the results of torch and of the core differ")
+        raise RuntimeError(f"{kind}, {rounding}: the results of torch and of the core differ")
     moved = BYTES[kind] * n_elements * pair.repeats
     return {
         "kind": kind,
+        "rounding": rounding,
         "elements": n_elements,
         "threads": threads,
         "rounds": rounds,
@@ -137,20 +140,23 @@ def main() -> None:
     parser.add_argument("--elements", type=int, nargs="+", default=[16 << 20, 256 << 10], help="multiples of 8192")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kinds", nargs="+", choices=sorted(CLASSES), default=["adamw", "sgd"])
+    roundings = ["fused", "loop"]
+    parser.add_argument("--roundings", nargs="+", choices=roundings, default=roundings, help="of torch's optimizer")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON files")
     arguments = parser.parse_args()
     load = round(os.getloadavg()[0], 2)  # well above 0: others used the cores, rates are too low and ratios unsure
     for kind in arguments.kinds:
         results = []
-        for n_elements in arguments.elements:
+        for rounding, n_elements in itertools.product(arguments.roundings, arguments.elements):
             if n_elements % 8192:
                 parser.error(f"--elements {n_elements}: give a multiple of 8192")
             for threads in (1, 2) if n_elements >= LARGE_ELEMENTS else (1,):
-                result = measure(kind, n_elements, threads, arguments.rounds)
+                result = measure(kind, rounding, n_elements, threads, arguments.rounds)
                 results.append(result)
                 print(
-                    f"{kind:6} {n_elements:>9} elements, {threads} threads: torch / core {result['ratio_median']:.3f}, "
-                    f"torch {result['torch_gb_per_second']} GB/s, core {result['core_gb_per_second']} GB/s"
+                    f"{kind:5} {rounding:5} {n_elements:>9} elements, {threads} threads: "
+                    f"torch / core {result['ratio_median']:.3f}, torch {result['torch_gb_per_second']} GB/s, "
+                    f"core {result['core_gb_per_second']} GB/s"
                 )
         if arguments.out:
             report = {

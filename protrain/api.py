@@ -207,7 +207,7 @@ def wrap(
 ) -> tuple[Model, Optimizer]:
     """Wrap a model and its optimizer: the same model object, and a torch optimizer over the same parameter groups.
 
-    Training then is the ordinary loop, bit for bit that of plain torch with `fused=True`, inside `memory`.
+    Training then is the ordinary loop, bit for bit that of plain torch, inside `memory`.
 
     Args:
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
@@ -455,7 +455,7 @@ def _foresee(
         kwargs = {"use_cache": False} | kwargs
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)
-    n_states = 2
+    n_states, fused = 2, True
     groups = {id(p): 0 for _, p in named if p.requires_grad}
     if optimizer is not None:
         groups = _check_optimizer(optimizer, named)
@@ -468,7 +468,8 @@ def _foresee(
     if footprint is not None:
         n_states = 0
     elif optimizer is not None:
-        n_states = max(n_states_of(hyper_of(kind_of(optimizer), group)) for group in optimizer.param_groups)
+        hypers = [hyper_of(kind_of(optimizer), group) for group in optimizer.param_groups]
+        n_states, fused = max(map(n_states_of, hypers)), all(hyper.fused for hyper in hypers)
     given, model = model, converted(model, dtype)
     trained = list(model.named_parameters())
     groups = {id(q): groups[id(p)] for (_, p), (_, q) in zip(named, trained, strict=True) if id(p) in groups}
@@ -500,7 +501,7 @@ def _foresee(
     return _Foreseen(
         found,
         times=lambda: _rehearsed(given, model, args, kwargs, modules, run, compute),
-        machine=lambda: measure_device(compute, folder) if isinstance(compute, Accelerator) else measure_machine(folder),
+        machine=lambda: measure_device(compute, folder) if isinstance(compute, Accelerator) else measure_machine(folder, fused),
     )
 
 

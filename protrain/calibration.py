@@ -80,28 +80,29 @@ LINK_TRANSFERS, LINK_BYTES = 16, 4 << 20
 #: Of parameters and state at home on a device, where no step has told.
 DEVICE_UPDATE_BYTES_PER_SECOND = 1e11
 
-_known: dict[tuple[int, int], Machine] = {}
+_known: dict[tuple[int, int, bool], Machine] = {}
 _links: dict[_core.Device, tuple[float, float, float]] = {}
 _lock = threading.Lock()
 
 
-def measure_machine(folder: str) -> Machine:
+def measure_machine(folder: str, fused: bool = True) -> Machine:
     """What lanes carry and cost on this machine, with the disk of `folder` and as many threads of compute as torch has now.
+    fused: whether updates round as torch's fused kernels do; those of its loop over parameters take longer.
 
-    The first call for a disk and a number of threads takes one to two seconds; later ones give the same object. Of a machine
-    whose device is its processor: upload, offload and gather stay empty.
+    The first call for a disk, a number of threads and a rounding takes one to two seconds; later ones give the same object. Of a
+    machine whose device is its processor: upload, offload and gather stay empty.
 
     Raises:
         DiskError: the folder is none or cannot be used, or the disk has no room for the file or fails.
     """
-    key = (os.stat(folder).st_dev, torch.get_num_threads()) if os.path.isdir(folder) else None
+    key = (os.stat(folder).st_dev, torch.get_num_threads(), fused) if os.path.isdir(folder) else None
     with _lock:
         if key is not None and key in _known:
             return _known[key]
         account = _core.swap_account(None)
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False), DisableTorchFunction():
-                machine = _measure(folder)
+                machine = _measure(folder, fused)
         finally:
             _core.swap_account(account)
         if key is not None:
@@ -137,8 +138,8 @@ def measure_device(accelerator: Accelerator, folder: str) -> Machine:
     )
 
 
-def _measure(folder: str) -> Machine:
-    bench = _core.MachineBench(folder, BUFFER_BYTES, FILE_BYTES)  # what cannot be used ends here
+def _measure(folder: str, fused: bool) -> Machine:
+    bench = _core.MachineBench(folder, BUFFER_BYTES, FILE_BYTES, fused)  # what cannot be used ends here
     try:
         return _Calibration(bench).run()
     finally:

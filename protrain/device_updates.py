@@ -136,16 +136,12 @@ def _scaled(grads: list[torch.Tensor], scale: float) -> list[Call]:
 
 def _kernel(hyper: Hyper, parts: list[Part], step: int, count: torch.Tensor) -> Call:
     """One update in fp32, by the kernel that `fused=True` runs. step, count: of this step, as a number and as a tensor."""
-    code, lr, decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov = hyper
     targets, grads = [part.target for part in parts], [part.grad for part in parts]
     states = [[part.states[i] for part in parts] for i in range(n_states_of(hyper))]
-    if code == SGD:
-        return torch._fused_sgd_, (targets, grads, states[0] if states else []), {
-            "weight_decay": decay, "momentum": momentum, "lr": lr, "dampening": dampening, "nesterov": nesterov,
-            "maximize": maximize, "is_first_step": step == 1,
-        }  # fmt: skip
-    run = torch._fused_adamw_ if code == ADAMW else torch._fused_adam_
-    counts = [count] * len(parts)
-    return run, (targets, grads, states[0], states[1], states[2] if amsgrad else [], counts), {
-        "lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps, "amsgrad": amsgrad, "maximize": maximize,
-    }  # fmt: skip
+    names = ["lr", "weight_decay", "maximize"]
+    if hyper.kind == SGD:
+        options = {name: getattr(hyper, name) for name in (*names, "momentum", "dampening", "nesterov")}
+        return torch._fused_sgd_, (targets, grads, states[0] if states else []), options | {"is_first_step": step == 1}
+    run = torch._fused_adamw_ if hyper.kind == ADAMW else torch._fused_adam_
+    options = {name: getattr(hyper, name) for name in (*names, "beta1", "beta2", "eps", "amsgrad")}
+    return run, (targets, grads, states[0], states[1], states[2] if hyper.amsgrad else [], [count] * len(parts)), options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -15,12 +15,31 @@ if TYPE_CHECKING:
     from .session import Session
 
 Group = dict[str, Any]
-Hyper = tuple[int, float, float, bool, float, float, float, bool, float, float, bool]
 
 ADAM, ADAMW, SGD = 0, 1, 2
 #: Names of the state arrays in torch's state dicts, in the order of the kernels' arrays.
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SGD_STATE = ("momentum_buffer",)
+
+
+class Hyper(NamedTuple):
+    """A parameter group's values as the kernels take them, in their order (csrc/optim/optim.h)."""
+
+    kind: int
+    lr: float
+    weight_decay: float
+    maximize: bool
+    beta1: float
+    beta2: float
+    eps: float
+    amsgrad: bool
+    momentum: float
+    dampening: float
+    nesterov: bool
+    #: Rounded as torch's fused kernels do; else as its loop over parameters, the default on a CPU.
+    fused: bool
+    #: lr is a tensor of fp32, with which that loop computes in fp32.
+    lr_is_float: bool
 
 
 def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
@@ -69,24 +88,26 @@ def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
         if group.get(option):
             raise PlanError(f"optimizer: {option}=True is not supported")
     lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
+    rounding = bool(group.get("fused")), isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32
     if kind is torch.optim.SGD:
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
-        return (SGD, lr, decay, maximize, 0.0, 0.0, 0.0, False, momentum, dampening, bool(group["nesterov"]))
+        return Hyper(SGD, lr, decay, maximize, 0.0, 0.0, 0.0, False, momentum, dampening, bool(group["nesterov"]), *rounding)
     code = ADAMW if kind is torch.optim.AdamW or group.get("decoupled_weight_decay") else ADAM
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    return (code, lr, decay, maximize, beta1, beta2, float(group["eps"]), bool(group["amsgrad"]), 0.0, 0.0, False)
+    eps, amsgrad = float(group["eps"]), bool(group["amsgrad"])
+    return Hyper(code, lr, decay, maximize, beta1, beta2, eps, amsgrad, 0.0, 0.0, False, *rounding)
 
 
 def n_states_of(hyper: Hyper) -> int:
     """Arrays of optimizer state for each parameter of a group."""
-    if hyper[0] == SGD:
-        return int(hyper[8] != 0)
-    return 3 if hyper[7] else 2
+    if hyper.kind == SGD:
+        return int(hyper.momentum != 0)
+    return 3 if hyper.amsgrad else 2
 
 
 def state_names(hyper: Hyper) -> tuple[str, ...]:
     """Their names in torch's state dicts."""
-    return (SGD_STATE if hyper[0] == SGD else ADAM_STATE)[: n_states_of(hyper)]
+    return (SGD_STATE if hyper.kind == SGD else ADAM_STATE)[: n_states_of(hyper)]
 
 
 class Optimizer(torch.optim.Optimizer):

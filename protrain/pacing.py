@@ -318,9 +318,10 @@ class Pacer:
         try:
             if isinstance(compute, Accelerator):
                 return measure_device(compute, settings.disk)
-            return scaled_disk(scaled_drag(measure_machine(settings.disk), self._drag_factor), self._disk_factor)
+            machine = measure_machine(settings.disk, self._wrapped.fused)
         except (DiskError, DeviceError, BudgetError, MemoryError):
             return None
+        return scaled_disk(scaled_drag(machine, self._drag_factor), self._disk_factor)
 
     def _timed_machine(self, update_seconds: float, update_bytes: int) -> Machine | None:
         """With what steps have shown of their own."""

@@ -97,8 +97,16 @@ class Wrapped:
         return max((len({entries[number].chunk for number in self.numbers_in(module)}) for module in modules), default=1)
 
     def hypers(self) -> list[Hyper]:
-        """The groups' values of this moment as the kernels take them; none where no kernel does."""
-        return [] if self.foreign else [hyper_of(self.kind, group) for group in self.groups]
+        """The groups' values of this moment as the kernels take them; none where no kernel does.
+
+        Beside a device, whose kernels round otherwise than the CPU's, updates on the CPU are fused, which is faster."""
+        hypers = [] if self.foreign else [hyper_of(self.kind, group) for group in self.groups]
+        return [hyper._replace(fused=True) for hyper in hypers] if self.compute.separate else hypers
+
+    @property
+    def fused(self) -> bool:
+        """Whether all updates round as torch's fused kernels do."""
+        return all(hyper.fused for hyper in self.hypers())
 
     @property
     def grads_outlive_backward(self) -> bool:

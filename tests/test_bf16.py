@@ -517,9 +517,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.skipif(not SIMDS, reason=f"torch's reference kernels need AVX2, it runs with {CAPABILITY}")
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "loop"])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "amsgrad", "sgd", "momentum"])
-def test_kernels_equal_torch_over_masters(kind: str, special: bool) -> None:
-    """torch's fused optimizer over the masters, then torch's rounding; ties, denormals, infinities and NaN are there."""
+def test_kernels_equal_torch_over_masters(kind: str, fused: bool, special: bool) -> None:
+    """torch's optimizer over the masters, then torch's rounding; ties, denormals, infinities and NaN are there."""
     generator = torch.Generator().manual_seed(3)
     values = torch.cat([EDGES, torch.tensor([float("inf"), -float("inf"), float("nan")])])
 
@@ -532,9 +533,9 @@ def test_kernels_equal_torch_over_masters(kind: str, special: bool) -> None:
     given = {"lr": 0.01, "weight_decay": 0.1} | {"amsgrad": {"amsgrad": True}, "momentum": {"momentum": 0.9}}.get(kind, {})
     masters = [nn.Parameter(draw(count)) for count in (*range(1, 34), 255, 1000, 4099)]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    reference = kinds[base](masters, fused=True, **given)
+    reference = kinds[base](masters, fused=fused, **given)
     group = reference.param_groups[0]
-    hyper = {name: group[name] for name in ("lr", "weight_decay", "maximize")}
+    hyper = {name: group[name] for name in ("lr", "weight_decay", "maximize", "fused")}
     if base == "sgd":
         hyper |= {name: group[name] for name in ("momentum", "dampening", "nesterov")}
         names = NAMES["sgd"][: int(group["momentum"] != 0)]

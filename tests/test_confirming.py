@@ -203,7 +203,7 @@ def test_steps_that_did_not_run_as_simulated_confirm_nothing(
     """Fewer passes than were planned for, whose step is no departure; and updates in the open that were to be behind backward."""
     lane = Speed(1e11, 1e11, 0.0)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine)
     monkeypatch.setattr(pacing, "sum_of", lambda *_: Sum(1.0, 0.0))
     clock, passes = Clock(monkeypatch), 1 if what == "rates" else 6
     model = gpt2()
@@ -264,7 +264,7 @@ def test_lanes_that_cost_more_than_was_measured_lead_to_another_plan(
     clock, plans = Clock(monkeypatch), []
     lane = Speed(6e8, 6e8, 6e-10)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e10, 1e10, 0.0), step_update_bytes_per_second=1e10)
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine)
     monkeypatch.setattr(pacing, "DEPARTURE", 1e9)
 
     def dear(*_: Any) -> Sum:
@@ -310,7 +310,7 @@ def test_waits_that_were_not_foretold_say_how_fast_the_disk_is(
     """What steps took is made up, and so is what the disk carried while they waited: a quarter of what it should have."""
     clock, lane = Clock(monkeypatch), Speed(1e11, 1e11, 0.0)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine)
     monkeypatch.setattr(pacing, "disk_work", lambda *_: DiskWork(0.05, 0.2))
     model = gpt2()
     clock.block_seconds = 1.0
@@ -364,7 +364,7 @@ def test_the_disk_is_taken_to_be_as_fast_as_explains_the_waits(
 ) -> None:
     lane = Speed(1e11, 1e11, 0.0)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine)
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine)
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=28 * MIB)
     step(model, optimizer, token_batches(1, batch=4)[0])

@@ -152,7 +152,7 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = Speed(1e9, 1e9, 0.0)
     machine = Machine(disk_read=speed, disk_write=speed, update=speed, step_update_bytes_per_second=1e9)
     for module in (api, pacing):
-        monkeypatch.setattr(module, "measure_machine", lambda folder: machine)
+        monkeypatch.setattr(module, "measure_machine", lambda *_: machine)
 
 
 # ---- the command line ----

@@ -73,6 +73,16 @@ OPTIMIZERS = {
         ],
         fused=True,
     ),
+    "AdamW, a loop": lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1),
+    "Adam, a loop": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(1e-3), weight_decay=0.1, amsgrad=True),
+    "AdamW, foreach": lambda m: torch.optim.AdamW(m.parameters(), foreach=True),
+    "momentum, a loop": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "groups, one fused": lambda m: torch.optim.AdamW(
+        [
+            {"params": [p for p in m.parameters() if p.dim() > 1], "fused": True},
+            {"params": [p for p in m.parameters() if p.dim() <= 1]},
+        ]
+    ),
 }
 
 

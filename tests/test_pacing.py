@@ -50,7 +50,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
 def test_the_third_step_runs_by_a_plan_of_the_first_two(
     speed: float, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(speed))
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(speed))
     monkeypatch.setattr(pacing, "LEAST_GAIN", 0.0)
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
@@ -192,7 +192,7 @@ def test_gradients_do_not_outlive_a_chunk_that_leaves_memory(gpt2: Any, token_ba
 
 
 def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(1e11))
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     session = session_of(model)
@@ -205,7 +205,7 @@ def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, 
         step(model, optimizer, ids)
     first = protrain.status(model).plan
     monkeypatch.undo()
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(1e11))
     step(model, optimizer, batches[2])
     assert protrain.status(model).plan.block_modes != first.block_modes
     protrain.unwrap(model)
@@ -239,7 +239,7 @@ def test_batches_of_many_lengths_are_a_profile_too(
     accumulate: int, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch is padded to its own longest sequence: the shape that was planned for may never come again."""
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(1e11))
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET, accumulate=accumulate)
     seen = []
@@ -307,7 +307,7 @@ class FromNumbers(nn.Module):
 
 
 def test_batches_without_tensors_are_a_profile_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "measure_machine", lambda _folder: machine(1e11))
+    monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(1e11))
     model = FromNumbers()
     model, optimizer = protrain.wrap(model, adamw(model), memory="64MiB")
     for first in range(pacing.PROFILED_STEPS):

@@ -698,7 +698,7 @@ class Apart(nn.Module):
 def test_a_step_that_changed_other_blocks_is_none_between(fused: bool | None, mode: str) -> None:
     def losses(wrap: bool) -> list[float]:
         model: Any = Apart()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused if wrap else True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         if wrap:
             model, optimizer = protrain.wrap(model, optimizer, memory=256 * MIB, block_modes=[mode] * 2)
         figures = []

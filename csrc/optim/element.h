@@ -15,7 +15,8 @@
 #define PTN_TAIL_UNIT ((size_t)8) /* elements of torch's vectors; what is left of a parameter is its tail */
 
 /* How many elements of the span are not in their parameter's tail: a prefix. */
-static inline size_t ptn_span_body(ptn_span span) {
+static inline size_t ptn_body_count(const ptn_update_scalars *s, ptn_span span) {
+  if (!s->has_tail) return span.count;
   size_t tail_first = span.total - span.total % PTN_TAIL_UNIT;
   if (tail_first <= span.first) return 0;
   size_t body = tail_first - span.first;
@@ -26,6 +27,13 @@ static inline __attribute__((always_inline)) float ptn_larger(float maximum, flo
   if (!tail && (isnan(maximum) || isnan(value))) return NAN;
   if (tail) return maximum < value ? value : maximum;
   return maximum > value ? maximum : value;
+}
+
+static inline __attribute__((always_inline)) float ptn_square_root(const ptn_update_scalars *s, float value) {
+  if (!s->roots) return sqrtf(value);
+  float root;
+  s->roots(1, &value, &root);
+  return root;
 }
 
 /* largest: NULL without amsgrad. */
@@ -40,7 +48,7 @@ static inline __attribute__((always_inline)) void ptn_adam_element(const ptn_upd
   *average = m;
   *square = v;
   if (largest) v = *largest = ptn_larger(*largest, v, tail);
-  float denominator = sqrtf(v) / s->bias2_root + s->eps;
+  float denominator = ptn_square_root(s, v) / s->bias2_root + s->eps;
   *param = p - s->step_size * m / denominator;
 }
 

@@ -1,5 +1,5 @@
-/* Update kernels: one pass over parameters, gradients and optimizer state in fp32, bit for bit what torch's fused CPU
- * kernels give (torch.optim.Adam, AdamW, SGD with fused=True).
+/* Update kernels: one pass over parameters, gradients and optimizer state in fp32, bit for bit what torch.optim.Adam, AdamW
+ * and SGD give on the CPU, with fused=True and, where a group is not fused, with torch's default: a loop over parameters.
  *
  * Each kernel exists as a plain reference and for AVX2 and AVX-512; the fastest that this CPU runs is chosen once. All
  * variants give the same bits. Arrays need only float alignment, any count is allowed, nothing is read or written outside.
@@ -16,6 +16,11 @@
  *   in vectors:    v = fma((1-beta2)*g, g, v*beta2)    buffer = fma(1-dampening, g, buffer*momentum)
  *   in the tail:   v = fma(v, beta2, (1-beta2)*g*g)    buffer = fma(buffer, momentum, (1-dampening)*g)
  *   amsgrad:       the maximum passes on a NaN of either side in vectors; in the tail a NaN in v leaves the old maximum
+ *
+ * The loop, which is one operation of torch after the other (foreach=True is the same on a CPU): all elements round as in
+ * vectors. Three things differ. 1 - lr*weight_decay is two operations in double; a tensor lr of fp32 is computed with in fp32;
+ * and square roots are those of torch.sqrt, which a library takes that does not always round them correctly.
+ *
  * torch restricted to ATEN_CPU_CAPABILITY=default, or on a CPU without AVX2, fuses nothing and is not the reference.
  * A NaN equals any NaN: its sign and payload are not part of the result (torch's own differ between its loops).
  *
@@ -41,6 +46,8 @@ typedef struct ptn_hyper {
   ptn_optimizer_kind kind;
   double lr, weight_decay;
   bool maximize;
+  bool fused;               /* rounded as torch's fused kernels do; else as its loop over parameters */
+  bool lr_is_float;         /* lr is a tensor of fp32 */
   double beta1, beta2, eps; /* Adam, AdamW */
   bool amsgrad;             /* Adam, AdamW */
   double momentum, dampening; /* SGD */
@@ -51,8 +58,14 @@ typedef struct ptn_hyper {
 /* Arrays of fp32 state for each parameter: Adam 2 (exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq), SGD 1 with momentum. */
 int ptn_state_count(const ptn_hyper *hyper);
 
+/* Square roots of count floats. out does not overlap in. */
+typedef void (*ptn_square_roots)(size_t count, const float *in, float *out);
+/* What torch.sqrt gives, where that is not rounded correctly: updates that are not fused take theirs here. Set once, before the first. */
+void ptn_update_use_square_roots(ptn_square_roots roots);
+
 /* The constants of one step in fp32; what a kernel does not use is 0. For the kernels only. */
 typedef struct ptn_update_scalars {
+  bool has_tail;      /* fused: the last elements of a parameter round otherwise */
   float grad_factor;  /* grad_scale, negative to maximize */
   float weight_decay; /* Adam, SGD: times the parameter, added to the gradient */
   bool add_decay;     /* weight_decay is not 0 */
@@ -63,6 +76,7 @@ typedef struct ptn_update_scalars {
   bool lerp_from_grad; /* 1 - beta1 is at least one half */
   float beta2, square_weight, bias2_root, eps, step_size;
   bool amsgrad;
+  ptn_square_roots roots; /* NULL: rounded correctly */
   /* SGD */
   float lr, momentum, grad_weight; /* grad_weight: 1 - dampening */
   bool has_momentum, first_step, nesterov;

@@ -36,16 +36,22 @@ INLINE void store_param(float *param, ptn_bf16 *rounded, size_t i, vec p) {
   if (rounded) vec_store_upper(rounded + i, vec_round(p));
 }
 
-/* Returns the number of elements done: all whole vectors of the body. */
+INLINE vec stepped(vec p, vec m, vec root, vec bias2_root, vec eps, vec step_size) {
+  vec denominator = vec_add(vec_div(root, bias2_root), eps);
+  return vec_sub(p, vec_div(vec_mul(step_size, m), denominator));
+}
+
+/* Returns the number of elements done: all whole vectors of the count. apart: without the parameters' step, for which square roots
+ * are taken in between. */
 INLINE size_t adam_vectors(const ptn_update_scalars *s, float *restrict param, float *restrict average, float *restrict square,
-                           float *restrict largest, const void *restrict grad, ptn_bf16 *restrict rounded, size_t body,
-                           bool add_decay, bool from_grad) {
+                           float *restrict largest, const void *restrict grad, ptn_bf16 *restrict rounded, size_t count,
+                           bool add_decay, bool from_grad, bool apart) {
   const vec grad_factor = vec_all(s->grad_factor), weight_decay = vec_all(s->weight_decay);
   const vec param_factor = vec_all(s->param_factor), lerp_weight = vec_all(s->lerp_weight);
   const vec beta2 = vec_all(s->beta2), square_weight = vec_all(s->square_weight);
   const vec bias2_root = vec_all(s->bias2_root), eps = vec_all(s->eps), step_size = vec_all(s->step_size);
   size_t i = 0;
-  for (; i + LANES <= body; i += LANES) {
+  for (; i + LANES <= count; i += LANES) {
     ahead(param + i), ahead(average + i), ahead(square + i);
     ahead((const char *)grad + i * (rounded ? sizeof(ptn_bf16) : sizeof(float)));
     vec p = load_param(param, rounded, i), g = vec_mul(load_grad(grad, i, rounded != NULL), grad_factor);
@@ -60,29 +66,64 @@ INLINE size_t adam_vectors(const ptn_update_scalars *s, float *restrict param, f
       v = vec_maximum(vec_load(largest + i), v);
       vec_store(largest + i, v);
     }
-    vec denominator = vec_add(vec_div(vec_sqrt(v), bias2_root), eps);
-    store_param(param, rounded, i, vec_sub(p, vec_div(vec_mul(step_size, m), denominator)));
+    if (apart) vec_store(param + i, p);
+    else store_param(param, rounded, i, stepped(p, m, vec_sqrt(v), bias2_root, eps, step_size));
   }
   return i;
 }
 
-INLINE size_t adam_body(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
-                        size_t body, bool add_decay, bool from_grad) {
-  if (s->amsgrad) return adam_vectors(s, param, state[0], state[1], state[2], grad, rounded, body, add_decay, from_grad);
-  return adam_vectors(s, param, state[0], state[1], NULL, grad, rounded, body, add_decay, from_grad);
+INLINE size_t adam_state(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                         size_t count, bool add_decay, bool from_grad, bool apart) {
+  float *largest = s->amsgrad ? state[2] : NULL;
+  if (largest) return adam_vectors(s, param, state[0], state[1], largest, grad, rounded, count, add_decay, from_grad, apart);
+  return adam_vectors(s, param, state[0], state[1], NULL, grad, rounded, count, add_decay, from_grad, apart);
+}
+
+INLINE size_t adam_pass(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                        size_t count, bool apart) {
+  if (s->add_decay && s->lerp_from_grad) return adam_state(s, param, state, grad, rounded, count, true, true, apart);
+  if (s->add_decay) return adam_state(s, param, state, grad, rounded, count, true, false, apart);
+  if (s->lerp_from_grad) return adam_state(s, param, state, grad, rounded, count, false, true, apart);
+  return adam_state(s, param, state, grad, rounded, count, false, false, apart);
+}
+
+/* What a pass apart leaves: the step of parameters, whose count is a multiple of LANES. */
+INLINE void adam_steps(const ptn_update_scalars *s, float *restrict param, const float *restrict average,
+                       const float *restrict roots, ptn_bf16 *restrict rounded, size_t count) {
+  const vec bias2_root = vec_all(s->bias2_root), eps = vec_all(s->eps), step_size = vec_all(s->step_size);
+  for (size_t i = 0; i < count; i += LANES) {
+    vec p = vec_load(param + i), m = vec_load(average + i);
+    store_param(param, rounded, i, stepped(p, m, vec_load(roots + i), bias2_root, eps, step_size));
+  }
+}
+
+/* Square roots are another's for so many elements at a time, which lie in the nearest cache. */
+#define ROOTS_COUNT ((size_t)512)
+
+INLINE size_t adam_apart(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
+                         size_t body) {
+  float roots[ROOTS_COUNT];
+  size_t whole = body - body % LANES;
+  for (size_t at = 0; at < whole; at += ROOTS_COUNT) {
+    size_t count = whole - at < ROOTS_COUNT ? whole - at : ROOTS_COUNT;
+    float *const states[] = {state[0] + at, state[1] + at, s->amsgrad ? state[2] + at : NULL};
+    const char *grads = (const char *)grad + at * (rounded ? sizeof(ptn_bf16) : sizeof(float));
+    adam_pass(s, param + at, states, grads, rounded ? rounded + at : NULL, count, true);
+    s->roots(count, states[s->amsgrad ? 2 : 1], roots);
+    adam_steps(s, param + at, states[0], roots, rounded ? rounded + at : NULL, count);
+  }
+  return whole;
 }
 
 INLINE size_t adam_all(const ptn_update_scalars *s, float *param, float *const state[], const void *grad, ptn_bf16 *rounded,
                        size_t body) {
-  if (s->add_decay && s->lerp_from_grad) return adam_body(s, param, state, grad, rounded, body, true, true);
-  if (s->add_decay) return adam_body(s, param, state, grad, rounded, body, true, false);
-  if (s->lerp_from_grad) return adam_body(s, param, state, grad, rounded, body, false, true);
-  return adam_body(s, param, state, grad, rounded, body, false, false);
+  if (s->roots) return adam_apart(s, param, state, grad, rounded, body);
+  return adam_pass(s, param, state, grad, rounded, body, false);
 }
 
 TARGET void ADAM_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
-  size_t body = ptn_span_body(span), done = adam_all(&s, param, state, grad, NULL, body);
+  size_t body = ptn_body_count(&s, span), done = adam_all(&s, param, state, grad, NULL, body);
   ptn_adam_elements(&s, param, state, grad, done, body, false);
   ptn_adam_elements(&s, param, state, grad, body, span.count, true);
 }
@@ -91,7 +132,7 @@ TARGET void ADAM_BF16_KERNEL(const ptn_update *update, ptn_bf16 *param, float *m
                              ptn_span span) {
   const ptn_update_scalars s = update->scalars;
   if (span.count == 0) return; /* a NULL of an empty array would be taken for that of fp32 */
-  size_t body = ptn_span_body(span), done = adam_all(&s, master, state, grad, param, body);
+  size_t body = ptn_body_count(&s, span), done = adam_all(&s, master, state, grad, param, body);
   ptn_adam_bf16_elements(&s, param, master, state, grad, done, body, false);
   ptn_adam_bf16_elements(&s, param, master, state, grad, body, span.count, true);
 }
@@ -124,7 +165,7 @@ INLINE size_t sgd_all(const ptn_update_scalars *s, float *param, float *const st
 
 TARGET void SGD_KERNEL(const ptn_update *update, float *param, float *const state[], const float *grad, ptn_span span) {
   const ptn_update_scalars s = update->scalars;
-  size_t body = ptn_span_body(span), done = sgd_all(&s, param, state, grad, NULL, body);
+  size_t body = ptn_body_count(&s, span), done = sgd_all(&s, param, state, grad, NULL, body);
   ptn_sgd_elements(&s, param, state, grad, done, body, false);
   ptn_sgd_elements(&s, param, state, grad, body, span.count, true);
 }
@@ -133,7 +174,7 @@ TARGET void SGD_BF16_KERNEL(const ptn_update *update, ptn_bf16 *param, float *ma
                             ptn_span span) {
   const ptn_update_scalars s = update->scalars;
   if (span.count == 0) return;
-  size_t body = ptn_span_body(span), done = sgd_all(&s, master, state, grad, param, body);
+  size_t body = ptn_body_count(&s, span), done = sgd_all(&s, master, state, grad, param, body);
   ptn_sgd_bf16_elements(&s, param, master, state, grad, done, body, false);
   ptn_sgd_bf16_elements(&s, param, master, state, grad, body, span.count, true);
 }

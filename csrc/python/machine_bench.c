@@ -119,12 +119,13 @@ static void close_bench(bench_object *self) {
   self->memory = NULL;
 }
 
-static ptn_status open_bench(bench_object *self, const char *folder, uint64_t file_bytes) {
+static ptn_status open_bench(bench_object *self, const char *folder, uint64_t file_bytes, bool fused) {
   void *memory;
   PTN_TRY(ptn_arena_alloc(NULL, self->memory_bytes, &memory));
   self->memory = memory;
   for (size_t i = 0; i < self->memory_bytes / sizeof(float); i++) self->memory[i] = 0.01f;
-  ptn_hyper hyper = {.kind = PTN_ADAMW, .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
+  ptn_hyper hyper = {
+      .kind = PTN_ADAMW, .fused = fused, .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   PTN_TRY(ptn_update_prepare(&self->update, &hyper, 100, 1.0f));
   /* Each request by itself: what one of a size costs is what is asked. */
   PTN_TRY(ptn_store_create_with(&self->store, folder, &(ptn_store_options){.parts_count = 1}));
@@ -132,10 +133,11 @@ static ptn_status open_bench(bench_object *self, const char *folder, uint64_t fi
 }
 
 static PyObject *bench_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"folder", "memory_bytes", "file_bytes", NULL};
+  static char *names[] = {"folder", "memory_bytes", "file_bytes", "fused", NULL};
   const char *folder;
   unsigned long long memory_bytes, file_bytes;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKK", names, &folder, &memory_bytes, &file_bytes)) return NULL;
+  int fused = 1;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKK|p", names, &folder, &memory_bytes, &file_bytes, &fused)) return NULL;
   if (memory_bytes % (ARRAYS * PIECE_COUNT * sizeof(float)) != 0 || memory_bytes == 0)
     return PyErr_Format(PyExc_ValueError, "memory_bytes is %llu; a positive multiple of %zu is wanted", memory_bytes,
                         ARRAYS * PIECE_COUNT * sizeof(float));
@@ -147,7 +149,7 @@ static PyObject *bench_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
   ptn_status status;
   ptn_error error;
   Py_BEGIN_ALLOW_THREADS
-  status = open_bench(self, folder, file_bytes);
+  status = open_bench(self, folder, file_bytes, fused != 0);
   if (status != PTN_OK) {
     ptn_error_save(&error);
     close_bench(self);

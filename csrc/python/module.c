@@ -9,6 +9,7 @@
 #include "memory/arena.h"
 #include "python/binding.h"
 #include "torch/allocator.h"
+#include "torch/square_roots.h"
 
 int ptn_python_forks;
 static pthread_once_t watch_once = PTHREAD_ONCE_INIT;
@@ -166,6 +167,7 @@ static int exec_module(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
   if (check_interpreter() < 0) return -1;
   ptn_torch_raise = raise_from_allocator;
+  ptn_torch_use_square_roots();
   pthread_once(&watch_once, watch_forks);
   if (add_type(module, &ptn_region_spec, "Region", &state->region_type) < 0) return -1;
   if (add_type(module, &ptn_device_spec, "Device", &state->device_type) < 0) return -1;

@@ -6,15 +6,17 @@
 static const char *const KINDS[] = {"adam", "adamw", "sgd"};
 
 int ptn_python_hyper(PyObject *tuple, ptn_hyper *out) {
-  int kind, maximize, amsgrad, nesterov;
+  int kind, maximize, amsgrad, nesterov, fused, lr_is_float;
   memset(out, 0, sizeof *out);
-  if (!PyArg_ParseTuple(tuple, "iddpdddpddp", &kind, &out->lr, &out->weight_decay, &maximize, &out->beta1, &out->beta2, &out->eps,
-                        &amsgrad, &out->momentum, &out->dampening, &nesterov))
+  if (!PyArg_ParseTuple(tuple, "iddpdddpddppp", &kind, &out->lr, &out->weight_decay, &maximize, &out->beta1, &out->beta2,
+                        &out->eps, &amsgrad, &out->momentum, &out->dampening, &nesterov, &fused, &lr_is_float))
     return 0;
   out->kind = (ptn_optimizer_kind)kind;
   out->maximize = maximize != 0;
   out->amsgrad = amsgrad != 0;
   out->nesterov = nesterov != 0;
+  out->fused = fused != 0;
+  out->lr_is_float = lr_is_float != 0;
   return 1;
 }
 
@@ -45,6 +47,8 @@ static int read_hyper(const char *kind, PyObject *dict, ptn_hyper *out) {
   out->momentum = number_of(dict, "momentum");
   out->dampening = number_of(dict, "dampening");
   out->nesterov = number_of(dict, "nesterov") != 0;
+  out->fused = number_of(dict, "fused") != 0;
+  out->lr_is_float = number_of(dict, "lr_is_float") != 0;
   return !PyErr_Occurred();
 }
 

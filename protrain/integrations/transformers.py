@@ -6,8 +6,7 @@
     trainer.train()
 
 It is the Trainer in all but where the training state lies: fit, accumulate, clip, evaluate, predict, callbacks, logs, saving
-and resuming give what the plain Trainer with optim="adamw_torch_fused" gives, bit for bit. Checkpoints are the plain Trainer's
-too, in both directions.
+and resuming give what the plain Trainer gives, bit for bit. Checkpoints are the plain Trainer's too, in both directions.
 
 The model is wrapped when its optimizer is made, at the start of `train()`, and stays so: `protrain.status(trainer.model)`
 tells what happened, `protrain.unwrap(trainer.model)` makes it an ordinary model again. The other places where this Trainer
