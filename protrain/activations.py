@@ -31,12 +31,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core, keycaches, randomness
 from .compiled import functions_behind, grad_fns
+from .counting import uncounted
 from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import DisableTorchFunction
 from .randomness import numpy_state, same_numpy_state
 
 if TYPE_CHECKING:
+    from .compute import Compute
     from .running import Runner
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -224,7 +226,7 @@ class Frame:
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
         self.state = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
-        self.random_state = self.compute.random_state(), random.getstate()
+        self.random_state = _random_state(self.compute), random.getstate()
         self.numpy_state = numpy_state() if self.habits.numpy is not False else None
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -296,7 +298,7 @@ class Frame:
                 "before step(), or wrap with block_modes that keep this block"
             )
         inputs = _bring_inputs(self.inputs)
-        now = self.compute.random_state()
+        now = _random_state(self.compute)
         self.compute.set_random_state(self.random_state[0])
         enabled, dtype, cache = self.autocast
         place = 0
@@ -342,6 +344,12 @@ class Frame:
         finally:
             self.compute.set_random_state(now)
         self.inputs, self.versions, self.caches = None, [], []
+
+
+def _random_state(compute: Compute) -> Any:
+    """Counts in no budget, as Python's own does not: 5 KB for each block."""
+    with uncounted():
+        return compute.random_state()
 
 
 # ---- running a block ----

@@ -41,8 +41,7 @@ from .workspace import Workspace, tensors_in, workspace_bytes
 
 Rounding = Callable[[int], int]
 
-#: What no dry run sees: tensors that plain numbers become in operations, and random states that are put aside while a block is
-#: recomputed (5 KB each). Up to 12 KB were found, whatever the number of blocks.
+#: What no dry run sees: tensors that plain numbers become in operations. Up to 12 KB were found, whatever the number of blocks.
 SMALL_UNSEEN_BYTES = 16 << 10
 
 #: And what none of blocks that swap sees: norms that are clipped (64 bytes for each parameter), a record that was asked for
