@@ -5,6 +5,10 @@ mask leaves, where a sentence ends. So operations on whole numbers that are know
 is answered from there, and an output whose size hangs on values has the size that it has. What comes of the batch's other numbers
 or of parameters is never known, nor of chance, but where one number is drawn; and a batch without data knows nothing.
 
+Which of several a program chooses by computed numbers (a router its experts, by topk or argmax) is not known either, but how many
+choose what hardly changes a step's memory. So places are made up, some of them chosen more often, and followed like known ones.
+No computed number is taken to be infinite or none at all, for which programs look before they raise.
+
 The first batch of its shapes stands for all: one that selects more of its tokens may need more than was foreseen.
 """
 
@@ -29,7 +33,19 @@ MOST_NUMBERS = 1 << 18
 #: A single random number, drawn to decide whether a layer is left out: below what share of them it is. None is, then.
 _ALMOST_ONE = 0.999
 
+#: Answers that a program asks for in a run; what asks for more hangs on one that is not right, in a loop that has no end.
+MOST_ANSWERS = 1 << 16
+
 _aten = torch.ops.aten
+
+#: What chooses along a dimension, or along the last one: the number of the output that has the places.
+_CHOOSING = {
+    _aten.topk.default: 1, _aten.max.dim: 1, _aten.min.dim: 1, _aten.sort.default: 1, _aten.sort.stable: 1,
+    _aten.argmax.default: 0, _aten.argmin.default: 0, _aten.multinomial.default: 0,
+}  # fmt: skip
+
+#: What is true of no number that can be computed with.
+_OF_NONE = (_aten.isnan.default, _aten.isinf.default)
 
 
 def _is_whole(kind: torch.dtype) -> bool:
@@ -49,6 +65,7 @@ class KnownValues:
 
     def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
         self._of = WeakIdKeyDictionary()
+        self._answers = 0
         for fake, real in given:
             if _is_whole(real.dtype) and real.layout == torch.strided and _small([real]) and _has_data(real):
                 self._of[fake] = _really(functools.partial(_copy, real))
@@ -65,8 +82,15 @@ class KnownValues:
             result = run(operation, args, kwargs)
             if operation._schema.is_mutable:
                 self._forget(operation, args, kwargs)
+            if operation in _CHOOSING:
+                self._make_up(operation, args, kwargs, result)
+            if operation in _OF_NONE:
+                self._of[result] = _really(lambda: torch.zeros((), dtype=torch.bool).expand(result.shape))
             return result
         if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operation.tags):
+            self._answers += 1
+            if self._answers > MOST_ANSWERS:
+                return run(operation, args, kwargs)
             real = self._run(operation, args, kwargs)
             result = tree_map_only(torch.Tensor, _stand_in, real)
         else:
@@ -99,6 +123,16 @@ class KnownValues:
         if inputs:
             return all(self.value(tensor) is not None for tensor in inputs)
         return any(argument.name == "dtype" for argument in operation._schema.arguments) and "empty" not in operation._schema.name
+
+    def _make_up(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Places for a choice by numbers that are not known."""
+        places = [result] if isinstance(result, torch.Tensor) else list(result)
+        chosen, chooser = places[_CHOOSING[operation]], args[0]
+        words = operation._schema.arguments
+        named = {word.name: word.default_value for word in words} | {w.name: given for w, given in zip(words, args, strict=False)}
+        dim = (named | dict(kwargs)).get("dim", -1)
+        if chooser.dim() and dim is not None and _small([chosen]):
+            self._of[chosen] = _really(lambda: _uneven(chosen, chooser, dim))
 
     def _run(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given, named = tree_map_only(torch.Tensor, self.value, (tuple(args), dict(kwargs)))
@@ -140,6 +174,21 @@ def _really(make: Callable[[], Any]) -> Any:
     """What `make` makes has data, and counts in no budget."""
     with unset_fake_temporarily(), uncounted():
         return make()
+
+
+def _uneven(chosen: torch.Tensor, chooser: torch.Tensor, dim: int) -> torch.Tensor:
+    """Places along a dimension of the chooser, different ones of a row, the first chosen about twice as often as the middle and
+    the last hardly ever: what a step computes for one place after the other is rather too much than too little."""
+    among = chooser.shape[dim]
+    in_row = chosen.shape[dim] if chosen.dim() == chooser.dim() else 1
+    n_rows = chosen.numel() // max(in_row, 1)
+    share = (torch.arange(n_rows) + 0.5) / max(n_rows, 1)
+    first = (among * (1 - (1 - share).sqrt())).long()
+    rows = (first[:, None] + torch.arange(in_row)) % among
+    if chosen.dim() == chooser.dim():
+        last = chosen.movedim(dim, -1).shape
+        rows = rows.reshape(last).movedim(-1, dim)
+    return torch.empty_strided(chosen.shape, chosen.stride(), dtype=chosen.dtype).copy_(rows.reshape(chosen.shape))
 
 
 def _stand_in(real: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,6 +89,75 @@ class Leaving(Layers):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten().clamp(min=0))
 
 
+class Checked(Layers):
+    """Raises where a number is none."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.through(ids.repeat(1, 4))
+        x[torch.isinf(x)] = 0
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.repeat(1, 4).flatten().clamp(min=0))
+        if torch.isnan(x).any() or torch.isnan(loss):
+            raise ValueError("not a number")
+        return loss
+
+
+class Routed(nn.Module):
+    """Experts that a router chooses for each token. way: how tokens are brought to theirs."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.router = way, nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(Layers.block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        shares = self.router(tokens).softmax(-1)
+        result: torch.Tensor = getattr(self, self.way)(tokens, shares).view_as(x)
+        return result
+
+    def by_where(self, tokens: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        weights, chosen = shares.topk(2, dim=-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if rows.numel():
+                out.index_add_(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        return out
+
+    def by_hits(self, tokens: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        _, chosen = torch.topk(shares, 2)
+        mask = nn.functional.one_hot(chosen, 4).permute(2, 1, 0)
+        out = torch.zeros_like(tokens)
+        for hit in mask.sum((-1, -2)).nonzero():
+            _, rows = torch.where(mask[hit[0]])
+            out[rows] += self.experts[hit[0]](tokens[rows]) * shares[rows, hit[0], None]  # type: ignore[index]
+        return out
+
+    def by_counts(self, tokens: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        share, chosen = shares.max(dim=-1)
+        order = chosen.argsort(stable=True)
+        parts = tokens[order].split(torch.bincount(chosen, minlength=4).tolist())
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.zeros_like(tokens).index_copy(0, order, done) * share[:, None]
+
+    def by_capacity(self, tokens: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        mask = nn.functional.one_hot(shares.argmax(-1), 4)
+        mask = mask * (mask.cumsum(0) <= 48)
+        return sum(mask[:, n, None] * expert(tokens * shares[:, n, None]) for n, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class Mixture(Layers):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed(way) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.through(ids)).flatten(0, 1), labels.flatten().clamp(min=0))
+
+
+MIXTURES = [partial(Mixture, way) for way in ("by_where", "by_hits", "by_counts", "by_capacity")]
+
+
 def batches(count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -117,7 +187,7 @@ def foreseen(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> i
     return dry_run(model, args, kwargs, blocks, chunks, round_bytes=_core.rounded_bytes).keep_peak_bytes
 
 
-@pytest.mark.parametrize("make", [Selecting, Heard, Packed, Leaving])
+@pytest.mark.parametrize("make", [Selecting, Heard, Packed, Leaving, Checked, *MIXTURES])
 def test_such_models_are_trained_in_the_smallest_budget_and_foreseen(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     plain = make()
@@ -196,6 +266,48 @@ def test_what_floats_decide_is_not_foreseen_nor_what_a_batch_without_data_would(
         foreseen(Deciding(), ids, torch.ones(3))
     with pytest.raises(DryRunError, match="DataDependent"):
         foreseen(Selecting(), ids.to("meta"), labels.to("meta"))
+
+
+def test_a_loop_that_waits_for_what_a_choice_never_is_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knownvalues, "MOST_ANSWERS", 50)
+
+    class Waiting(Layers):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.through(ids)
+            while int(self.head(x).argmax(-1).max()) <= WORDS:
+                x = x + 1
+            return x.mean()
+
+    with pytest.raises(DryRunError, match="DataDependent"):
+        foreseen(Waiting(), batches(1)[0][0])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6, 5), -1), ((6, 5), 0), ((2, 3, 4), 1), ((7,), 0)])
+def test_choices_that_are_made_up_are_places_of_their_dimension(shape: tuple[int, ...], dim: int) -> None:
+    aten, among = torch.ops.aten, shape[dim]
+    found = []
+    with FakeTensorMode():
+        numbers, known = torch.empty(shape), knownvalues.KnownValues()
+
+        def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+            result = known.call(operation, args, kwargs, lambda run, given, named: run(*given, **named))
+            return [result] if isinstance(result, torch.Tensor) else result
+
+        for operation, args, kwargs in (
+            (aten.topk.default, (2, dim), {}), (aten.max.dim, (dim, True), {}), (aten.min.dim, (dim,), {}),
+            (aten.argmax.default, (dim,), {}), (aten.argmin.default, (), {"dim": dim, "keepdim": True}),
+            (aten.sort.default, (dim,), {}), (aten.sort.stable, (), {"stable": True, "dim": dim}),
+        ):  # fmt: skip
+            fake = call(operation, numbers, *args, **kwargs)[-1]
+            found.append(((fake.shape, fake.stride(), fake.dtype), known.value(fake)))
+        assert known.value(call(aten.argmax.default, numbers)[0]) is None, "not along a dimension"
+    for described, value in found:
+        assert value is not None
+        assert (value.shape, value.stride(), value.dtype) == described
+        assert 0 <= int(value.min()) <= int(value.max()) < among
+        if value.dim() == len(shape):  # different ones, of a row
+            rows = value.movedim(dim, -1).reshape(-1, value.shape[dim])
+            assert all(len(set(row)) == len(row) for row in rows.tolist())
 
 
 def test_what_is_written_over_with_what_is_not_known_is_not_known() -> None:
