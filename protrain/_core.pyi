@@ -27,6 +27,7 @@ class Stats(TypedDict):
     disk_checksum_ns: int
     live_bytes: int
     peak_bytes: int
+    refused_bytes: int
     limit_bytes: int
     disk_engine: str
     goal_bytes: int

@@ -117,6 +117,7 @@ class DryRun:
     output_count: outputs that backward starts from.
     record_bytes: the mean size of what a block saves in one storage that the stash takes, and of blocks the median; 0: nothing,
         or not known.
+    outside_bytes: outputs of which the program around the model makes its loss; 0: the model makes it.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
 
@@ -130,6 +131,7 @@ class DryRun:
     keep_peak_bytes: int
     checkpoint_peak_bytes: int
     record_bytes: int = 0
+    outside_bytes: int = 0
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""
@@ -510,6 +512,15 @@ def _output_tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def _loss_outside(output: torch.Tensor) -> torch.Tensor:
+    """A loss that the program around the model makes of its output: cross entropy in fp32, as of most outputs that are large."""
+    numbers = output.float() if output.dtype != torch.float64 else output
+    if numbers.dim() < 2:
+        return numbers.square().mean()
+    rows = numbers.flatten(0, -2)
+    return torch.nn.functional.cross_entropy(rows, torch.empty(len(rows), dtype=torch.int64))
+
+
 class _Gradients:
     """Holds each chunk's gradients until all of its trained parameters have theirs, as the engine does. Those of a compiled
     module come together, when its backward is through."""
@@ -675,6 +686,7 @@ class _Run:
     n_together: int
     output_count: int
     record_bytes: int
+    outside_bytes: int
 
     def accesses_of_phases(self) -> list[list[int]]:
         return _by_phase(self.accesses, self.access_phases, len(self.segments))
@@ -688,15 +700,12 @@ def _finish_segments(meter: _Meter) -> list[_Segment]:
     return meter.segments
 
 
-def _add_unseen(segments: list[_Segment], held_bytes: int, outside_bytes: int) -> None:
-    """What no dry run sees, and what the program around the model holds: until backward the output of the step before; in the
-    head what a loss that is made outside holds beside the outputs and their gradients, up to twice as much as they are."""
+def _add_unseen(segments: list[_Segment], held_bytes: int) -> None:
+    """What no dry run sees, and what the program around the model holds until backward: the output of the step before."""
     for segment in segments:
         if not segment.backward:
             segment.entry += held_bytes
             segment.hold(held_bytes)
-        if segment.block < 0:
-            segment.hold(2 * outside_bytes)
         segment.hold(UNSEEN_BYTES)
 
 
@@ -725,19 +734,23 @@ def _run_step(
             if not starts:
                 raise DryRunError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
             held_bytes = meter.bytes_of(_output_tensors(output)) if hold_output else 0
-            outside_bytes = meter.bytes_of([start for start in starts if start.numel() > 1])
+            outside_bytes, output_count = meter.bytes_of([start for start in starts if start.numel() > 1]), len(starts)
             if not hold_output:
                 output = None
-            seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
             last = meter.segments[-1]
             if last.block >= 0:  # a model that ends in its last block has an empty head
                 meter.begin(-1, False)
             last.pending = False
+            if outside_bytes:
+                sizes = [start.nbytes for start in starts]
+                largest = sizes.index(max(sizes))
+                starts[largest] = _loss_outside(starts[largest])
+            seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
             torch.autograd.backward(starts, seeds)
-            segments, output_count = _finish_segments(meter), len(starts)
+            segments = _finish_segments(meter)
             del output, starts, seeds
             if mode == "swap":
-                _add_unseen(segments, held_bytes, outside_bytes)
+                _add_unseen(segments, held_bytes)
     finally:
         gradients.clear()
         for put_back in reversed(undo):
@@ -747,7 +760,7 @@ def _run_step(
     accesses, phases = [chunk for chunk, _ in meter.accesses], [number_of(segment) for _, segment in meter.accesses]
     means = [sum(sizes) // len(sizes) for sizes in meter.saved.values()]
     record_bytes = median_low(means) if means else 0
-    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes)
+    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes)
 
 
 def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
@@ -824,6 +837,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         max(phase.keep_peak_bytes for phase in phases),
         max(phase.checkpoint_peak_bytes for phase in phases),
         keep.record_bytes,
+        keep.outside_bytes,
     )
 
 

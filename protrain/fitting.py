@@ -1,16 +1,22 @@
 """Fitting: an arrangement for each batch, made before its first operation, that keeps to the budget.
 
 Before any batch is known there is one for the states alone. A batch larger than those before is foreseen by a dry run, and
-planned for from memory; a model that cannot run without data makes its first step under the safest plan, and what that took is
-planned with from then on. What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too
-little room blocks that keep are recomputed, or the batch is refused. Plans by time come later (pacing.py).
+planned for from memory, as are all that came before it; a model that cannot run without data makes its first step under the
+safest plan, and what that took is planned with from then on.
+
+What the program around the model does is not foreseen, only guessed. Where it makes the loss that is cross entropy, and a first
+step leaves room for one that takes more. It holds the model's output while backward runs, until a step shows that it does not. It
+runs one forward before each backward. Whatever a step held, or was refused, beyond that counts in later plans.
+
+What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too little room blocks that keep
+are recomputed, or the batch is refused. Plans by time come later (pacing.py).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +37,13 @@ from .tiers import host_room, place_away
 from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .wrapped import Wrapped
 
+#: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
+ROOM_FOR_LOSS = (4, 2, 0)
+#: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
+HELD_BYTES = 1 << 20
+
 Shapes = tuple[tuple[int, ...], ...]
+Batch = tuple[DryRun | None, Shapes]
 _Found = TypeVar("_Found")
 
 
@@ -122,6 +134,14 @@ class Fitter:
         self.planned = False
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self._measured_bytes = 0
+        self._unseen_bytes = 0  # in each plan, of what no dry run sees
+        self._held_before = 0  # when the step under way began
+        self._knows_loss = False  # a step was made of the batch that was planned for
+        self._largest: Batch = (None, ())  # of those planned for
+        self._refused = 0  # steps in a row
+        self._several_hold = 0  # forwards before a backward, before the last of them
+        self._holds_output = True  # the program, while backward runs
+        self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
         self._workspace: Workspace = workspace_bytes
         if not wrapped.compute.separate:
             self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
@@ -136,18 +156,20 @@ class Fitter:
         times: Times | None = None,
         machine: Machine | None = None,
         as_now: bool = False,
+        like: Plan | None = None,
         wrapped: Wrapped | None = None,
     ) -> Arrangement:
-        """The arrangement for what a dry run foresaw; as_now: with the decisions of the one in use; wrapped: as it would be in
-        another budget.
+        """The arrangement for what a dry run foresaw; like: with the decisions of this plan, as_now: of the one in use; wrapped:
+        as it would be in another budget.
 
         Raises:
             BudgetError: nothing fits.
         """
         wrapped = wrapped or self._wrapped
         settings = wrapped.settings
+        unknown_bytes += self._unseen_bytes if run is not None else 0
         modes: Sequence[str] | None = settings.block_modes
-        given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else None
+        given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
         n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
@@ -179,7 +201,7 @@ class Fitter:
         """Whether a batch of these shapes needs no more than one that was planned for."""
         return any(covers(known, shapes) for known, _ in self.dry_runs)
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[DryRun | None, Shapes]:
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch:
         """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided.
 
         Raises:
@@ -195,21 +217,183 @@ class Fitter:
                 stacklevel=6,
             )
         try:
-            best = self.decide(run)
+            best = self._first(run)
         except BudgetError as error:
             if self._homes.arrangement is not before:
                 with suppress(BudgetError):
                     self._homes.rearrange(before)
             raise self._refusal(error, run, args, kwargs) from None
-        largest = run, shapes
+        best, self._largest = self._with_others(best, (run, shapes))
+        self.carry_out(best)
+        self.dry_runs.append((shapes, run))
+        self.planned = True
+        return self._largest
+
+    def _first(self, run: DryRun | None) -> Arrangement:
+        """The arrangement for a batch; the first one leaves room for a loss that nobody has seen yet."""
+        outside = run.outside_bytes if run is not None else 0
+        if outside and not self._knows_loss:
+            for times in ROOM_FOR_LOSS:
+                self._unseen_bytes = times * outside
+                with suppress(BudgetError):
+                    return self.decide(run)
+        known = max((run.outside_bytes for _, run in self.dry_runs if run is not None), default=0)
+        if outside > known > 0:
+            self._unseen_bytes = -(-self._unseen_bytes * outside // known)
+        return self.decide(run)
+
+    def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
+        """Of this batch and those before the one that needs the most, which decides, with room for the others."""
+        also = largest[0]
         for known, other in self.dry_runs:
             again = self.decide(other)
             if _needs_more(again, best, self._wrapped.settings.memory_bytes):
                 best, largest = again, (other, known)
+        return self.decide_for_all(largest[0], also), largest
+
+    def decide_for_all(
+        self,
+        run: DryRun | None,
+        also: DryRun | None = None,
+        *,
+        times: Times | None = None,
+        machine: Machine | None = None,
+        as_now: bool = False,
+    ) -> Arrangement:
+        """The arrangement for what a dry run foresaw, as `decide`, in which there is room for every batch that was planned for,
+        and for this one.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        budget, more = self._wrapped.settings.memory_bytes, 0
+        others = [other for other in (also, *(known for _, known in self.dry_runs)) if other is not None and other is not run]
+        if self._wrapped.settings.plan is not None:
+            others = []
+        while True:
+            found, lacks = self.decide(run, more, times=times, machine=machine, as_now=as_now), 0
+            for other in others:
+                try:
+                    again = self.decide(other, like=found.plan)
+                except BudgetError as error:
+                    lacks = max(lacks, error.smallest_bytes - budget)
+                else:  # beside the slots that are there
+                    lacks = max(lacks, again.plan.peak_bytes - again.static_bytes + found.static_bytes - budget)
+            if lacks <= 0:
+                return found
+            more += lacks
+
+    # ---- what steps tell ----
+
+    def begin_step(self) -> None:
+        """What a program holds now it may let go of before the step is at its highest."""
+        self._held_before = self._held_bytes()
+
+    def learn(self, highest_bytes: int, batches: Iterable[Shapes]) -> Batch | None:
+        """A step of these batches was made that had so much in memory at most. Where that was more than foreseen, or the loss has
+        left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
+        batches = list(batches)
+        if not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
+            return None
+        before = self._unseen_bytes
+        more = highest_bytes - self._homes.arrangement.plan.peak_bytes
+        shows_loss = not self._knows_loss and all(shapes == self._largest[1] for shapes in batches)
+        self._unseen_bytes = max(before + more, 0 if shows_loss and not self._several_hold else before)
+        self._knows_loss, self._refused = self._knows_loss or shows_loss, 0
+        if self._unseen_bytes == before or (self._unseen_bytes > before and self._plan_as_now()):
+            return None
+        try:
+            return self._plan_again()
+        except BudgetError:
+            return None  # the plan in use did
+
+    def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+        """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
+        are made anew, with room for it, and each time in a row for twice as much more; returns the batch that decided.
+
+        Raises:
+            BudgetError: nothing fits any more. What was learned is forgotten, for the next step to show it again.
+        """
+        more = needed_bytes - self._homes.arrangement.plan.peak_bytes
+        if not self._learns() or more <= 0:
+            return None
+        self._unseen_bytes += more << self._refused
+        self._refused, self._knows_loss = self._refused + 1, False
+        try:
+            return self._plan_again()
+        except BudgetError as error:
+            refused = self._refusal(error, self._largest[0], args, kwargs)
+            self._unseen_bytes = self._refused = 0
+            raise refused from None
+
+    def note_several(self) -> None:
+        """Another forward of a step begins whose backward comes with that of those before. What they hold has no room in this
+        step but what its plan leaves; from the next one on it is planned with."""
+        self._several_hold = max(self._several_hold, self._held_bytes())
+
+    def note_output(self, held: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+        """Whether the program held the output of the step before while backward ran; args, kwargs: what the next is about to be
+        made of. Where it did not, a batch like the last is foreseen anew, and planned for."""
+        shapes, planned = shapes_of(args, kwargs), [known for known, _ in self.dry_runs]
+        if held or not self._holds_output or planned != [shapes] or not self._learns():
+            return None
+        self._holds_output = False
+        try:
+            run = self._foresee_measured(args, kwargs)
+        except DryRunError:
+            return None
+        self.dry_runs, self._largest = [(shapes, run)], (run, shapes)
+        with suppress(BudgetError):  # something else is in memory
+            self._plan_again()
+        return self._largest
+
+    def foresee_later(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> None:
+        """A batch that came when gradients were under way: nothing can move for it now, but before the next step."""
+        if any(covers(known, shapes) for known, _ in self._later):
+            return
+        with suppress(DryRunError):
+            beside = MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
+            workspace = self._workspace if self._wrapped.compute.separate else beside
+            self._later.append((shapes, self._foresee(self._wrapped, args, kwargs, workspace)))
+
+    def plan_later(self) -> Batch | None:
+        """Between steps: plan for what came in the last one; returns the batch that decides where plans may be others now. Where
+        nothing fits what came it is forgotten."""
+        new, before = self._later, self._unseen_bytes
+        self.dry_runs += new
+        self._later = []
+        if self._learns():
+            self._unseen_bytes = max(before, self._several_hold)
+        if not new and self._unseen_bytes == before:
+            return None
+        for unseen_bytes in (self._unseen_bytes, before if self._knows_loss else self._several_hold):
+            self._unseen_bytes = unseen_bytes
+            with suppress(BudgetError):
+                return None if not new and self._plan_as_now() else self._plan_again()
+        self._unseen_bytes, self.dry_runs = before, self.dry_runs[: len(self.dry_runs) - len(new)]
+        return None
+
+    def _learns(self) -> bool:
+        runs = [run for _, run in self.dry_runs]
+        foreseen = [run.outside_bytes for run in runs if run is not None]
+        if self._wrapped.settings.plan is not None or self._wrapped.compute.separate or not runs or len(foreseen) < len(runs):
+            return False
+        return self._held_before <= HELD_BYTES + max(foreseen)
+
+    def _plan_as_now(self) -> bool:
+        """Whether the decisions in use can stand; what is foretold of memory is put right."""
+        now = self._homes.arrangement.plan
+        try:
+            found = self.decide_for_all(self._largest[0], as_now=True)
+        except BudgetError:
+            return False
+        self._homes.rearrange(replace(found, plan=replace(found.plan, step_seconds=now.step_seconds, forecast=now.forecast)))
+        return True
+
+    def _plan_again(self) -> Batch:
+        best, self._largest = self._with_others(self.decide(self._largest[0]), self._largest)
         self.carry_out(best)
-        self.dry_runs.append((shapes, run))
-        self.planned = True
-        return largest
+        return self._largest
 
     def _foresee_measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         return self._measured(
@@ -243,7 +427,7 @@ class Fitter:
             return dry_run(
                 wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
                 {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                round_bytes=_core.rounded_bytes, workspace=workspace or self._workspace,
+                round_bytes=_core.rounded_bytes, workspace=workspace or self._workspace, hold_output=self._holds_output,
             )  # fmt: skip
 
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:

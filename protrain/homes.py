@@ -181,10 +181,9 @@ class Homes:
         self._engine.set_pending(found.pending_bytes)
         self._engine.set_headroom(self._headroom, found.recompute_bytes)
 
-    def adjust_headroom(self, marked_bytes: int = 0) -> None:
-        """A step is over: what it left unused under the goal goes to reading ahead, between the plan's two bounds. marked_bytes:
-        the highest that somebody else's marks told of this step."""
-        peak = max(self._engine.mark(), marked_bytes)
+    def adjust_headroom(self, peak: int) -> None:
+        """A step is over that had so many bytes in memory at most: what it left unused under the goal goes to reading ahead,
+        between the plan's two bounds."""
         if self.stash_goal_bytes:
             unused = self.stash_goal_bytes - peak
             found = self.arrangement

@@ -105,6 +105,17 @@ class Pacer:
         if self._clock.device is not None:
             self._clock.device.running = True
 
+    def foresaw(self, run: DryRun | None, shapes: Shapes) -> None:
+        """A plan was made anew from memory. Of the batch that was planned for what was measured stands: the next step that is
+        leads to a plan by time."""
+        if shapes != self._shapes or run is None:
+            self.begin(run, shapes)
+            return
+        self._run = run
+        self._profiled = min(self._profiled, PROFILED_STEPS - 1)
+        self._departed = 0
+        self._confirm_anew()
+
     def after_step(
         self,
         batches: Counter[Shapes],
@@ -341,10 +352,10 @@ class Pacer:
         fitter, machine = self._fitter, self._timed_machine(update_seconds, update_bytes)
         if machine is None:
             return
-        now = fitter.decide(run, times=self._times, machine=machine, as_now=True)
+        now = fitter.decide_for_all(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
-            best = fitter.decide(run, times=self._times, machine=machine)
-            gain = 1 - best.plan.step_seconds / now.plan.step_seconds
+            best = fitter.decide_for_all(run, times=self._times, machine=machine)
+            gain = 1 - best.plan.step_seconds / now.plan.step_seconds if now.plan.step_seconds > 0 else 0.0
             if gain > LEAST_GAIN + _unexplained(now.plan, waited):
                 if fitter.can_carry_out(best):
                     now = best

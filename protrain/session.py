@@ -20,6 +20,7 @@ import inspect
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from . import changes
 from .compute import Accelerator
@@ -34,7 +36,7 @@ from .counting import counted
 from .device_clock import DeviceClock
 from .errors import BudgetError, DiskError, StepError
 from .evaluation import Evaluation
-from .fitting import Fitter, Shapes, first_arrangement, shapes_of
+from .fitting import Batch, Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import ModelHooks
@@ -89,6 +91,9 @@ class Session:
         self._began: float | None = None
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
+        self._tells = False  # a step began as it was planned, and nothing else counted since
+        self._output: weakref.ref[torch.Tensor] | None = None  # the largest of the last forward, until its backward
+        self._held_output: bool | None = None  # by the program, when the last backward began; None: nothing new is known
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._steps_before = 0
@@ -156,7 +161,11 @@ class Session:
             self.engine.stash_begin()
             self._settle_stash()
             self.runner.stashing = True
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+            if self._depth == 1:
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+                self._output = weakref.ref(max(leaves, key=torch.Tensor.numel)) if leaves else None
+            return output
         except BaseException:
             self.runner.forget()
             if self.gradients.passes:
@@ -191,7 +200,8 @@ class Session:
         if self._began is None and self._stray_slots and not self._under_way():
             self._stray_slots = False
             self.homes.drop_own_slots()
-        if self._began is None and torch.is_grad_enabled():  # an evaluation is no part of the step that comes after it
+        begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
+        if begins:
             self._began = time.perf_counter()
             self._wait_ns = self.engine.stats()["wait_ns"]
             self._batches.clear()
@@ -205,10 +215,17 @@ class Session:
         if self._is_training():
             if may_move:
                 self.evaluation.end()
+            if self._depth <= 1 and not self._under_way():
+                self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
+            if begins:
+                self._tells = True
+                self.fitter.begin_step()
+                self.engine.mark()
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
+            self._tells = False
             if may_move and not torch.is_grad_enabled():
                 self.evaluation.begin(args, kwargs)
             self.engine.read_ahead(False)
@@ -220,18 +237,42 @@ class Session:
         self._batches[shapes] += 1
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
+                self._tells = False
+                self.fitter.foresee_later(args, kwargs, shapes)
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
-            largest = self.fitter.plan_for(args, kwargs, shapes)
-            # What the update of another optimizer takes, and when, is not simulated: plans are by memory alone.
-            if self.foreign is None:
-                self.pacer.begin(*largest)
+            self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
         beyond_plan = self.gradients.passes >= self.wrapped.settings.accumulate  # gradients wait for a step
+        self._tells = self._tells and not beyond_plan
         if (beyond_plan or not under_way) and self.fitter.must_recompute():
             self.runner.recompute_all()
 
+    def _foresaw(self, largest: Batch | None) -> None:
+        """Plans were made anew, for this batch. What the update of another optimizer takes, and when, is not simulated: plans are
+        by memory alone then."""
+        if largest is not None and self.foreign is None:
+            self.pacer.foresaw(*largest)
+
+    def _prepare(self, begins: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward, with no gradients under way: plans are made anew by what the step before has shown. begins: the
+        forward is its step's first."""
+        if not begins:
+            self.fitter.note_several()
+            return
+        refused_bytes = self.engine.stats()["refused_bytes"] if self._tells else 0  # the last step was not made
+        self._tells = False
+        self.engine.mark()
+        self._foresaw(self.fitter.plan_later())
+        if refused_bytes:
+            self._foresaw(self.fitter.learn_refused(refused_bytes, args, kwargs))
+        if self._held_output is not None:
+            self._foresaw(self.fitter.note_output(self._held_output, args, kwargs))
+            self._held_output = None
+
     def _backward_begins(self) -> None:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
+        self._held_output = self._output() is not None if self._output is not None else None
+        self._output = None
         self.engine.stash_end()
         self._trains_in_eval = self._in_eval
 
@@ -315,9 +356,12 @@ class Session:
             self.step_seconds = now - self._began
             self.wait_seconds = (self.engine.stats()["wait_ns"] - self._wait_ns) / 1e9
             self.clock.end_step(self.steps)
-        self.homes.adjust_headroom(self.samples.marked_bytes if self.samples is not None else 0)
+        peak = max(self.engine.mark(), self.samples.marked_bytes if self.samples is not None else 0)
+        self.homes.adjust_headroom(peak)
         try:
             self.fitter.replan_measured()
+            if self._tells:
+                self._foresaw(self.fitter.learn(peak, self._batches))
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
@@ -325,6 +369,7 @@ class Session:
                 )  # fmt: skip
         except (DiskError, BudgetError) as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
+        self._tells = False
         self.engine.seek(0)
 
     def forget(self) -> None:
@@ -337,10 +382,10 @@ class Session:
         self.wrapped.compute.count(self.engine, False)
 
     def zero_grad(self) -> None:
-        """Drop all gradients, and the step under way."""
+        """Drop all gradients, and the step under way; one that has made none yet goes on, unless something was refused in it."""
         with self.turn:
             self._note_commit()
-            if self._under_way():
+            if self._under_way() or self.engine.stats()["refused_bytes"]:
                 self.forget()
             self.gradients.drop()
 

@@ -68,14 +68,14 @@ def test_a_step_without_a_watch_takes_no_sample(causal_lm: LanguageModel, token_
     protrain.unwrap(model)
 
 
-def test_marks_that_samples_take_still_tell_the_headroom() -> None:
+def test_what_a_step_left_unused_goes_to_reading_ahead() -> None:
     headrooms: list[int] = []
-    engine = SimpleNamespace(mark=lambda: 10, set_headroom=lambda headroom_bytes, _: headrooms.append(headroom_bytes))
+    engine = SimpleNamespace(set_headroom=lambda headroom_bytes, _: headrooms.append(headroom_bytes))
     arrangement = SimpleNamespace(rise_bytes=0, headroom_bytes=50, recompute_bytes=0)
     homes = Homes(*cast("tuple[Any, ...]", (None, engine, None, None, arrangement)))
-    for marked_bytes in (100, 60):
+    for peak in (100, 60):
         homes.stash_goal_bytes, homes._headroom = 100, 40
-        homes.adjust_headroom(marked_bytes)
+        homes.adjust_headroom(peak)
     assert headrooms == [40, 10]  # nothing left under the goal; of 40 left three quarters
 
 

@@ -176,7 +176,8 @@ void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out) {
                              .live_bytes = account->live_bytes,
                              .peak_bytes = account->peak_bytes,
                              .interval_peak_bytes = account->interval_peak_bytes,
-                             .refused_count = account->refused_count};
+                             .refused_count = account->refused_count,
+                             .refused_bytes = account->refused_bytes};
   ptn_unlock(&ptn_arena_mutex);
 }
 
@@ -184,6 +185,7 @@ uint64_t ptn_account_mark(ptn_account *account) {
   ptn_lock(&ptn_arena_mutex);
   uint64_t peak_bytes = account->interval_peak_bytes;
   account->interval_peak_bytes = account->live_bytes;
+  account->refused_bytes = 0;
   ptn_unlock(&ptn_arena_mutex);
   return peak_bytes;
 }

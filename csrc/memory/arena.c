@@ -63,10 +63,11 @@ static ptn_status hand_out(ptn_account *account, size_t bytes, void **out) {
 
 static ptn_status refuse(ptn_account *account, size_t bytes) {
   ptn_lock(&ptn_arena_mutex);
-  account->refused_count++;
   unsigned long long limit = account->limit_bytes, live = account->live_bytes;
-  ptn_unlock(&ptn_arena_mutex);
   unsigned long long needed = live > UINT64_MAX - bytes ? UINT64_MAX : live + bytes;
+  account->refused_count++;
+  account->refused_bytes = ptn_max_u64(account->refused_bytes, needed);
+  ptn_unlock(&ptn_arena_mutex);
   ptn_fail_budget(needed, limit, 0,
                   "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; "
                   "give a budget of at least %llu bytes, or a smaller batch",

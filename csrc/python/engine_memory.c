@@ -61,9 +61,8 @@ static bool add_account(PyObject *dict, const ptn_account *account) {
   ptn_account_stats stats;
   ptn_account_get_stats(account, &stats);
   const figure figures[] = {
-      {"live_bytes", (long long)stats.live_bytes},
-      {"peak_bytes", (long long)stats.peak_bytes},
-      {"limit_bytes", (long long)stats.limit_bytes},
+      {"live_bytes", (long long)stats.live_bytes},       {"peak_bytes", (long long)stats.peak_bytes},
+      {"refused_bytes", (long long)stats.refused_bytes}, {"limit_bytes", (long long)stats.limit_bytes},
       {"goal_bytes", (long long)stats.goal_bytes},
   };
   return ADD(dict, figures);
