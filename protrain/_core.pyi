@@ -328,7 +328,7 @@ def layout_size(params: list[tuple[int, int]], least_bytes: int, most_bytes: int
 def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
-    chunks: list[tuple[int, int, int, int]],
+    chunks: list[tuple[int, ...]],
     phases: list[tuple[int, ...]],
     accesses: list[int],
     access_phases: list[int],

@@ -112,6 +112,8 @@ class DryRun:
     accesses: chunks in the order operations read them, with recomputation; in one phase one after another differs.
     access_phases: number of the phase in which each access happens.
     complete_phase: chunk -> number of the phase in which the last of its gradients comes; chunks that get none are left out.
+    less_bytes: chunk -> by how much less is live behind its completion than behind the first one in that phase, in every run;
+        what is not there is 0 or not known.
     fixed_bytes: batch, buffers, and parameters outside of all chunks.
     n_together: the most chunks that one operation, or one compiled module, reads.
     output_count: outputs that backward starts from.
@@ -132,6 +134,7 @@ class DryRun:
     checkpoint_peak_bytes: int
     record_bytes: int = 0
     outside_bytes: int = 0
+    less_bytes: dict[int, int] = field(default_factory=dict)
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""
@@ -202,8 +205,7 @@ class _Segment:
     lowest: int = field(init=False)  # so far
     working: int = 0  # by how much it rose above the lowest before, at most
     small: int = 0  # what a block saved, too small for the stash, but for its outputs
-    completes: bool = False  # a chunk's gradients, so far
-    after: int = 0  # the highest since then
+    complete: dict[int, int] = field(default_factory=dict)  # chunk -> the highest from its completion to the next
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
@@ -217,19 +219,32 @@ class _Segment:
 
     def note_after(self, live_bytes: int) -> None:
         """So many are live now; it counts behind a completion."""
-        if self.completes:
-            self.after = max(self.after, live_bytes)
+        if self.complete:
+            latest = next(reversed(self.complete))
+            self.complete[latest] = max(self.complete[latest], live_bytes)
+
+    @property
+    def after(self) -> int:
+        """The highest behind the first completion; 0: there is none."""
+        return max(self.complete.values(), default=0)
+
+    def after_each(self) -> dict[int, int]:
+        """chunk -> the highest behind its completion."""
+        found: dict[int, int] = {}
+        highest = 0
+        for chunk, live_bytes in reversed(self.complete.items()):
+            found[chunk] = highest = max(highest, live_bytes)
+        return found
 
     def hold(self, n_bytes: int) -> None:
         """So many more are live throughout."""
         self.peak += n_bytes
-        if self.completes:
-            self.after += n_bytes
+        self.complete = {chunk: live_bytes + n_bytes for chunk, live_bytes in self.complete.items()}
 
     def absorb(self, end: _Segment) -> None:
         """What followed belongs to this segment as well."""
         self.rise(end.peak)
-        self.completes, self.after = self.completes or end.completes, max(self.after, end.after)
+        self.complete.update({chunk: live_bytes for chunk, live_bytes in end.complete.items() if chunk not in self.complete})
         self.working, self.lowest = max(self.working, end.working), min(self.lowest, end.lowest)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
@@ -549,7 +564,7 @@ class _Gradients:
                     for parameter in self.members[group]:
                         if all(self.missing[other] == 0 for other in self.groups[id(parameter)]):
                             parameter.grad = None
-                            self.meter.segments[-1].completes = True
+                            self.meter.segments[-1].complete.setdefault(self.groups[id(parameter)][0], 0)
 
         return hook
 
@@ -809,6 +824,16 @@ def _own_accesses(keep: list[int], recompute: list[int]) -> int:
     return len(keep) if recompute[-len(keep) :] == keep else 0
 
 
+def _less_bytes(runs: Sequence[_Run], chunk: int, phase: int) -> int:
+    """By how much less is live behind a chunk's completion in the phase than behind the first one, in each of the runs; 0: it is
+    not complete there in all of them."""
+    found = []
+    for run in runs:
+        segment = run.segments[phase]
+        found.append(segment.after - segment.after_each().get(chunk, segment.after))
+    return min(found)
+
+
 def _order(run: _Run) -> list[tuple[int, bool]]:
     return [(segment.block, segment.backward) for segment in run.segments]
 
@@ -821,7 +846,10 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
     """
     if _order(keep) != _order(recompute):
         raise DryRunError("its blocks run in another order when they are recomputed")
-    third = swap.segments if swap is not None and _order(swap) == _order(keep) else [None] * len(keep.segments)
+    runs = [keep, recompute]
+    third: Sequence[_Segment | None] = [None] * len(keep.segments)
+    if swap is not None and _order(swap) == _order(keep):
+        runs, third = [*runs, swap], swap.segments
     own = map(_own_accesses, keep.accesses_of_phases(), recompute.accesses_of_phases())
     phases = tuple(_phase(*of_phase) for of_phase in zip(keep.segments, recompute.segments, third, own, strict=True))
     chunks = sorted({*keep.complete, *recompute.complete})  # a model may take another branch the second time
@@ -838,6 +866,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         max(phase.checkpoint_peak_bytes for phase in phases),
         keep.record_bytes,
         keep.outside_bytes,
+        {chunk: less for chunk, phase in complete.items() if (less := _less_bytes(runs, chunk, phase))},
     )
 
 

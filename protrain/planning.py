@@ -258,10 +258,11 @@ def arrange(
         if footprint
         else [n_states * size if trained else 0 for size, trained in zip(chunks.sizes, chunks.trained, strict=True)]
     )
-    described = [
-        (size, grads, state, run.complete_phase.get(number, last_phase) if run else 0)
-        for number, (size, grads, state) in enumerate(zip(chunks.sizes, chunks.grad_bytes, states, strict=True))
-    ]
+    complete = [run.complete_phase.get(number, last_phase) if run else 0 for number in range(chunks.n_chunks)]
+    less = [run.less_bytes.get(number, 0) if run else 0 for number in range(chunks.n_chunks)]
+    if footprint and footprint.step_bytes:  # an update comes behind all of the last phase
+        less = [0 if phase == last_phase else less_bytes for phase, less_bytes in zip(complete, less, strict=True)]
+    described: list[tuple[int, ...]] = list(zip(chunks.sizes, chunks.grad_bytes, states, complete, less, strict=True))
     # What a device and its host cannot do without was never measured.
     least = host_budget_bytes == 0 and ring_host_bytes == 0
     phases = _phases(run, footprint.step_bytes if footprint else 0, least) if run else []

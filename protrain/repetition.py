@@ -170,6 +170,7 @@ class _Expansion:
             accesses=tuple(chunk for chunk, _ in accesses),
             access_phases=tuple(phase for _, phase in accesses),
             complete_phase=complete,
+            less_bytes=self._less(complete),
             keep_peak_bytes=max(phase.keep_peak_bytes for phase in phases),
             checkpoint_peak_bytes=max(phase.checkpoint_peak_bytes for phase in phases),
         )
@@ -243,6 +244,14 @@ class _Expansion:
                 return None
             found[chunk] = number_of[phase]
         return dict(sorted(found.items()))
+
+    def _less(self, complete: dict[int, int]) -> dict[int, int]:
+        """Of all that are complete; those of a middle block are those of the third."""
+        found = dict(self.run.less_bytes)
+        for block in range(1, self.n_blocks - 1):
+            for source, chunk in zip(self.places[2], self.places[block], strict=True):
+                found[chunk] = self.run.less_bytes.get(source, 0)
+        return {chunk: found[chunk] for chunk in complete if found.get(chunk)}
 
     def _is_middle(self, phase: int) -> bool:
         return 0 < self.run.phases[phase].block < N_RUN - 1

@@ -20,7 +20,7 @@ import torch
 from nets import steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import assert_equal, run
+from twins import adamw, assert_equal, run
 
 import protrain
 from protrain import _core, workspace
@@ -737,6 +737,39 @@ def test_gradients_that_stay_are_counted_from_the_moment_they_are_complete(
         assert 0.99 * real <= found <= 1.03 * real, (mode, found, real)
         unknown = tuple(replace(phase, keep_after_bytes=0, checkpoint_after_bytes=0) for phase in run.phases)
         assert planned(replace(run, phases=unknown), mode) > found
+
+
+class Unblocked(nn.Module):
+    """No blocks: all of backward is one phase, in which each of its large parameters is complete apart."""
+
+    def __init__(self, n_layers: int, width: int = 1100) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(n_layers)])
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x).relu()
+        return self.out(self.layers[-1](x) if len(self.layers) > 1 else x).square().mean()
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_gradients_of_chunks_that_are_complete_in_one_phase_count_once(n_layers: int, fresh_disk: Path) -> None:
+    """Of layers as large as all else: in the smallest budget, and with all in memory."""
+    x = torch.randn(16, 1100)
+    for budget in (None, 200 << 20):
+        model: Any = Unblocked(n_layers)
+        with pytest.raises(protrain.BudgetError) as caught:
+            protrain.plan(model, x, memory=1 << 20)
+        model, optimizer = protrain.wrap(model, adamw(model), memory=budget or caught.value.smallest_bytes, disk=fresh_disk)
+        for _ in range(3):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        status = protrain.status(model)
+        gradient_bytes = 1100 * 1100 * 4
+        assert status.peak_memory_bytes <= status.predicted_peak_bytes + (16 << 10)
+        assert status.predicted_peak_bytes < status.peak_memory_bytes + gradient_bytes // (2 if budget is None else 10)
+        protrain.unwrap(model)
 
 
 def test_nothing_of_the_model_changes() -> None:

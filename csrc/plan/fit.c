@@ -106,7 +106,7 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   size_t phases = request->n_phases, chunks = (size_t)request->n_chunks + 1;
   fit->consumer_of_phase = calloc(phases, sizeof *fit->consumer_of_phase);
   fit->live = calloc(phases, sizeof *fit->live);
-  fit->stretch_bytes = calloc(phases, sizeof *fit->stretch_bytes);
+  fit->stretch_bytes = calloc(chunks, sizeof *fit->stretch_bytes);
   fit->slot_of_chunk = calloc(chunks, sizeof *fit->slot_of_chunk);
   fit->slot_bytes = calloc(chunks, sizeof *fit->slot_bytes);
   fit->pieces_from = calloc(PTN_FIT_RING_LEVELS * chunks, sizeof *fit->pieces_from);

@@ -68,7 +68,7 @@ bool ptn_peak_knows_least(const ptn_plan_request *request);
 /* Whether memory also counts gradients that wait for their update. */
 bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least);
 
-/* The highest phase of each stretch in which no gradients are completed; n_phases entries have room for all. */
+/* The highest from each completion of gradients to the next, and before the first; n_chunks + 1 entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *stretch_bytes);
 
 /* All that counts for the candidate except slots and ring. */

@@ -25,13 +25,16 @@
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the moment they are
  * complete to the end of the step (from one step to the next where gradients outlive backward): of a phase in which some are, what is
  * highest behind the first such moment is known apart, and what is before has only those beside it that were complete when it began.
+ * Behind each later one it is known by how much less it is; completions are put in the order in which it falls. Where a run's own
+ * order is another, what is live at a moment is counted with the last in our order of those complete then, and so with all of them.
  * Of the chunks on disk, one that is complete may still be under way to its update while the gradients of the next are made: the
  * largest completed so far is allowed for; the runtime lets more wait only within the peak. Who needs its memory waits until it has
  * gone, so that it is not among what cannot be done without; but where gradients of several passes are added up before they are clipped,
- * as much is held beside the one that arrives.
+ * as much is held beside the one that arrives, before its chunk is complete: then what is behind the first completion in a phase stands
+ * for all of them, with the gradients that come later.
  *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
- * change only where a chunk is complete: between two such phases the highest phase is the one that counts, whatever is persistent.
+ * change only where a chunk is complete: from one completion to the next what is highest counts, whatever is persistent.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -52,8 +55,8 @@ typedef struct composed_phase {
 } composed_phase;
 
 typedef struct completion { /* of a chunk's gradients */
-  uint32_t chunk, stretch;
-  int64_t grad_bytes;
+  uint32_t chunk, phase;
+  int64_t grad_bytes, less_bytes;
 } completion;
 
 struct ptn_peak {
@@ -61,8 +64,6 @@ struct ptn_peak {
   composed_phase *phases;
   completion *completions; /* in the order of their phases */
   uint32_t n_completions;
-  uint32_t *stretch_begins; /* the first phase of each, n_stretches + 1 entries; each but the first begins with a completion */
-  uint32_t n_stretches;
   int64_t *always_bytes; /* of so many persistent chunks, with what is fixed */
 };
 
@@ -97,9 +98,9 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
 }
 
-bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) {
-  return !least || (request->grads_outlive_backward && request->n_passes > 1);
-}
+static bool adds_passes_up(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
+
+bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) { return !least || adds_passes_up(request); }
 
 bool ptn_peak_knows_least(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_phases; i++) {
@@ -134,25 +135,21 @@ static void read_phases(ptn_peak *peak, const uint32_t *consumer_of_phase) {
 
 static int by_phase(const void *a, const void *b) {
   const completion *left = a, *right = b;
-  if (left->stretch != right->stretch) return left->stretch < right->stretch ? -1 : 1;
+  if (left->phase != right->phase) return left->phase < right->phase ? -1 : 1;
+  if (left->less_bytes != right->less_bytes) return left->less_bytes < right->less_bytes ? -1 : 1;
   return (left->chunk > right->chunk) - (left->chunk < right->chunk);
 }
 
 static void read_completions(ptn_peak *peak) {
   const ptn_plan_request *request = peak->request;
+  bool adds_up = adds_passes_up(request);
   for (uint32_t c = 0; c < request->n_chunks; c++) {
     const ptn_plan_chunk *chunk = &request->chunks[c];
     if (chunk->grad_bytes == 0) continue;
-    peak->completions[peak->n_completions++] = (completion){c, chunk->complete_phase, (int64_t)chunk->grad_bytes};
+    int64_t less_bytes = adds_up ? 0 : (int64_t)chunk->less_bytes;
+    peak->completions[peak->n_completions++] = (completion){c, chunk->complete_phase, (int64_t)chunk->grad_bytes, less_bytes};
   }
   qsort(peak->completions, peak->n_completions, sizeof *peak->completions, by_phase);
-  peak->n_stretches = 1;
-  for (uint32_t i = 0; i < peak->n_completions; i++) { /* from the number of its phase to that of its stretch */
-    uint32_t phase = peak->completions[i].stretch;
-    if (phase != peak->stretch_begins[peak->n_stretches - 1]) peak->stretch_begins[peak->n_stretches++] = phase;
-    peak->completions[i].stretch = peak->n_stretches - 1;
-  }
-  peak->stretch_begins[peak->n_stretches] = request->n_phases;
 }
 
 static void read_chunks(ptn_peak *peak) {
@@ -169,7 +166,6 @@ void ptn_peak_destroy(ptn_peak *peak) {
   if (!peak) return;
   free(peak->phases);
   free(peak->completions);
-  free(peak->stretch_begins);
   free(peak->always_bytes);
   free(peak);
 }
@@ -181,9 +177,8 @@ ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, cons
   peak->request = request;
   peak->phases = calloc(phases + 1, sizeof *peak->phases);
   peak->completions = calloc(chunks + 1, sizeof *peak->completions);
-  peak->stretch_begins = calloc(ptn_min_u64(phases, chunks + 1) + 2, sizeof *peak->stretch_begins);
   peak->always_bytes = calloc(chunks + 1, sizeof *peak->always_bytes);
-  if (!peak->phases || !peak->completions || !peak->stretch_begins || !peak->always_bytes) {
+  if (!peak->phases || !peak->completions || !peak->always_bytes) {
     ptn_peak_destroy(peak);
     *out = NULL;
     return ptn_fail(PTN_MEMORY, "no memory to plan %zu phases and %zu chunks", phases, chunks);
@@ -237,19 +232,19 @@ void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, p
   }
 }
 
-/* A phase in which gradients are completed ends one stretch and begins the next: what is highest in it before they are is beside
- * those of the stretch that ends. Where that is not known apart its peak is counted with both. */
+/* The phase in which gradients are completed has a part of two stretches: what is highest in it before they are is beside those of
+ * the stretch that ends. Where that is not known apart its peak is counted with both. */
 void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *stretch_bytes) {
-  uint32_t n_phases = peak->request->n_phases;
-  for (uint32_t s = 0; s < peak->n_stretches; s++) {
-    uint32_t i = peak->stretch_begins[s], end = peak->stretch_begins[s + 1];
-    int64_t highest = s == 0 ? live[i].peak_bytes : live[i].after_bytes;
-    for (i++; i < end; i++) highest = ptn_max_i64(highest, live[i].peak_bytes);
-    stretch_bytes[s] = end < n_phases ? ptn_max_i64(highest, live[end].peak_bytes) : highest;
+  uint32_t n = peak->n_completions, phase = 0; /* the first whose peak was not looked at */
+  for (uint32_t s = 0; s <= n; s++) {
+    const completion *begin = s > 0 ? &peak->completions[s - 1] : NULL;
+    uint32_t end = s < n ? peak->completions[s].phase + 1 : peak->request->n_phases;
+    int64_t highest = begin ? live[begin->phase].after_bytes - begin->less_bytes : INT64_MIN;
+    for (; phase < end; phase++) highest = ptn_max_i64(highest, live[phase].peak_bytes);
+    stretch_bytes[s] = highest;
   }
 }
 
-/* Gradients only become more from stretch to stretch, so that to look at one before all of its chunks are counted does no harm. */
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
   int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
   int64_t stay = peak->request->grads_outlive_backward ? 0 : -1; /* all bits */
@@ -259,7 +254,7 @@ uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_byt
     bool persistent = of->chunk < n_persist;
     complete += persistent ? of->grad_bytes & stay : 0;
     pending = ptn_max_i64(pending, counts_pending && !persistent ? of->grad_bytes : 0);
-    highest = ptn_max_i64(highest, stretch_bytes[of->stretch] + complete + pending);
+    highest = ptn_max_i64(highest, stretch_bytes[i + 1] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);
 }

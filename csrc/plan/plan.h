@@ -44,6 +44,9 @@ typedef struct ptn_plan_chunk {
   uint64_t grad_bytes;    /* of its trained parameters; 0: frozen */
   uint64_t state_bytes;   /* optimizer state of its trained parameters, laid out as the parameters are */
   uint32_t complete_phase; /* index of the backward phase in which the last of its gradients comes */
+  /* Where other chunks are complete in that phase before it: behind its own completion so much less is live than behind the first
+   * one, in every run. What there is behind the first has gradients of those that are complete later in it. 0: not known. */
+  uint64_t less_bytes;
 } ptn_plan_chunk;
 
 /* One phase of a step as a dry run saw it, with every block kept, with every block checkpointed and, where that is known, with
@@ -53,7 +56,7 @@ typedef struct ptn_plan_chunk {
  * ran before. Bytes count activations and temporaries only, and gradients only until their chunk is complete; never parameters or
  * optimizer state. `entry` is what was live when the phase began, `peak` the highest during it. */
 typedef struct ptn_phase {
-  int32_t block;    /* -1: none */
+  int32_t block; /* -1: none */
   bool backward;
   uint64_t keep_entry_bytes, keep_peak_bytes;
   uint64_t checkpoint_entry_bytes, checkpoint_peak_bytes;

@@ -38,6 +38,14 @@ static ptn_status check_phases(const ptn_plan_request *request) {
   return PTN_OK;
 }
 
+/* The least that any run has behind the first completion in a phase. */
+static uint64_t least_after_bytes(const ptn_phase *phase) {
+  uint64_t keep = phase->keep_after_bytes > 0 ? phase->keep_after_bytes : phase->keep_peak_bytes;
+  uint64_t checkpoint = phase->checkpoint_after_bytes > 0 ? phase->checkpoint_after_bytes : phase->checkpoint_peak_bytes;
+  uint64_t swap = phase->swap_after_bytes > 0 ? phase->swap_after_bytes : phase->swap_peak_bytes;
+  return ptn_min_u64(ptn_min_u64(keep, checkpoint), swap > 0 ? swap : keep);
+}
+
 static ptn_status check_chunks(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_chunks; i++) {
     const ptn_plan_chunk *chunk = &request->chunks[i];
@@ -52,6 +60,10 @@ static ptn_status check_chunks(const ptn_plan_request *request) {
     }
     if (chunk->grad_bytes > 0 && chunk->complete_phase >= request->n_phases) {
       return ptn_fail(PTN_INVALID, "chunk %u is complete in phase %u of %u", i, chunk->complete_phase, request->n_phases);
+    }
+    if (chunk->grad_bytes > 0 && chunk->less_bytes > least_after_bytes(&request->phases[chunk->complete_phase])) {
+      return ptn_fail(PTN_INVALID, "behind the completion of chunk %u %llu bytes less are to be live than there were", i,
+                      (unsigned long long)chunk->less_bytes);
     }
   }
   return PTN_OK;

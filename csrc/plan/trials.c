@@ -232,7 +232,7 @@ ptn_status ptn_trials_create(ptn_trials *trials, ptn_fit *fit, const ptn_rule *r
   for (uint32_t i = 0; i < request->n_phases; i++) left |= request->phases[i].small_bytes > 0;
   if (left) {
     trials->left_live = calloc(request->n_phases, sizeof *trials->left_live);
-    trials->left_stretch_bytes = calloc(request->n_phases, sizeof *trials->left_stretch_bytes);
+    trials->left_stretch_bytes = calloc(chunks, sizeof *trials->left_stretch_bytes);
     if (!trials->left_live || !trials->left_stretch_bytes)
       return ptn_fail(PTN_MEMORY, "no memory to search plans of %u phases", request->n_phases);
   }

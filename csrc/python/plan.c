@@ -100,10 +100,11 @@ static int make_arrays(plan_arrays *arrays, size_t chunks, size_t phases, size_t
 
 static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-    unsigned long long params, grads, states;
+    unsigned long long params, grads, states, less = 0;
     unsigned int phase;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KKKI", &params, &grads, &states, &phase)) return 0;
-    chunks[i] = (ptn_plan_chunk){.param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase};
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KKKI|K", &params, &grads, &states, &phase, &less)) return 0;
+    chunks[i] = (ptn_plan_chunk){
+        .param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase, .less_bytes = less};
   }
   return 1;
 }

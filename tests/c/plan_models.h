@@ -209,7 +209,8 @@ static inline void model_machine(model *out, uint64_t *random, const model_shape
   if (model_upto(random, 2) == 0) profile->lanes[PTN_DISK_READ] = profile->lanes[PTN_DISK_WRITE] = (ptn_lane_speed){0};
 }
 
-/* Of a backward the second half of its accesses is its own. Behind a completion less is live, by a part of the rise. */
+/* Of a backward the second half of its accesses is its own. Behind a completion less is live, by a part of the rise, and behind
+ * later ones in a phase still less. */
 static inline void model_details(model *out, uint64_t *random) {
   uint32_t n_accesses[MODEL_MOST_PHASES] = {0};
   for (uint32_t i = 0; i < out->request.n_accesses; i++) n_accesses[out->access_phases[i]]++;
@@ -224,6 +225,12 @@ static inline void model_details(model *out, uint64_t *random) {
     if (phase->swap_peak_bytes == 0) continue;
     phase->swap_after_bytes =
         phase->swap_entry_bytes + (uint64_t)(part * (double)(phase->swap_peak_bytes - phase->swap_entry_bytes));
+  }
+  for (uint32_t c = 0; c < out->request.n_chunks; c++) {
+    const ptn_phase *phase = &out->phases[out->chunks[c].complete_phase];
+    uint64_t least = ptn_min_u64(phase->keep_after_bytes, phase->checkpoint_after_bytes);
+    if (phase->swap_peak_bytes > 0) least = ptn_min_u64(least, phase->swap_after_bytes);
+    out->chunks[c].less_bytes = (uint64_t)(model_between(random, 0.01, 0.5) * (double)least);
   }
 }
 

@@ -109,7 +109,8 @@ static void make_request(made *made) {
     made->chunks[i] = (ptn_plan_chunk){.param_bytes = number(bytes),
                                        .grad_bytes = number(trained ? bytes : 0),
                                        .state_bytes = number(trained ? 2 * bytes : 0),
-                                       .complete_phase = (uint32_t)number(below(request->n_phases))};
+                                       .complete_phase = (uint32_t)number(below(request->n_phases)),
+                                       .less_bytes = number(below(8) == 0 ? below(PTN_MIB) : 0)};
   }
   request->chunks = made->chunks;
   make_phases(made, request->n_blocks);

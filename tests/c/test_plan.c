@@ -60,6 +60,16 @@ static void draw_after(model *out, uint64_t *random, bool alike) {
   }
 }
 
+/* Of chunks that are complete in one phase: behind some less is live than behind the first. */
+static void draw_less(model *out, uint64_t *random) {
+  for (uint32_t c = 0; c < out->request.n_chunks; c++) {
+    const ptn_phase *phase = &out->phases[out->chunks[c].complete_phase];
+    uint64_t keep = phase->keep_after_bytes > 0 ? phase->keep_after_bytes : phase->keep_peak_bytes;
+    uint64_t checkpoint = phase->checkpoint_after_bytes > 0 ? phase->checkpoint_after_bytes : phase->checkpoint_peak_bytes;
+    out->chunks[c].less_bytes = upto(random, 2) * upto(random, ptn_min_u64(keep, checkpoint) / 2);
+  }
+}
+
 /* A model whose retained bytes and temporaries are drawn; both runs are played from them. */
 static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint32_t most_chunks, bool alike) {
   memset(out, 0, sizeof *out);
@@ -96,7 +106,7 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
     uint64_t bytes = PTN_PAGE_BYTES * (1 + upto(random, upto(random, 5) == 0 ? 2000 : 100));
     bool frozen = upto(random, 9) == 0;
     out->chunks[i] = (ptn_plan_chunk){bytes, frozen ? 0 : bytes - upto(random, 4000), frozen ? 0 : 2 * bytes,
-                                      n_blocks + 1 + (uint32_t)upto(random, n_phases - n_blocks - 2)};
+                                      n_blocks + 1 + (uint32_t)upto(random, n_phases - n_blocks - 2), 0};
     for (uint32_t j = 0; j < 2; j++) out->accesses[j ? 2 * request->n_chunks - 1 - i : i] = i;
   }
   request->n_accesses = 2 * request->n_chunks;
@@ -114,6 +124,7 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
   request->n_persist = -1;
   request->grads_outlive_backward = upto(random, 3) == 0;
   if (upto(random, 1) == 0) draw_after(out, random, alike);
+  if (upto(random, 1) == 0) draw_less(out, random);
 }
 
 /* What is highest in a phase, in all of it or behind the first completion. */
@@ -149,25 +160,36 @@ static int64_t plain_phase(const model *of, const ptn_mode *modes, uint32_t at, 
   return now > other || !(any_away && any_keep && phase->block < 0) ? now : other;
 }
 
+/* Whether the chunk's gradients are complete before the phase, or in it, and last so late that as much less is live. */
+static bool plain_complete(const ptn_plan_chunk *chunk, uint32_t at, const ptn_plan_chunk *last) {
+  return chunk->complete_phase < at || (last && chunk->complete_phase == at && chunk->less_bytes <= last->less_bytes);
+}
+
+/* In the phase, behind a completion in it, or with none of them. */
+static uint64_t plain_moment(const model *of, const answer *given, uint32_t at, const ptn_plan_chunk *last) {
+  const ptn_plan_request *request = &of->request;
+  uint64_t now = (uint64_t)(plain_phase(of, given->modes, at, last) - (last ? (int64_t)last->less_bytes : 0)), pending = 0;
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    const ptn_plan_chunk *chunk = &of->chunks[c];
+    bool complete = plain_complete(chunk, at, last);
+    if (c < given->plan.n_persist) {
+      now += chunk->param_bytes + chunk->state_bytes;
+      if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
+    } else if (complete) {
+      pending = ptn_max_u64(pending, chunk->grad_bytes);
+    }
+  }
+  return now + pending;
+}
+
 static uint64_t plain_peak(const model *of, const answer *given) {
   const ptn_plan_request *request = &of->request;
   uint64_t highest = 0, always = request->fixed_bytes + (request->ring_host_bytes > 0 ? 0 : given->plan.ring_bytes);
   for (uint32_t i = 0; i < given->plan.n_buffer; i++) always += given->slot_bytes[i];
-  for (uint32_t moment = 0; moment < 2 * request->n_phases; moment++) {
-    uint32_t at = moment / 2;
-    bool after = moment % 2 == 1; /* the first completion in the phase */
-    uint64_t now = (uint64_t)plain_phase(of, given->modes, at, after), pending = 0;
-    for (uint32_t c = 0; c < request->n_chunks; c++) {
-      const ptn_plan_chunk *chunk = &of->chunks[c];
-      bool complete = chunk->complete_phase + (after ? 0 : 1) <= at;
-      if (c < given->plan.n_persist) {
-        now += chunk->param_bytes + chunk->state_bytes;
-        if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
-      } else if (complete) {
-        pending = ptn_max_u64(pending, chunk->grad_bytes);
-      }
-    }
-    highest = ptn_max_u64(highest, now + pending);
+  for (uint32_t at = 0; at < request->n_phases; at++) highest = ptn_max_u64(highest, plain_moment(of, given, at, NULL));
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    const ptn_plan_chunk *chunk = &of->chunks[c];
+    if (chunk->grad_bytes > 0) highest = ptn_max_u64(highest, plain_moment(of, given, chunk->complete_phase, chunk));
   }
   return always + highest;
 }
@@ -324,7 +346,7 @@ static void check_brute_force(const model *of) {
   uint64_t smallest = ptn_last_error()->smallest_bytes;
   uint32_t consumers[MOST_PHASES];
   ptn_live live[MOST_PHASES];
-  int64_t stretch_bytes[MOST_PHASES];
+  int64_t stretch_bytes[MOST_CHUNKS + 1];
   ptn_peak *peak;
   ptn_peak_match(&of->request, consumers);
   CHECK_OK(ptn_peak_create(&peak, &of->request, consumers));
@@ -449,6 +471,12 @@ static void check_refusals(uint64_t *random) {
   ask(&bad, UINT64_MAX, &given);
   CHECK(given.status == PTN_INVALID);
   bad = of;
+  bad.chunks[0].grad_bytes = 1;
+  bad.chunks[0].less_bytes = (uint64_t)1 << 40; /* than there is */
+  bad.request.chunks = bad.chunks;
+  ask(&bad, UINT64_MAX, &given);
+  CHECK(given.status == PTN_INVALID);
+  bad = of;
   bad.accesses[0] = bad.request.n_chunks;
   bad.request.accesses = bad.accesses;
   ask(&bad, UINT64_MAX, &given);
@@ -459,6 +487,7 @@ static void check_refusals(uint64_t *random) {
   uint64_t states = of.request.fixed_bytes;
   for (uint32_t i = 0; i < of.request.n_chunks; i++) {
     of.chunks[i].complete_phase = 0;
+    of.chunks[i].less_bytes = 0;
     states += of.chunks[i].param_bytes + of.chunks[i].grad_bytes + of.chunks[i].state_bytes;
   }
   ask(&of, UINT64_MAX, &given);
@@ -490,6 +519,7 @@ int main(void) {
       }
     }
     for (uint32_t i = 0; i < of.request.n_chunks; i++) of.chunks[i].complete_phase = of.request.n_phases - 1;
+    draw_less(&of, &random);
     check_brute_force(&of);
   }
   check_refusals(&random);
