@@ -26,9 +26,9 @@ from .errors import BudgetError, DiskError, Error, PlanError, StepError
 from .footprint import Footprint
 from .foreign import Foreign
 from .hooks import KEY
-from .layout import chunk_size, describe, make_layout
+from .layout import describe, make_layout
 from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
-from .planning import Plan, check_modes, check_numbers, check_plan, plan_from_profile, refuse
+from .planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Machine, Profile, Times
 from .rehearsal import RehearsalError, rehearse
@@ -380,23 +380,22 @@ def plan(
     def foreseen(asked: int) -> _Foreseen:
         return _foresee(model, batch, asked, device, disk, optimizer, accumulate, max_grad_norm, precision)
 
-    def planned(found: Profile, asked: int) -> Plan:
-        beside = host_budget if found.overhead is not None else 0
-        return plan_from_profile(found, asked, host_budget_bytes=beside, modes=modes)
-
     found = foreseen(budget)
+    beside = host_budget if found.profile.overhead is not None else 0
 
-    def attempt(asked: int) -> None:
-        if chunk_size(found.profile.parameters, asked) != found.profile.chunk_bytes:
-            planned(foreseen(asked).profile, asked)
+    def planned(profile: Profile) -> Plan:
+        return plan_from_profile(profile, budget, host_budget_bytes=beside, modes=modes)
 
     try:
-        planned(found.profile, budget)  # by memory alone: what does not fit is refused before anything is timed
+        planned(found.profile)  # by memory alone: what does not fit is refused before anything is timed
     except BudgetError as error:
         if error.budget_bytes != budget:  # host memory is what is too small
             raise
-        raise refuse(error, "a step of this batch", attempt=attempt) from None
-    return planned(found.timed(), budget)
+        anew = anew_from_profiles(
+            lambda asked: foreseen(asked).profile, found.profile.parameters, host_budget_bytes=beside, modes=modes
+        )
+        raise refuse(error, "a step of this batch", anew=anew) from None
+    return planned(found.timed())
 
 
 def profile(

@@ -30,7 +30,7 @@ from .counting import counted, counted_alone
 from .dryrun import DryRun, DryRunError, dry_forward, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
-from .planning import Arrangement, Plan, arrange, refuse
+from .planning import Anew, Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import default_memory_bytes, format_bytes
 from .tiers import host_room, place_away
@@ -86,9 +86,8 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
     try:
         safest = _arranged_away(wrapped)
     except BudgetError as error:
-        raise refuse(
-            error, "the model with its largest chunks in turn", attempt=lambda asked: _arranged_away(wrapped.within(asked))
-        ) from None
+        anew = _anew(wrapped, _arranged_away)
+        raise refuse(error, "the model with its largest chunks in turn", anew=anew) from None
     own = wrapped.footprint
     with_masters = 3 if wrapped.master_array else 1  # masters come with the values, other state with the first update
     if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
@@ -107,6 +106,20 @@ def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | No
         unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
         footprint=wrapped.footprint, n_together=wrapped.n_together,
     )  # fmt: skip
+
+
+def _anew(wrapped: Wrapped, arranged: Callable[[Wrapped], Arrangement]) -> Anew:
+    """As who wraps the model anew would have it arranged."""
+    overhead = wrapped.compute.overhead
+
+    def needed(asked: int) -> int | None:
+        try:
+            found = arranged(wrapped.within(asked))
+        except BudgetError as error:
+            return error.smallest_bytes if error.budget_bytes == asked else None
+        return overhead.around(found.smallest_bytes - overhead.of(asked))
+
+    return Anew(lambda asked: wrapped.within(asked).layout.places, needed)
 
 
 def _placed(found: Arrangement, wrapped: Wrapped) -> Arrangement:
@@ -435,12 +448,10 @@ class Fitter:
         if run is None or error.budget_bytes != self._wrapped.settings.memory_bytes:  # host memory is what is too small
             return error
 
-        def attempt(asked: int) -> None:
-            other = self._wrapped.within(asked)
-            if other.layout.chunk_bytes != self._wrapped.layout.chunk_bytes:
-                self.decide(self._foresee(other, args, kwargs), wrapped=other)
+        def arranged(other: Wrapped) -> Arrangement:
+            return self.decide(self._foresee(other, args, kwargs), wrapped=other)
 
-        return refuse(error, "a step of this batch", attempt=attempt)
+        return refuse(error, "a step of this batch", anew=_anew(self._wrapped, arranged))
 
     def replan_measured(self) -> None:
         """After a step that no dry run foresaw: what it took beside states and slots is known now."""
@@ -483,14 +494,15 @@ class Fitter:
             BudgetError: not even with all of them away there is as much.
         """
 
-        def attempt(asked: int) -> Arrangement:
-            wrapped = self._wrapped if asked == self._wrapped.settings.memory_bytes else self._wrapped.within(asked)
-            return _arranged_away(wrapped, room_bytes + wrapped.compute.overhead.of(asked), None)
+        def arranged(wrapped: Wrapped) -> Arrangement:
+            beside_bytes = wrapped.compute.overhead.of(wrapped.settings.memory_bytes)
+            return _arranged_away(wrapped, room_bytes + beside_bytes, None)
 
         try:
-            return _placed(attempt(self._wrapped.settings.memory_bytes), self._wrapped)
+            return _placed(arranged(self._wrapped), self._wrapped)
         except BudgetError as error:
-            raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, attempt) from None
+            anew = _anew(self._wrapped, arranged)
+            raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, anew) from None
 
     def emptied(self) -> Arrangement:
         """Nothing stays in memory but what is in use."""

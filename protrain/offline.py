@@ -31,7 +31,7 @@ from .dryrun import DryRun, DryRunError
 from .errors import BudgetError, PlanError
 from .hardware import Hardware, load_hardware
 from .layout import chunk_size, describe, pack
-from .planning import Plan, check_modes, plan_from_profile, refuse
+from .planning import Plan, anew_from_profiles, check_modes, plan_from_profile, refuse
 from .profiles import Profile, Times
 from .repetition import dry_run_alike
 from .sizes import check_count, format_bytes, parse_bytes
@@ -231,21 +231,19 @@ def plan_offline(
     def profiled(asked: int | str | None) -> Profile:
         return profile_offline(model_or_config, hardware, memory=asked, batch=batch, seq=seq, precision=precision)
 
-    def planned(profile: Profile, asked: int | str | None) -> Plan:
-        return plan_for(profile, hardware, memory=asked, host_memory=host_memory, block_modes=block_modes)
-
     profile = profiled(memory)
-
-    def attempt(asked: int) -> None:
-        if chunk_size(profile.parameters, asked) != profile.chunk_bytes and asked <= hardware.device_bytes:
-            planned(profiled(asked), asked)
-
     try:
-        return planned(profile, memory)
+        return plan_for(profile, hardware, memory=memory, host_memory=host_memory, block_modes=block_modes)
     except BudgetError as error:
         if error.budget_bytes != _device_budget(hardware, memory) or str(error).startswith("host_memory"):
             raise  # another tier is too small
-        raise refuse(error, "a step of this batch", attempt=attempt) from None
+        n = hardware.n_devices
+        host = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
+        anew = anew_from_profiles(
+            profiled, profile.parameters, most_bytes=hardware.device_bytes, host_budget_bytes=host // n, n_ranks=n,
+            modes=check_modes(block_modes, profile.n_blocks),
+        )  # fmt: skip
+        raise refuse(error, "a step of this batch", anew=anew) from None
 
 
 def plan_for(

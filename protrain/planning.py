@@ -8,7 +8,7 @@ chunks in memory, the first in execution order first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from . import _core
 from .dryrun import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
-from .layout import Chunks, Layout, pack
+from .layout import Chunks, Layout, chunk_size, pack
 from .profiles import LANES, Machine, Overhead, Profile, Times
 from .reading import parse, typed
 from .requests import with_memory, with_requests
@@ -410,6 +410,28 @@ def _forecast(found: _core.ForecastResult) -> Forecast:
     )
 
 
+def anew_from_profiles(
+    profiled: Callable[[int], Profile],
+    parameters: Sequence[tuple[int, int, bool]],
+    *,
+    most_bytes: int | None = None,
+    **options: Any,
+) -> Anew:
+    """As `plan_from_profile` would plan, with these options, from the profile of a budget. parameters: of the model; most_bytes:
+    the largest budget that there is."""
+
+    def needed(asked: int) -> int | None:
+        if most_bytes is not None and asked > most_bytes:
+            return None
+        try:
+            plan_from_profile(profiled(asked), 0, **options)
+        except BudgetError as error:
+            return error.smallest_bytes if error.budget_bytes == 0 else None
+        return 0
+
+    return Anew(lambda asked: pack(parameters, chunk_size(parameters, asked)).places, needed)
+
+
 def plan_from_profile(
     profile: Profile,
     budget_bytes: int,
@@ -471,28 +493,83 @@ def plan_from_profile(
     return found.plan
 
 
+@dataclass(frozen=True)
+class Anew:
+    """A plan as it would be asked for anew in another budget, which decides how parameters are packed.
+
+    packed: how they are in a budget. needed: the smallest budget in which a plan fits with the chunks of this one; None: another
+    tier is too small.
+    """
+
+    packed: Callable[[int], Hashable]
+    needed: Callable[[int], int | None]
+
+
+#: What a plan needs falls and grows as chunks grow with the budget. Those above one that works are looked at by this part of it:
+#: larger chunks need more by less than the budget that they come with.
+_LOOKED_AT = 8
+_STEPS = 256  # in which packings are told apart
+
+
+def _begin_of(packed: Callable[[int], Hashable], budget_bytes: int) -> int:
+    """The smallest budget from which on to this one parameters are packed as in this one."""
+    same, here, step = budget_bytes, packed(budget_bytes), max(budget_bytes // _STEPS, 1)
+    other = same - step
+    while other >= 0 and packed(other) == here:
+        same, other = other, other - step
+    if other < 0:
+        return 0
+    while same - other > 1:
+        middle = (same + other) // 2
+        same, other = (middle, other) if packed(middle) == here else (same, middle)
+    return same
+
+
+def _smallest(anew: Anew, refused_bytes: int, needed_bytes: int) -> int:
+    """The smallest budget from which on all work.
+
+    Args:
+        refused_bytes: a budget that does not. needed_bytes: what is needed with its chunks.
+    """
+    known: dict[Hashable, int | None] = {anew.packed(refused_bytes): needed_bytes}
+
+    def needed(budget_bytes: int) -> int | None:
+        packing = anew.packed(budget_bytes)
+        if packing not in known:
+            known[packing] = anew.needed(budget_bytes)
+        return known[packing]
+
+    smallest = needed_bytes
+    while (found := needed(smallest)) is not None and found > smallest:
+        smallest = found
+    high = smallest + smallest // _LOOKED_AT
+    while (found := needed(high)) is not None and found > high:
+        high = found
+    while (found := needed(high)) is not None:
+        begin = _begin_of(anew.packed, high)
+        if found > high:
+            return high + 1
+        if found > begin:
+            return found
+        high = begin - 1
+    return smallest
+
+
 def refuse(
     error: BudgetError,
     what: str,
     overhead: Overhead = _NO_OVERHEAD,
-    attempt: Callable[[int], object] | None = None,
+    anew: Anew | None = None,
 ) -> BudgetError:
     """The planner's refusal in the words of the interface.
 
     Args:
         overhead: that it counted, which grows with the budget.
-        attempt: plans for a budget as it would be asked for anew, where chunks hang on it. They grow with the budget, and so does
-            what must have room: what is enough for the chunks of the refused one may be too little for its own.
+        anew: who asks again in another budget, where chunks hang on it.
     """
     smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
-    while attempt is not None:
-        try:
-            attempt(smallest)
-            break
-        except BudgetError as again:
-            if again.budget_bytes != smallest or again.smallest_bytes <= smallest:
-                break  # another tier is too small
-            smallest = again.smallest_bytes
+    if anew is not None:
+        smallest = _smallest(anew, error.budget_bytes, smallest)
     return BudgetError(
         f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
         f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from bisect import bisect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from twins import MIB, adamw, loss_of
 import protrain
 from protrain import _core
 from protrain.blocks import find_blocks
-from protrain.planning import plan_from_profile
+from protrain.planning import Anew, _smallest, plan_from_profile
 
 pytest.importorskip("transformers")
 
@@ -144,3 +146,63 @@ def test_errors_cross_processes() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
         assert {name: getattr(again, name) for name in error._keywords} == {n: getattr(error, n) for n in error._keywords}
+
+
+# ---- budgets that decide about chunks ----
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_from_the_smallest_budget_on_all_work(seed: int) -> None:
+    """Packings change with the budget, and what each needs is anything: no budget above the smallest named is in a hole."""
+    draw = random.Random(seed)
+    begins = [0, *sorted(draw.sample(range(500, 4000, 20), 60))]
+    needs = [draw.randint(1500, 1600) + begin // 20 for begin in begins]
+
+    def packed(budget: int) -> int:
+        return bisect(begins, budget) - 1
+
+    def works(budget: int) -> bool:
+        return budget >= needs[packed(budget)]
+
+    for refused in (budget for budget in (1, 1000, 1500) if not works(budget)):
+        asked: list[int] = []
+
+        def needed(budget: int, asked: list[int] = asked) -> int:
+            asked.append(packed(budget))
+            return needs[packed(budget)]
+
+        found = _smallest(Anew(packed, needed), refused, needs[packed(refused)])
+        assert all(map(works, range(found, 4000)))
+        assert not works(found - 1)
+        assert len(asked) == len({*asked} - {packed(refused)})
+
+
+class Residual(torch.nn.Module):
+    """Two convolutions with their norms, and what they are added to."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
+        super().__init__()
+        part = lambda a, b, size, step: [torch.nn.Conv2d(a, b, size, step, size // 2, bias=False), torch.nn.BatchNorm2d(b)]  # noqa: E731
+        self.body = torch.nn.Sequential(*part(n_in, n_out, 3, stride), torch.nn.ReLU(inplace=True), *part(n_out, n_out, 3, 1))
+        self.down = torch.nn.Sequential(*part(n_in, n_out, 1, stride)) if n_in != n_out else torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.relu(self.body(x) + self.down(x), inplace=True)
+
+
+def test_budgets_above_the_smallest_of_a_model_whose_layers_grow() -> None:
+    """Some were refused, as chunks grow with the budget and slots with them; and who asks for one is told of the same one."""
+    widths = [48, 48, 96, 192, 384]
+    stages = [m for a, b in zip(widths, widths[1:], strict=False) for m in (Residual(a, b, 1 + (a != b)), Residual(b, b))]
+    stem = [torch.nn.Conv2d(3, 48, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(48), torch.nn.ReLU(inplace=True)]
+    last = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(384, 100)]
+    model, x = torch.nn.Sequential(*stem, torch.nn.MaxPool2d(3, 2, 1), *stages, *last), torch.randn(4, 3, 64, 64)
+    with pytest.raises(protrain.BudgetError) as caught:
+        protrain.plan(model, x, memory=MIB)
+    smallest = caught.value.smallest_bytes
+    for part in range(0, 128, 8):
+        budget = smallest + smallest * part // 1024
+        assert protrain.plan(model, x, memory=budget).peak_bytes <= budget
+    with pytest.raises(protrain.BudgetError) as caught:
+        protrain.plan(model, x, memory=smallest - 1)
+    assert caught.value.smallest_bytes == smallest
