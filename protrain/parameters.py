@@ -209,12 +209,20 @@ def mark_views(result: Any, owner: Owner, numbers: list[int]) -> Any:
         number = owner.owner_of_memory(result, numbers)
         if number is None:
             return result
-        view = result.as_subclass(ChunkView)
+        view = _as_view(result)
         view._protrain = (owner, number)
         return view
     if type(result) in (list, tuple):
         return type(result)(mark_views(item, owner, numbers) for item in result)
     return result
+
+
+def _as_view(tensor: torch.Tensor) -> ChunkView:
+    """The object itself: an alias would be a node of its own in the graph, and keep the tensor that it is an alias of."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.as_subclass(ChunkView)
+    tensor.__class__ = ChunkView  # type: ignore[assignment]
+    return tensor  # type: ignore[return-value]
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
-from twins import MIB, adamw
+from twins import MIB, adamw, bits
 
 import protrain
 
@@ -257,6 +257,25 @@ def test_hooks_of_users_on_parameters() -> None:
         for handle in handles:
             handle.remove()
         return figures + steps(inputs(2, seed=5))(model, optimizer, False)
+
+    both(Chain, loop)
+
+
+def test_hooks_at_the_nodes_that_accumulate() -> None:
+    """torch finds such a node by a view of the parameter, in register_multi_grad_hook and as others do by hand."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures: list[Any] = []
+        p, q = model.blocks[1].up.weight, model.blocks[5].down.bias
+        node = p.expand_as(p).grad_fn.next_functions[0][0]
+        handles = [
+            torch.autograd.graph.register_multi_grad_hook([p, q], lambda grads: figures.extend(map(bits, grads))),
+            node.register_hook(lambda *_: figures.append(type(node).__name__)),
+        ]
+        figures += steps(inputs(2))(model, optimizer, False)
+        for handle in handles:
+            handle.remove()
+        return figures
 
     both(Chain, loop)
 
