@@ -1,9 +1,9 @@
 """Parameters of chunks on disk: every use of one, anywhere, is the demand for its chunk.
 
-A parameter is a permanent view of its slot; only the bytes behind it change. What reads it must find its own bytes there, so
-such a parameter is of a subclass of `nn.Parameter` whose `__torch_function__` sees each torch call that takes it (or a view
-of it), brings its chunk, and keeps it in place during the call. Nothing else is changed: results are what the call gives for
-plain tensors. Parameters of persistent chunks stay plain.
+A parameter is a view of its slot; the bytes behind it change. What reads it must find its own bytes there, so such a parameter
+is of a subclass of `nn.Parameter` whose `__torch_function__` sees each torch call that takes it (or a view of it), brings its
+chunk, and keeps it in place during the call. Nothing else is changed: results are what the call gives for plain tensors.
+Parameters of persistent chunks stay plain.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ _LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach} | _getters("data")
 _EXPORTS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
 
 _DATA_SET: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+#: Calls that give a tensor other memory: a view may be none any more.
+_MOVES: set[Any] = {_DATA_SET, torch.Tensor.set_}
+
 _GRAD: Any = torch.Tensor.grad
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 
@@ -66,7 +70,10 @@ class Owner(Protocol):
         """`.grad` is looked at, or set; drops: to None."""
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
-        """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
+        """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
+
+    def note_view(self, view: torch.Tensor, number: int) -> None:
+        """The tensor is a view of this parameter, which lies where the parameter does as long as it is a ChunkView."""
 
     def has_place(self, number: int) -> bool:
         """Whether the parameter has memory; it has none where homes could not be moved, there or back."""
@@ -111,7 +118,10 @@ class ChunkTensor:
         if any(tensor._protrain[0] is not owner for tensor in found):
             return _call_among(func, found, args, kwargs)
         numbers = [tensor._protrain[1] for tensor in found]
-        return mark_views(owner.call(func, found, numbers, args, kwargs), owner, numbers)
+        result = owner.call(func, found, numbers, args, kwargs)
+        if func in _MOVES and isinstance(args[0], ChunkView):
+            _look_again(args[0], owner, numbers)
+        return mark_views(result, owner, numbers)
 
 
 def _call_among(func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +168,12 @@ class ChunkParameter(ChunkTensor, nn.Parameter):
 
 
 class ChunkView(ChunkTensor, torch.Tensor):
-    """A tensor over the memory of such a parameter."""
+    """A tensor over the memory of such a parameter.
+
+    lifted: offset, size and strides of one that lies nowhere while its chunk moves.
+    """
+
+    lifted: tuple[int, torch.Size, tuple[int, ...]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -211,6 +226,7 @@ def mark_views(result: Any, owner: Owner, numbers: list[int]) -> Any:
             return result
         view = _as_view(result)
         view._protrain = (owner, number)
+        owner.note_view(view, number)
         return view
     if type(result) in (list, tuple):
         return type(result)(mark_views(item, owner, numbers) for item in result)
@@ -223,6 +239,18 @@ def _as_view(tensor: torch.Tensor) -> ChunkView:
         return tensor.as_subclass(ChunkView)
     tensor.__class__ = ChunkView  # type: ignore[assignment]
     return tensor  # type: ignore[return-value]
+
+
+def _look_again(view: ChunkView, owner: Owner, numbers: list[int]) -> None:
+    """A view was given other memory: it is another parameter's, or a plain tensor."""
+    with DisableTorchFunction():
+        number = owner.owner_of_memory(view, numbers)
+    if number is None:
+        view.__class__ = torch.Tensor  # type: ignore[assignment]
+        del view._protrain
+    else:
+        view._protrain = (owner, number)
+        owner.note_view(view, number)
 
 
 @functools.cache

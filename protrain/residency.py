@@ -1,7 +1,8 @@
 """Residency: where each parameter lies, and that it lies there when it is looked at.
 
-A parameter is a permanent view of its chunk's home in memory or of its slot. One of a chunk on disk is in its slot during the
-operation that reads it (`bring`), and in backward until the node of the graph that asked for it is done (`unpack_parameter`).
+A parameter is a view of its chunk's home in memory or of its slot, and goes along, with the views of it that the program keeps,
+where the chunk gets another place. One of a chunk on disk is in its slot during the operation that reads it (`bring`), and in
+backward until the node of the graph that asked for it is done (`unpack_parameter`).
 What autograd saves of a slot is recognised by its address and replaced by a record, since other bytes lie there a moment later.
 The waiting and reading itself is the engine's (csrc/runtime/residency.c).
 """
@@ -18,6 +19,7 @@ from . import _core
 from .activations import SavedParameter, check_version
 from .device_clock import DeviceClock
 from .parameters import DisableTorchFunction, Owner, enchain, release
+from .views import Views
 from .wrapped import Wrapped
 
 
@@ -30,6 +32,7 @@ class Residency:
         self._device_clock = device_clock
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
+        self._views = Views()
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
         self.own_slots = 0  # that were made since slots were
@@ -51,6 +54,8 @@ class Residency:
                 release(p)
             else:
                 enchain(p, self.owner, index)
+        for view in self._views.of(chunk):
+            self._views.put(view, self._bases[chunk])
 
     def bind_all(self) -> None:
         for chunk in range(self._layout.n_chunks):
@@ -61,11 +66,12 @@ class Residency:
         self._bases.pop(chunk, None)
 
     def unbind_all(self) -> None:
-        """Parameters keep their shapes over one shared element, so that slots can go."""
+        """Parameters and views of them keep their shapes over one shared element, so that slots can go."""
         nothing = torch.zeros((), dtype=self._layout.dtype, device=self._compute.device)
         with DisableTorchFunction():
             for p in self._params:
                 p.data = nothing.expand(p.shape)
+        self._views.lift_all()
         self.forget()
 
     def watch_all(self) -> None:
@@ -98,14 +104,23 @@ class Residency:
         return None if base is None else base.data_ptr() + entry.offset_bytes
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
-        """Which of these parameters' chunks the tensor's storage is the slot of; None for any other memory."""
+        """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
         address = tensor.untyped_storage().data_ptr()
         if address == 0:
             return None
-        for number in numbers:
-            if self._bases[self._layout.entries[number].chunk].data_ptr() == address:
-                return number
+        for chunk in dict.fromkeys(self._layout.entries[number].chunk for number in numbers):
+            if self._bases[chunk].data_ptr() == address:
+                return self._number_at(chunk, tensor)
         return None
+
+    def _number_at(self, chunk: int, tensor: torch.Tensor) -> int:
+        """The parameter of the chunk in whose bytes the tensor, which lies in the chunk, begins."""
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        return self._layout.members[chunk][bisect.bisect_right(self._offsets[chunk], offset_bytes) - 1]
+
+    def note_view(self, view: torch.Tensor, number: int) -> None:
+        """The tensor is a view of parameter `number`: wherever that goes it goes along."""
+        self._views.add(view, self._layout.entries[number].chunk)
 
     # ---- operations ----
 
@@ -149,11 +164,9 @@ class Residency:
             chunk = self._address_chunk.get(tensor.untyped_storage().data_ptr())
             if chunk is None:
                 return None
-            offset = int(tensor.storage_offset())
-            place = bisect.bisect_right(self._offsets[chunk], offset * self._element_bytes) - 1
-            number = self._layout.members[chunk][place]
+            number = self._number_at(chunk, tensor)
             first = self._layout.entries[number].offset_bytes // self._element_bytes
-            return SavedParameter(number, tensor, offset - first, self._params[number])
+            return SavedParameter(number, tensor, int(tensor.storage_offset()) - first, self._params[number])
 
     def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done.

@@ -480,6 +480,9 @@ class Session:
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         return self.residency.owner_of_memory(tensor, numbers)
 
+    def note_view(self, view: torch.Tensor, number: int) -> None:
+        self.residency.note_view(view, number)
+
     def has_place(self, number: int) -> bool:
         return self.residency.address(number) is not None
 

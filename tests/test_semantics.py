@@ -12,9 +12,12 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain.parameters import ChunkParameter
 
 
 @pytest.fixture(autouse=True)
@@ -482,6 +485,56 @@ def test_parameters_changed_between_steps() -> None:
         return figures
 
     both(Chain, loop, room=24 * MIB)
+
+
+def test_one_call_over_views_of_all_parameters() -> None:
+    """Chunks that share a slot each get their own, and views that were made before go there with their parameters."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn())
+        figures = []
+        for x in inputs(3):
+            loss = model(x) + 1e-3 * parameters_to_vector(model.parameters()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            with torch.no_grad():
+                torch._foreach_mul_([p.t() for p in model.parameters() if p.dim() == 2], 0.99)  # written through views
+                figures += [loss.item(), bits(parameters_to_vector(model.parameters()))]
+        return figures + [bits(p) for p in average.module.parameters()]
+
+    both(Chain, loop, room=64 * MIB)
+
+
+def test_views_that_are_kept_over_steps_show_their_parameters() -> None:
+    """Also once an operation on all of them, or another plan, has given their chunks other places."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    ways: list[Any] = [
+        torch.Tensor.detach, torch.Tensor.t, lambda p: p.detach()[5:, ::2], lambda p: p.detach().view(torch.int32),
+        lambda p: torch.view_as_complex(p.detach().view(-1, 2)).conj(), lambda p: torch._neg_view(p.detach()),
+    ]  # fmt: skip
+    read = [(p, way, way(p)) for block in model.blocks for p in (block.up.weight, block.square.weight) for way in ways]
+    read = [each for each in read if isinstance(each[0], ChunkParameter)]
+    homes = [isinstance(p, ChunkParameter) for p in model.parameters()]
+    for rows in (8, 8, 700):
+        steps(inputs(1, rows))(model, optimizer, False)
+        with torch.no_grad():
+            assert all(torch.equal(view.resolve_neg(), way(p.detach().clone()).resolve_neg()) for p, way, view in read)
+            read[0][2].mul_(0.5)
+            assert torch.equal(read[0][2], read[0][0])
+            torch._foreach_norm([view for _, way, view in read if way is torch.Tensor.detach])
+    assert homes != [isinstance(p, ChunkParameter) for p in model.parameters()]
+    view, other = read[0][2], read[-1][0]
+    view.data = torch.zeros(3)  # and shows another tensor from here on
+    steps(inputs(1))(model, optimizer, False)
+    assert view.tolist() == [0, 0, 0]
+    view.data = other.data
+    steps(inputs(1))(model, optimizer, False)
+    assert torch.equal(view, other)
+    protrain.unwrap(model)
 
 
 def test_values_read_through_numpy() -> None:
