@@ -51,16 +51,24 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 class SavedParameter:
-    """A saved tensor that lies in a parameter's memory: which parameter, and the geometry of the view."""
+    """A saved tensor that lies in a parameter's memory: which parameter, and how the tensor shows it."""
 
-    __slots__ = ("number", "offset", "owner", "size", "stride", "version")
+    __slots__ = ("conj", "dtype", "neg", "number", "offset_bytes", "owner", "size", "stride", "version")
 
-    def __init__(self, number: int, tensor: torch.Tensor, offset: int, owner: torch.Tensor) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, offset_bytes: int, owner: torch.Tensor) -> None:
         self.number = number
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.offset = offset  # in elements, from the parameter's first
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+        self.offset_bytes = offset_bytes  # from the parameter's first
         self.owner = weakref.ref(owner)
         self.version = owner._version
+
+    def over(self, memory: torch.Tensor, first_bytes: int) -> torch.Tensor:
+        """The tensor again, over memory in which the parameter begins at this byte."""
+        found = memory if self.dtype == memory.dtype else memory.new_empty(0, dtype=self.dtype).set_(memory.untyped_storage())
+        found = found.as_strided(self.size, self.stride, (first_bytes + self.offset_bytes) // found.element_size())
+        found = found.conj() if self.conj else found
+        return torch._neg_view(found) if self.neg else found
 
 
 class Recomputed:

@@ -165,8 +165,8 @@ class Residency:
             if chunk is None:
                 return None
             number = self._number_at(chunk, tensor)
-            first = self._layout.entries[number].offset_bytes // self._element_bytes
-            return SavedParameter(number, tensor, int(tensor.storage_offset()) - first, self._params[number])
+            offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+            return SavedParameter(number, tensor, offset_bytes - self._layout.entries[number].offset_bytes, self._params[number])
 
     def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done.
@@ -193,13 +193,13 @@ class Residency:
                 self._node_chunks.add(chunk)
             base = self._bases[chunk]
             self._address_chunk[base.data_ptr()] = chunk
-            return base.as_strided(saved.size, saved.stride, saved.offset + entry.offset_bytes // self._element_bytes)
+            return saved.over(base, entry.offset_bytes)
 
     def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, in memory of its own, from the parameter's home."""
         copy = self._compute.empty_on_host([self._layout.entries[saved.number].count], self._layout.dtype)
         self._engine.transfer(saved.number, 0, self._compute.on_host(copy), False)
-        return self._compute.to_device(copy).as_strided(saved.size, saved.stride, saved.offset)
+        return saved.over(self._compute.to_device(copy), 0)
 
     def release_node(self) -> None:
         """The node of the graph whose parameters are held in place is done."""

@@ -309,6 +309,28 @@ def test_hanging_and_odd_parameters() -> None:
     both(Odd, steps(inputs(5)))
 
 
+class Spectral(Block):
+    """Real parameters that are read as complex ones, conjugated, and negated, which is done when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(129, 129, 2) * 0.05)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.view_as_complex(self.modes)
+        y = torch.fft.rfft(self.norm_in(x)) @ modes @ modes.mH
+        y = y + x[:, :129] @ modes.conj().imag
+        return super().forward(x + torch.fft.irfft(y, n=256))
+
+
+class SpectralChain(Chain):
+    block = Spectral
+
+
+def test_parameters_read_as_complex_ones() -> None:
+    both(SpectralChain, steps(inputs(3)))
+
+
 class Repeated(Chain):
     """One module called several times in a forward, and one block of the list called again after the others."""
 
