@@ -186,10 +186,12 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """As torch.autograd.grad, which wants places in the graph of its inputs, no values: their chunks stay where they are."""
 
     def place(tensor: Any) -> Any:
-        if not isinstance(tensor, ChunkParameter) or not tensor.requires_grad:
+        if not isinstance(tensor, ChunkTensor):
             return tensor
         with DisableTorchFunction():
-            return torch.autograd.graph.get_gradient_edge(tensor)
+            if not tensor.requires_grad:  # type: ignore[attr-defined]
+                return torch.empty(0)  # which torch refuses in its words
+            return torch.autograd.graph.get_gradient_edge(tensor)  # type: ignore[arg-type]
 
     places = place(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(place, inputs))
     return torch.autograd.grad(outputs, places, *args, **kwargs)

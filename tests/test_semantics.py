@@ -251,6 +251,24 @@ def test_gradients_asked_for_by_autograd_grad() -> None:
     both(Chain, loop, room=24 * MIB)
 
 
+def test_gradients_asked_for_of_views() -> None:
+    """Of a detached one, of one with a graph, and of a frozen parameter, which torch refuses."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = steps(inputs(1))(model, optimizer, False)
+        p = model.blocks[6].up.weight
+        for view in (p.detach().requires_grad_(), p.t()):
+            grads = torch.autograd.grad((view * view).sum(), {"p": p, "view": view}, allow_unused=True)
+            figures += [grad is not None and bits(grad) for grad in grads.values()]
+        p.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="One of the differentiated Tensors does not require grad"):
+            torch.autograd.grad(model(inputs(1)[0]), p, allow_unused=True)
+        p.requires_grad_(True)
+        return figures
+
+    both(Chain, loop)
+
+
 def test_hooks_of_users_on_parameters() -> None:
     """A hook that changes a gradient is obeyed."""
 
