@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
@@ -656,6 +656,31 @@ def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return run
 
 
+class _Recomputed:
+    """What torch's checkpoint gave for a saved tensor: the tensor once it was asked for, which checkpoint answers once."""
+
+    __slots__ = ("packed", "tensor")
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+        self.tensor: torch.Tensor | None = None
+
+
+@contextmanager
+def _unpacked_again() -> Iterator[None]:
+    """Inside of torch's checkpoint: what is saved can be asked for more than once, as where blocks are recomputed for real, by a
+    torch.autograd.Function that reads `ctx.saved_tensors` twice."""
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def unpack(saved: _Recomputed) -> Any:
+        if saved.tensor is None:
+            saved.tensor = outer_unpack(saved.packed)
+        return saved.tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Recomputed(outer_pack(tensor)), unpack):
+        yield
+
+
 def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
@@ -671,7 +696,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
         if recomputes(mode):
             output = checkpoint(
                 as_given(forward, args, kwargs), *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
-                early_stop=early_stop, **kwargs,
+                early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
             )  # fmt: skip
         elif mode == "swap":
             stash = DryStash(meter.stashed, meter.uncounted)

@@ -269,6 +269,40 @@ def test_gradients_asked_for_of_views() -> None:
     both(Chain, loop)
 
 
+class Handmade(torch.autograd.Function):
+    """Two layers, recomputed by hand in backward; it asks for what it saved once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        return nn.functional.linear(torch.tanh(nn.functional.linear(x, *weights[:2])), *weights[2:])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = ctx.saved_tensors[0].abs().mean()
+        with torch.enable_grad():
+            x, *weights = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+            y = nn.functional.linear(torch.tanh(nn.functional.linear(x, *weights[:2])), *weights[2:])
+        return torch.autograd.grad(y, (x, *weights), grad * scale)
+
+
+class HandmadeBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Handmade.apply(self.norm_in(x), self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        return x + self.square(y)
+
+
+class HandmadeChain(Chain):
+    block = HandmadeBlock
+
+
+@pytest.mark.parametrize("mode", [None, "keep", "checkpoint"])
+@pytest.mark.filterwarnings("error:protrain cannot foresee")
+def test_functions_that_recompute_by_hand(mode: str | None) -> None:
+    both(HandmadeChain, steps(inputs(3)), **({"block_modes": [mode] * 8} if mode else {}))
+
+
 def test_hooks_of_users_on_parameters() -> None:
     """A hook that changes a gradient is obeyed."""
 
