@@ -45,7 +45,8 @@ class Gradients:
     # ---- in backward ----
 
     def before(self) -> None:
-        """A gradient is about to be accumulated: is this backward pass one that the step has room for?
+        """A gradient is about to be accumulated: is this backward pass one that the step has room for? One that
+        torch.autograd.grad hands out needs none.
 
         Raises:
             StepError: it is one too many, or the last step's gradients were not dropped.
@@ -53,6 +54,18 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
+        try:
+            self._check_pass()
+        except StepError:
+            if not _handed_out():
+                raise
+
+    def _check_pass(self) -> None:
+        """Whether the backward pass under way may be one of the step's.
+
+        Raises:
+            StepError: as `before`.
+        """
         check_not_nested(self._compute.backward_depth)
         allowed = self._wrapped.settings.accumulate
         if self.passes >= allowed:
@@ -255,6 +268,15 @@ class Gradients:
             for p, entry in zip(self._params, self._layout.entries, strict=True):
                 if entry.group >= 0:  # others are another optimizer's, or nobody's
                     p.grad = None
+
+
+def _handed_out() -> bool:
+    """Whether the gradient that a leaf's hook sees is what torch.autograd.grad returns, and accumulated nowhere."""
+    try:
+        torch._C._will_engine_execute_node(torch._C._current_autograd_node())  # type: ignore[attr-defined]
+    except RuntimeError:  # torch has no answer for such leaves, and for them alone
+        return True
+    return False
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:

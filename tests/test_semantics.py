@@ -251,6 +251,60 @@ def test_gradients_asked_for_by_autograd_grad() -> None:
     both(Chain, loop, room=24 * MIB)
 
 
+def test_gradients_asked_for_where_no_pass_may_be() -> None:
+    """Between backward and step, between step and zero_grad: nothing is accumulated, which a second backward pass would do."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures, parameters = [], [model.blocks[0].up.weight, model.blocks[5].down.weight, model.head.bias]
+        for x, other in zip(inputs(3), inputs(3, seed=2), strict=True):
+            model(x).backward()
+            figures += map(bits, torch.autograd.grad(model(other), parameters))
+            if not plain:
+                with pytest.raises(protrain.StepError, match="backward pass 2"):
+                    model(other).backward()
+            optimizer.step()
+            figures += map(bits, torch.autograd.grad(model(other), parameters))
+            if not plain:
+                with pytest.raises(protrain.StepError, match="gradients of the last step are still there"):
+                    model(other).backward(inputs=parameters)
+            optimizer.zero_grad()
+        return figures
+
+    both(Chain, loop, room=24 * MIB)
+
+
+class Corrected(torch.autograd.Function):
+    """Its backward asks for gradients of parameters through another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            found = torch.autograd.grad(ctx.layer(grad).square().mean(), list(ctx.layer.parameters()))
+        return grad * (1 + found[0].mean() + found[1].mean()), None
+
+
+class CorrectedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.corrects = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Corrected.apply(x, self.corrects))
+
+
+class CorrectedChain(Chain):
+    block = CorrectedBlock
+
+
+def test_gradients_asked_for_inside_backward() -> None:
+    both(CorrectedChain, steps(inputs(3)))
+
+
 def test_gradients_asked_for_of_views() -> None:
     """Of a detached one, of one with a graph, and of a frozen parameter, which torch refuses."""
 
