@@ -99,10 +99,14 @@ class ModuleState:
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
+        self.parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each module's, and which they were
+        self.trained: list[tuple[nn.Parameter, bool]] = []
         self.lost = ""  # a buffer that was changed and of which there is no copy
         with torch.no_grad(), DisableTorchFunction():
-            self.trained = [(p, p.requires_grad) for p in block.parameters()]
             for name, module in block.named_modules():
+                if own := module._parameters:
+                    self.parameters.append((own, own.copy()))
+                    self.trained.extend([(p, p.requires_grad) for p in own.values() if p is not None])
                 self.attributes.append(_Attributes(module))
                 for leaf, held in module._buffers.items():
                     if held is not None and not held.is_inference():
@@ -134,6 +138,9 @@ class ModuleState:
                 f"skip this batch (the next ones keep it), or wrap with block_modes that keep this block"
             )
         now = [attributes.put() for attributes in self.attributes]
+        replaced = [(own, own.copy()) for own, seen in self.parameters if not _same_entries(own, seen)]
+        for own, seen in self.parameters:
+            _put_entries(own, seen)
         held = [tensor.store.get(tensor.leaf, _NOTHING) for _, tensor in self.tensors]
         for _, tensor in self.tensors:
             tensor.store[tensor.leaf] = tensor.before
@@ -151,6 +158,8 @@ class ModuleState:
             with DisableTorchFunction():
                 for p, trained in switched:
                     p.requires_grad_(trained)
+            for own, given in replaced:
+                _put_entries(own, given)
             for generator, state in drawn:
                 generator.set_state(state)
             for attributes, changed in zip(self.attributes, now, strict=True):
@@ -160,6 +169,19 @@ class ModuleState:
                     tensor.store.pop(tensor.leaf, None)
                 else:
                     tensor.store[tensor.leaf] = current
+
+
+def _same_entries(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both have the same objects under the same names."""
+    return one.keys() == other.keys() and all(other[key] is value for key, value in one.items())
+
+
+def _put_entries(store: dict[str, Any], seen: dict[str, Any]) -> None:
+    """`store` has the entries of `seen`, and no others."""
+    if not _same_entries(store, seen):
+        for key in store.keys() - seen.keys():
+            del store[key]
+        store.update(seen)
 
 
 def _is_small_state(held: torch.Tensor) -> bool:

@@ -181,6 +181,20 @@ def test_what_was_trained_in_forward_is_trained_in_backward(mode: str) -> None:
     assert_equal(run(Chain, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(Chain, loop), 2 * TIGHT)
 
 
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("only", ["", "blocks.3.up.weight"])
+def test_parameters_of_functional_call_are_those_of_the_recomputation(only: str, mode: str) -> None:
+    """Which it gives to the modules for the forward alone."""
+
+    def loop(model: Any, _optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        names = [only] if only else [name for name, _ in model.named_parameters()]
+        given = {name: (model.get_parameter(name).detach().clone() * 0.5).requires_grad_() for name in names}
+        loss = torch.func.functional_call(model, given, (inputs(1)[0],))
+        return [loss.item(), *(grad.tolist() for grad in torch.autograd.grad(loss, list(given.values())))]
+
+    assert_equal(run(Chain, loop, memory=1 << 30, block_modes=[mode] * 8), run(Chain, loop), 1 << 30)
+
+
 def test_numpys_numbers_are_not_drawn_by_who_looks_ahead() -> None:
     class Drops(Chain):
         def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
