@@ -233,7 +233,7 @@ class Frame:
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
-        self.state = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
+        self.state: Any = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
         self.random_state = _random_state(self.compute), random.getstate()
         self.numpy_state = numpy_state() if self.habits.numpy is not False else None
         kind = self.compute.device.type
@@ -351,7 +351,7 @@ class Frame:
             pass
         finally:
             self.compute.set_random_state(now)
-        self.inputs, self.versions, self.caches = None, [], []
+        self.inputs, self.versions, self.caches, self.state = None, [], [], None
 
 
 def _random_state(compute: Compute) -> Any:

@@ -1,13 +1,16 @@
 """What a block's forward may change beside its output: buffers, attributes, and its own inputs.
 
-A block that is recomputed must see what its forward saw (the training flag, running means, counters, lists, generators, what is
-to be trained, inputs as they were), and leave what there is now: no mean is updated twice, no call counted twice. So it runs
-again on copies of the tensors that forward changed, and with the attributes that forward began with; afterwards those of now
-stand again. Of attributes that are containers the entries are kept, not what these hold; of other objects nothing is.
+A block that is recomputed must see what its forward saw (the training flag, running means, counters, lists, generators, its
+parameters, which torch.func.functional_call gives it others for, what is to be trained, inputs as they were), and leave what
+there is now: no mean is updated twice, no call counted twice. So it runs again on copies of the tensors that forward changed in
+place, and with the attributes that forward began with, also where others set them for the forward alone; afterwards those of now
+stand again. Of attributes that are containers the entries are kept, down to containers in them, not what other objects hold.
 """
 
 from __future__ import annotations
 
+import collections
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +20,16 @@ from torch import nn
 
 from .parameters import DisableTorchFunction
 
-_SCALARS = (bool, int, float, str, type(None))
-_CONTAINERS = (list, dict, set)
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+_DICTS = frozenset((dict, collections.OrderedDict, collections.defaultdict, collections.Counter))
+_CONTAINERS = _DICTS | {list, set, collections.deque}
+#: How deep containers in containers are looked for: some hold themselves.
+_DEPTH = 8
 #: What every module has; containers among it are torch's own.
 _TORCHS = frozenset(vars(nn.Module()))
 
-#: Larger buffers are not copied before each forward. One that forward changes all the same is found by its version, and copied
-#: from then on. Of tensors that are mere attributes larger ones are left alone: most are there to be looked at.
+#: Larger tensors are not copied before each forward. One that forward changes in place all the same is found by its version, and
+#: copied from then on.
 COPIED_BYTES = 1 << 20
 
 #: Stands for an attribute that there is none of.
@@ -31,161 +37,196 @@ _NOTHING = object()
 
 
 class _Tensor:
-    """A buffer, or an attribute; store: the dict that has it."""
+    """A buffer, or an attribute, as forward found it; store: the dict that has it.
 
-    __slots__ = ("before", "compared", "held", "leaf", "store", "version")
+    held: it itself, until forward is over; then what a recomputation gets, None where that is the copy. before: the copy, where
+    forward may have written to it.
+    """
+
+    __slots__ = ("before", "compared", "held", "leaf", "store", "trained", "version")
 
     def __init__(self, store: dict[str, Any], leaf: str, held: torch.Tensor, copied: bool, compared: bool) -> None:
-        self.store, self.leaf, self.held, self.version, self.compared = store, leaf, held, held._version, compared
+        self.store, self.leaf, self.trained = store, leaf, held.requires_grad
+        self.held: torch.Tensor | None = held
+        self.version = None if held.is_inference() else held._version
+        self.compared = compared and held.layout is torch.strided
         self.before: torch.Tensor | None = held.detach().clone() if copied else None
 
-    def changed(self) -> bool:
-        """Kernels of batch norm write running means past their version, so values are looked at where there is a copy; where
-        looking would wait for a device, what has a copy may have changed."""
-        if self.store.get(self.leaf) is not self.held or self.held._version != self.version:
-            return True
-        return self.before is not None and not (self.compared and torch.equal(self.before, self.held))
+    def settle(self) -> bool:
+        """Forward is over; whether there is no copy of what it wrote to.
+
+        Kernels of batch norm write running means past their version, so values are looked at where there is a copy; where
+        looking would wait for a device, what has a copy may have changed.
+        """
+        assert self.held is not None
+        if self._is_written() or not (self.before is None or (self.compared and torch.equal(self.before, self.held))):
+            self.held = None
+            return self.before is None
+        self.before = None
+        self.held = without_graph(self.held)
+        return False
+
+    def _is_written(self) -> bool:
+        return self.version is not None and self.held is not None and self.held._version != self.version
+
+    def begun(self) -> torch.Tensor:
+        """As forward found it.
+
+        Raises:
+            RuntimeError: forward left it alone, and it was changed in place since.
+        """
+        if self._is_written():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a block is "
+                f"recomputed, and its tensor {self.leaf} was changed after its forward began; wrap with block_modes that keep "
+                "this block, or put another tensor in its place"
+            )
+        if self.before is None:
+            assert self.held is not None
+            return self.held
+        with torch.enable_grad():  # which may be changed in place again: autograd does not allow that to a leaf
+            return self.before.requires_grad_().clone() if self.trained else self.before
 
 
 class _Attributes:
     """Of one module, what forward began with: plain values, copies of containers, states of generators."""
 
-    __slots__ = ("containers", "generators", "keys", "own", "values")
+    __slots__ = ("begun", "generators", "keys", "own")
 
     def __init__(self, module: nn.Module) -> None:
         self.own = own = vars(module)
         self.keys = frozenset(own)
-        self.values: dict[str, Any] = {}
-        self.containers: dict[str, Any] = {}
+        self.begun: dict[str, Any] = {"training": module.training}
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         for key, value in own.items():
+            if key in _TORCHS:
+                continue
             kind = type(value)
             if kind in _SCALARS:
-                self.values[key] = value
-            elif kind in _CONTAINERS and key not in _TORCHS:
-                self.containers[key] = value.copy()
+                self.begun[key] = value
+            elif kind in _CONTAINERS or isinstance(value, tuple):
+                self.begun[key] = _copied(value)
             elif kind is torch.Generator:
                 self.generators.append((value, value.get_state()))
 
-    def put(self) -> list[tuple[str, Any]]:
-        """They stand again, containers as new copies; returns what `put_back` takes."""
-        own, changed = self.own, []
-        for key in own.keys() - self.keys:
-            changed.append((key, own.pop(key)))
-        for values in (self.values, self.containers):
-            for key, value in values.items():
-                current = own.get(key, _NOTHING)
-                if current is not value:
-                    changed.append((key, current))
-                    own[key] = value
-        return changed
-
-    def put_back(self, changed: list[tuple[str, Any]]) -> None:
+    def put(self) -> None:
+        """They stand again, containers as new copies."""
         for key in self.own.keys() - self.keys:
             del self.own[key]
-        for key, value in changed:
-            if value is _NOTHING:
-                self.own.pop(key, None)
-            else:
-                self.own[key] = value
+        self.own.update(self.begun)
 
 
 class ModuleState:
-    """Taken before a block's forward; `settle` after it keeps what forward changed."""
+    """Taken before a block's forward; `settle` after it keeps what a recomputation needs."""
 
     def __init__(self, block: nn.Module, large: set[str], compared: bool = True) -> None:
-        """large: "MODULE.BUFFER" of the large buffers that forward is known to change; `settle` adds to it. compared: values may
-        be looked at; else copies stay until the recomputation."""
+        """large: "MODULE.NAME" of the large tensors that forward is known to change in place; `settle` adds to it. compared:
+        values may be looked at; else copies stay until the recomputation."""
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
-        self.parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each module's, and which they were
+        self.registered: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each module's parameters, its buffers: what they were
         self.trained: list[tuple[nn.Parameter, bool]] = []
-        self.lost = ""  # a buffer that was changed and of which there is no copy
+        self.lost = ""  # a tensor that was changed in place and of which there is no copy
         with torch.no_grad(), DisableTorchFunction():
             for name, module in block.named_modules():
                 if own := module._parameters:
-                    self.parameters.append((own, own.copy()))
+                    self.registered.append((own, own.copy()))
                     self.trained.extend([(p, p.requires_grad) for p in own.values() if p is not None])
+                if own := module._buffers:
+                    self.registered.append((own, own.copy()))
                 self.attributes.append(_Attributes(module))
-                for leaf, held in module._buffers.items():
-                    if held is not None and not held.is_inference():
-                        path = f"{name}.{leaf}" if name else leaf
-                        copied = path in large or held.nbytes <= COPIED_BYTES
-                        self.tensors.append((path, _Tensor(module._buffers, leaf, held, copied, compared)))
-                for leaf, held in vars(module).items():
-                    if type(held) is torch.Tensor and _is_small_state(held):
-                        self.tensors.append((leaf, _Tensor(vars(module), leaf, held, True, compared)))
+                for store in (module._buffers, vars(module)):
+                    for leaf, held in store.items():
+                        if type(held) is torch.Tensor or (store is module._buffers and held is not None):
+                            path = f"{name}.{leaf}" if name else leaf
+                            copied = path in large or _is_small(held)
+                            self.tensors.append((path, _Tensor(store, leaf, held, copied, compared)))
 
     def settle(self) -> None:
-        """Forward is over: copies of tensors that it left alone go."""
-        self.tensors = [(path, tensor) for path, tensor in self.tensors if tensor.changed()]
-        for path, tensor in self.tensors:
-            if tensor.before is None:
-                self.lost = path
-                self.large.add(path)
+        """Forward is over: copies of tensors that it did not write to go."""
+        with torch.no_grad(), DisableTorchFunction():
+            for path, tensor in self.tensors:
+                if tensor.settle():
+                    self.lost = path
+                    self.large.add(path)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, the block is as its forward found it; what is changed there is forgotten.
 
         Raises:
-            RuntimeError: forward changed a buffer of which there is no copy.
+            RuntimeError: forward changed a tensor in place of which there is no copy, or somebody did after it.
         """
         if self.lost:
             raise RuntimeError(
-                f"a recomputed block changed its buffer {self.lost} in forward for the first time, so what forward saw is gone: "
+                f"a recomputed block changed its tensor {self.lost} in forward for the first time, so what forward saw is gone: "
                 f"skip this batch (the next ones keep it), or wrap with block_modes that keep this block"
             )
-        now = [attributes.put() for attributes in self.attributes]
-        replaced = [(own, own.copy()) for own, seen in self.parameters if not _same_entries(own, seen)]
-        for own, seen in self.parameters:
-            _put_entries(own, seen)
-        held = [tensor.store.get(tensor.leaf, _NOTHING) for _, tensor in self.tensors]
-        for _, tensor in self.tensors:
-            tensor.store[tensor.leaf] = tensor.before
+        begun = [(tensor.store, tensor.leaf, tensor.begun()) for _, tensor in self.tensors]
+        stores = [one.own for one in self.attributes] + [store for store, _ in self.registered]
+        now = [(store, store.copy()) for store in stores]
         drawn = [(generator, generator.get_state()) for one in self.attributes for generator, _ in one.generators]
-        for one in self.attributes:
-            for generator, state in one.generators:
-                generator.set_state(state)
-        with DisableTorchFunction():
-            switched = [(p, p.requires_grad) for p, trained in self.trained if p.requires_grad != trained]
-            for p, trained in switched:
-                p.requires_grad_(not trained)
+        switched: list[tuple[nn.Parameter, bool]] = []
         try:
+            for one in self.attributes:
+                one.put()
+                for generator, state in one.generators:
+                    generator.set_state(state)
+            for store, seen in self.registered:
+                _put(store, seen)
+            for store, leaf, tensor in begun:
+                store[leaf] = tensor
+            with DisableTorchFunction():
+                switched = [(p, p.requires_grad) for p, trained in self.trained if p.requires_grad != trained]
+                for p, trained in switched:
+                    p.requires_grad_(not trained)
             yield
         finally:
             with DisableTorchFunction():
                 for p, trained in switched:
                     p.requires_grad_(trained)
-            for own, given in replaced:
-                _put_entries(own, given)
             for generator, state in drawn:
                 generator.set_state(state)
-            for attributes, changed in zip(self.attributes, now, strict=True):
-                attributes.put_back(changed)
-            for (_, tensor), current in zip(self.tensors, held, strict=True):
-                if current is _NOTHING:
-                    tensor.store.pop(tensor.leaf, None)
-                else:
-                    tensor.store[tensor.leaf] = current
+            for store, entries in now:
+                _put(store, entries)
 
 
-def _same_entries(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether both have the same objects under the same names."""
-    return one.keys() == other.keys() and all(other[key] is value for key, value in one.items())
+def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:
+    """`store` has these entries, and no others."""
+    same = operator.is_
+    if len(store) == len(entries) and all(map(same, store, entries)) and all(map(same, store.values(), entries.values())):
+        return
+    for key in store.keys() - entries.keys():
+        del store[key]
+    store.update(entries)
 
 
-def _put_entries(store: dict[str, Any], seen: dict[str, Any]) -> None:
-    """`store` has the entries of `seen`, and no others."""
-    if not _same_entries(store, seen):
-        for key in store.keys() - seen.keys():
-            del store[key]
-        store.update(seen)
+def _is_small(held: torch.Tensor) -> bool:
+    """Whether it is copied before each forward."""
+    return held.layout is torch.strided and not held.is_inference() and held.nbytes <= COPIED_BYTES
 
 
-def _is_small_state(held: torch.Tensor) -> bool:
-    """Whether an attribute may be what forward goes on from, and is copied: nothing that is to be differentiated."""
-    if held.requires_grad or held.layout is not torch.strided or held.is_inference():
-        return False
-    return held.nbytes <= COPIED_BYTES
+def without_graph(held: torch.Tensor) -> torch.Tensor:
+    """A tensor for a recomputation, whose result nobody differentiates through it: its graph would hold the steps before."""
+    return held if held.grad_fn is None else held.detach().requires_grad_()
+
+
+def _copied(value: Any, depth: int = _DEPTH) -> Any:
+    """A container as it is now, with the containers in it; of a tensor that was computed no graph; anything else as it is."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return without_graph(value)
+    if isinstance(value, tuple) and depth:
+        entries = [_copied(entry, depth - 1) for entry in value]
+        if all(map(operator.is_, entries, value)):
+            return value
+        return kind(entries) if kind is tuple else kind._make(entries) if hasattr(kind, "_make") else value
+    if kind not in _CONTAINERS:
+        return value
+    made = value.copy()
+    if depth and kind is not set:
+        plain = _SCALARS.issuperset(map(type, made.values() if kind in _DICTS else made))
+        for place, entry in () if plain else list(made.items() if kind in _DICTS else enumerate(made)):
+            made[place] = _copied(entry, depth - 1)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, inputs, steps
 from torch import nn
-from twins import assert_equal, run
+from twins import adamw, assert_equal, run
 
 import protrain
+from protrain import modulestate
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,73 @@ class Draws(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(x.shape, generator=self.own)
         return super().forward(x + 0.1 * noise) * (random.random() + float(np.random.random()))
+
+
+class Remembers(Block):
+    """What it made last, in a tuple, in a buffer that was none, and as a tensor with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: tuple[torch.Tensor, ...] = ()
+        self.register_buffer("mean", None)
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x + 0.1 * self.last[0].mean(0) + self.mean + 0.1 * self.seen.detach() if self.last else x)
+        self.last, self.mean, self.seen = (y.detach(),), y.detach().mean(0), y
+        return y
+
+
+class CountsDeeper(Block):
+    """In containers of other kinds, and in containers that are in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = collections.deque([1.0], maxlen=3)
+        self.counts, self.sums = collections.Counter(n=1), collections.defaultdict[str, float](float, n=1.0)
+        self.ordered, self.inner = collections.OrderedDict(n=1.0), {"list": [1.0], "dict": {"n": 1.0}}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps: Any = self.inner
+        scale = sum(self.ring) + self.counts["n"] + self.sums["n"] + self.ordered["n"] + sum(steps["list"]) + steps["dict"]["n"]
+        self.ring.append(0.5)
+        steps["list"].append(0.5)
+        for counts in (self.counts, self.sums, self.ordered, steps["dict"]):
+            counts["n"] += 1
+        return super().forward(x) * (0.1 * scale)
+
+
+class Sparse(Block):
+    """It has a buffer that is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(256).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm(self.mask, x.t()).t())
+
+
+class Conditioned(Block):
+    """By what others put there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift: Any = None
+        self.register_buffer("scale", torch.ones(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale if self.shift is None else x * self.scale + self.shift)
+
+
+class Auxiliary(Block):
+    """It leaves what it computed within for a loss of its own."""
+
+    aux: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aux = super().forward(x)
+        return torch.tanh(self.aux)
 
 
 class Takes(Block):
@@ -141,6 +210,8 @@ MODELS = {
     "tensors": chain_of(Averages),
     "made in forward": chain_of(Makes),
     "random numbers": chain_of(Draws),
+    "what it made last": chain_of(Remembers),
+    "more containers": chain_of(CountsDeeper),
     "a dict that it is given": Passes,
     "a list that it is given": Net,
 }
@@ -179,6 +250,114 @@ def test_what_was_trained_in_forward_is_trained_in_backward(mode: str) -> None:
         return figures
 
     assert_equal(run(Chain, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(Chain, loop), 2 * TIGHT)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+def test_a_recomputed_block_may_have_a_sparse_buffer() -> None:
+    make, loop = chain_of(Sparse), steps(inputs(2))
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=["checkpoint"] * 8), run(make, loop), 1 << 30)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_tensors_too_large_to_be_copied_are_kept_where_forward_puts_others_there(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modulestate, "COPIED_BYTES", 0)
+    make, loop = chain_of(Remembers), steps(inputs(3))
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_large_tensors_that_forward_writes_to_are_copied_from_then_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time it is an error."""
+
+    class Writes(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            calls = torch.zeros(1)
+            if kind == "buffer":
+                self.register_buffer("calls", calls)
+            else:
+                self.calls = calls
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return super().forward(x) * self.calls
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, plain: bool) -> list[Any]:
+        if not plain:
+            with pytest.raises(RuntimeError, match="changed its tensor calls in forward for the first time"):
+                model(inputs(1)[0]).backward()
+            optimizer.zero_grad()
+        for block in model.blocks:
+            block.calls.zero_()
+        return steps(inputs(3))(model, optimizer, plain)
+
+    monkeypatch.setattr(modulestate, "COPIED_BYTES", 0)
+    make = chain_of(Writes)
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=["checkpoint"] * 8), run(make, loop), 1 << 30)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("key", ["shift", "scale"])
+def test_what_others_set_for_a_forward_is_there_in_its_recomputation(key: str, mode: str) -> None:
+    """Two forwards with another condition each; and one that is computed, and taken away at the forward's end."""
+
+    def put(model: Any, value: Any) -> None:
+        for block in model.blocks:
+            setattr(block, key, value)
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            put(model, x[0])
+            first = model(x)
+            put(model, x[1])
+            second = model(2 * x)
+            put(model, model.head.bias * x[2])
+            third = model(x)
+            put(model, None if key == "shift" else torch.ones(256))
+            loss = first + second + third
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        put(model, torch.ones(256))
+        return figures
+
+    make = chain_of(Conditioned)
+    options = {"memory": 1 << 30, "block_modes": [mode] * 8}
+    assert_equal(run(make, loop, **options), run(make, loop), 1 << 30)
+
+
+def test_what_others_change_in_place_after_a_forward_is_an_error_in_its_recomputation() -> None:
+    model = chain_of(Conditioned)()
+    wrapped, _ = protrain.wrap(model, adamw(model), memory=1 << 30, block_modes=["checkpoint"] * 8)
+    try:
+        loss = wrapped(inputs(1)[0])
+        model.blocks[4].scale.mul_(2)
+        with pytest.raises(RuntimeError, match="recomputed, and its tensor scale was changed after its forward began"):
+            loss.backward()
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_a_tensor_that_forward_left_behind_is_still_its_own_after_backward(mode: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for x in inputs(3):
+            loss = model(x)
+            for block in model.blocks:
+                block.aux.retain_grad()
+            loss.backward()
+            figures += [loss.item(), *(block.aux.grad.tolist() for block in model.blocks)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    make = chain_of(Auxiliary)
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
