@@ -233,7 +233,10 @@ class Frame:
         self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
-        self.state: Any = ModuleState(self.block, self.habits.large, compared=not self.compute.separate)
+        others = list(leaves)
+        for parent in runner.parents[number]:
+            others += vars(parent).values()
+        self.state: Any = ModuleState(self.block, self.habits.large, others, compared=not self.compute.separate)
         self.random_state = _random_state(self.compute), random.getstate()
         self.numpy_state = numpy_state() if self.habits.numpy is not False else None
         kind = self.compute.device.type

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .parameters import DisableTorchFunction
+from .randomness import generators, put_states
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = frozenset((dict, collections.OrderedDict, collections.defaultdict, collections.Counter))
@@ -89,15 +90,15 @@ class _Tensor:
 
 
 class _Attributes:
-    """Of one module, what forward began with: plain values, copies of containers, states of generators."""
+    """Of one module, what forward began with: plain values, copies of containers."""
 
-    __slots__ = ("begun", "generators", "keys", "own")
+    __slots__ = ("begun", "keys", "own")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, others: list[Any]) -> None:
+        """others: gets objects of other classes."""
         self.own = own = vars(module)
         self.keys = frozenset(own)
         self.begun: dict[str, Any] = {"training": module.training}
-        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         for key, value in own.items():
             if key in _TORCHS:
                 continue
@@ -106,8 +107,8 @@ class _Attributes:
                 self.begun[key] = value
             elif kind in _CONTAINERS or isinstance(value, tuple):
                 self.begun[key] = _copied(value)
-            elif kind is torch.Generator:
-                self.generators.append((value, value.get_state()))
+            elif kind is not torch.Tensor:
+                others.append(value)
 
     def put(self) -> None:
         """They stand again, containers as new copies."""
@@ -119,9 +120,10 @@ class _Attributes:
 class ModuleState:
     """Taken before a block's forward; `settle` after it keeps what a recomputation needs."""
 
-    def __init__(self, block: nn.Module, large: set[str], compared: bool = True) -> None:
-        """large: "MODULE.NAME" of the large tensors that forward is known to change in place; `settle` adds to it. compared:
-        values may be looked at; else copies stay until the recomputation."""
+    def __init__(self, block: nn.Module, large: set[str], others: list[Any], compared: bool = True) -> None:
+        """large: "MODULE.NAME" of the large tensors that forward is known to change in place; `settle` adds to it. others: what
+        forward may draw from beside the block's own, if these are generators; gets what the block has. compared: values may be
+        looked at; else copies stay until the recomputation."""
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
@@ -135,13 +137,14 @@ class ModuleState:
                     self.trained.extend([(p, p.requires_grad) for p in own.values() if p is not None])
                 if own := module._buffers:
                     self.registered.append((own, own.copy()))
-                self.attributes.append(_Attributes(module))
+                self.attributes.append(_Attributes(module, others))
                 for store in (module._buffers, vars(module)):
                     for leaf, held in store.items():
                         if type(held) is torch.Tensor or (store is module._buffers and held is not None):
                             path = f"{name}.{leaf}" if name else leaf
                             copied = path in large or _is_small(held)
                             self.tensors.append((path, _Tensor(store, leaf, held, copied, compared)))
+            self.generators = generators(others)
 
     def settle(self) -> None:
         """Forward is over: copies of tensors that it did not write to go."""
@@ -166,13 +169,12 @@ class ModuleState:
         begun = [(tensor.store, tensor.leaf, tensor.begun()) for _, tensor in self.tensors]
         stores = [one.own for one in self.attributes] + [store for store, _ in self.registered]
         now = [(store, store.copy()) for store in stores]
-        drawn = [(generator, generator.get_state()) for one in self.attributes for generator, _ in one.generators]
+        drawn = generators(one for one, _ in self.generators)
         switched: list[tuple[nn.Parameter, bool]] = []
         try:
             for one in self.attributes:
                 one.put()
-                for generator, state in one.generators:
-                    generator.set_state(state)
+            put_states(self.generators)
             for store, seen in self.registered:
                 _put(store, seen)
             for store, leaf, tensor in begun:
@@ -186,8 +188,7 @@ class ModuleState:
             with DisableTorchFunction():
                 for p, trained in switched:
                     p.requires_grad_(trained)
-            for generator, state in drawn:
-                generator.set_state(state)
+            put_states(drawn)
             for store, entries in now:
                 _put(store, entries)
 
@@ -204,7 +205,7 @@ def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:
 
 def _is_small(held: torch.Tensor) -> bool:
     """Whether it is copied before each forward."""
-    return held.layout is torch.strided and not held.is_inference() and held.nbytes <= COPIED_BYTES
+    return held.layout is torch.strided and not (held.is_inference() or held.is_nested) and held.nbytes <= COPIED_BYTES
 
 
 def without_graph(held: torch.Tensor) -> torch.Tensor:

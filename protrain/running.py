@@ -65,6 +65,12 @@ def _last_recomputed(modes: tuple[str, ...]) -> list[int]:
     return found
 
 
+def _parents(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules of the model that a module of this name is in."""
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+
+
 class Together:
     """A context in which parameters are read at once, wherever they are: their chunks stay, and they are plain ones. Interrupts
     may come anywhere; what was begun is ended then.
@@ -130,6 +136,7 @@ class Runner:
         self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: BlockClock, modes: tuple[str, ...]
     ) -> None:
         self.blocks, self.residency, self.modes = wrapped.blocks, residency, modes
+        self.parents = [_parents(wrapped.model, name) for name, _ in wrapped.blocks]
         self.compute = wrapped.compute
         self._wrapped, self._engine, self._clock = wrapped, engine, clock
         self.device_stash = (

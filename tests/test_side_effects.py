@@ -68,10 +68,38 @@ class Draws(Block):
     def __init__(self) -> None:
         super().__init__()
         self.own = torch.Generator().manual_seed(5)
+        self.pythons, self.numpys, self.numpys_old = random.Random(5), np.random.default_rng(5), np.random.RandomState(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(x.shape, generator=self.own)
-        return super().forward(x + 0.1 * noise) * (random.random() + float(np.random.random()))
+        scale = random.random() + float(np.random.random())
+        scale += self.pythons.random() + float(self.numpys.random()) + float(self.numpys_old.random_sample())
+        return super().forward(x + 0.1 * noise) * scale
+
+
+class DrawsFromOthers(Block):
+    """From a generator that it is given, and from one that the model has."""
+
+    def forward(self, x: torch.Tensor, given: torch.Generator) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + torch.randn(x.shape, generator=given)) * float(self.models[0].random())
+
+
+class Shared(Chain):
+    """Generators, among all blocks."""
+
+    block = DrawsFromOthers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.numpys = torch.Generator().manual_seed(5), np.random.default_rng(5)
+        for block in self.blocks:
+            block.models = (self.numpys,)
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x, self.given)
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
 
 
 class Remembers(Block):
@@ -210,6 +238,7 @@ MODELS = {
     "tensors": chain_of(Averages),
     "made in forward": chain_of(Makes),
     "random numbers": chain_of(Draws),
+    "generators that blocks share": Shared,
     "what it made last": chain_of(Remembers),
     "more containers": chain_of(CountsDeeper),
     "a dict that it is given": Passes,
