@@ -18,6 +18,7 @@ of it) get what is saved there; a block inside hooks of others is refused, becau
 
 from __future__ import annotations
 
+import collections
 import random
 import sys
 import weakref
@@ -46,6 +47,9 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = torch._C._autograd._top_saved_tensors_default_hooks
+
+#: Containers that can be made again of anything.
+_PLAIN = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
@@ -123,8 +127,9 @@ class Input:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Only plain containers are looked into: they can be made again."""
-    return type(value) not in (list, tuple, dict)
+    """Only plain containers and named tuples are looked into: they can be made again, whatever is put into them."""
+    kind = type(value)
+    return kind not in _PLAIN and not (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
 
 
 def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
@@ -156,7 +161,7 @@ def _bring_inputs(inputs: Any) -> Any:
 
 def _copied_inputs(inputs: Any, views: bool) -> Any:
     """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
-    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    leaves, spec = tree_flatten(inputs)
     with torch.no_grad():
         plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
         copies = {id(leaf): leaf.clone() for leaf in plain if views or leaf._base is None}
@@ -179,7 +184,7 @@ def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _no_leaves(inputs: Any) -> Any:
     """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
-    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    leaves, spec = tree_flatten(inputs)
     clones = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad}
     return tree_unflatten([clones.get(id(leaf), leaf) for leaf in leaves], spec)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, inputs, steps
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 from twins import adamw, assert_equal, run
 
 import protrain
@@ -189,6 +190,44 @@ class Passes(Chain):
         return y.square().mean()
 
 
+Pair = collections.namedtuple("Pair", ["x", "none"])
+
+
+class Writes(Block):
+    """To what it is given in a container of `kind`; puts what it makes into another one."""
+
+    kind: Callable[[torch.Tensor], Any]
+
+    def forward(self, given: Any) -> Any:
+        (x, *_) = given.values() if isinstance(given, dict) else given
+        x.mul_(1.01)
+        return type(self).kind(super().forward(x))
+
+
+def passes(kind: Callable[[torch.Tensor], Any]) -> type[Chain]:
+    class Containers(Chain):
+        block = type("WritesTo", (Writes,), {"kind": staticmethod(kind)})
+
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+            given = kind(x * 1)
+            for block in self.blocks:
+                given = block(given)
+            (x, *_) = given.values() if isinstance(given, dict) else given
+            y: torch.Tensor = self.head(x)
+            return y.square().mean()
+
+    return Containers
+
+
+CONTAINERS = {
+    "OrderedDict": lambda x: collections.OrderedDict(x=x),
+    "defaultdict": lambda x: collections.defaultdict(list, x=x),
+    "deque": lambda x: collections.deque([x]),
+    "namedtuple": lambda x: Pair(x, None),
+    "output of a model": lambda x: BaseModelOutput(last_hidden_state=x),
+}
+
+
 class Skips(Block):
     """Half of them leave what they were given in a list, the others take it out."""
 
@@ -279,6 +318,13 @@ def test_what_was_trained_in_forward_is_trained_in_backward(mode: str) -> None:
         return figures
 
     assert_equal(run(Chain, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(Chain, loop), 2 * TIGHT)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("kind", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_tensors_in_containers_may_be_changed_in_place(kind: Callable[[torch.Tensor], Any], mode: str) -> None:
+    make, loop = passes(kind), steps(inputs(2))
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
 
 
 @pytest.mark.filterwarnings("ignore:protrain cannot foresee")
