@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from . import _core, keycaches, randomness
+from . import _core, keycaches, randomness, surroundings
 from .compiled import functions_behind, grad_fns
 from .counting import uncounted
 from .errors import PlanError, StepError
@@ -246,6 +246,7 @@ class Frame:
         self.numpy_state = numpy_state() if self.habits.numpy is not False else None
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        self.surroundings = surroundings.now()
         self.saved: list[weakref.ref[Recomputed]] = []
         self.ends = grad_fns(self.given) if self.habits.compiled else set()
         self.code: list[type] = []  # classes of what the forward ran of compiled code
@@ -345,6 +346,7 @@ class Frame:
                 randomness.kept(self.random_state[1], self.numpy_state),
                 self.state.restored(),
                 torch.enable_grad(),
+                surroundings.restored(self.surroundings),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
                 args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs

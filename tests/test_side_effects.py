@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, inputs, steps
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutput
 from twins import adamw, assert_equal, run
 
@@ -325,6 +328,53 @@ def test_what_was_trained_in_forward_is_trained_in_backward(mode: str) -> None:
 def test_tensors_in_containers_may_be_changed_in_place(kind: Callable[[torch.Tensor], Any], mode: str) -> None:
     make, loop = passes(kind), steps(inputs(2))
     assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
+
+
+class Attends(Block):
+    """With a scale that the default dtype says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().forward(x * torch.zeros(()).element_size()).view(1, 4, -1, 64)
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(x.shape)
+        return x + torch.tanh(y)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND = {
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "mode": Doubles,
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
+def test_what_stands_around_forward_alone_stands_around_the_recomputation(around: Any) -> None:
+    """And no longer than that."""
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with around():
+            loss: torch.Tensor = model(x)
+        return loss
+
+    make, loop = chain_of(Attends), steps(inputs(2), loss_of)
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=["checkpoint"] * 8), run(make, loop), 1 << 30)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.get_default_dtype() is torch.float32
+    assert torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.filterwarnings("ignore:protrain cannot foresee")
