@@ -681,6 +681,15 @@ def _unpacked_again() -> Iterator[None]:
         yield
 
 
+def _tensors_of(block: nn.Module) -> dict[tuple[int, str], torch.Tensor]:
+    """The block's buffers and the tensors among its attributes, by their modules' ids and their names."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for module in block.modules():
+        for own in (module._buffers, vars(module)):
+            found |= {(id(module), name): value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
 def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
@@ -693,11 +702,15 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
     def marked(*args: Any, **kwargs: Any) -> Any:
         meter.mark(number, False)
         meter.read_together(chunks)
+        kept: list[torch.Tensor] = []  # as large as what forward puts others in the place of, which its recomputation needs
         if recomputes(mode):
+            before = _tensors_of(block)
             output = checkpoint(
                 as_given(forward, args, kwargs), *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
                 early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
             )  # fmt: skip
+            after = _tensors_of(block)
+            kept += [torch.empty_like(value) for key, value in before.items() if after.get(key) is not value]
         elif mode == "swap":
             stash = DryStash(meter.stashed, meter.uncounted)
             with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):
@@ -710,7 +723,11 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
             meter.mark(number, True)
             meter.read_together(chunks)
 
-        watch_backward(_output_tensors(output), _output_tensors((args, kwargs)), begins, lambda: meter.mark_end(number, True))
+        def ends() -> None:
+            kept.clear()
+            meter.mark_end(number, True)
+
+        watch_backward(_output_tensors(output), _output_tensors((args, kwargs)), begins, ends)
         meter.mark_end(number, False, _output_tensors(output))
         return output
 

@@ -485,6 +485,21 @@ def test_a_tensor_that_forward_left_behind_is_still_its_own_after_backward(mode:
     assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
 
 
+def test_tensors_that_forward_replaces_are_foreseen() -> None:
+    """Those of the step before stay until the recomputation, which may need them."""
+
+    class Features(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.features = torch.tanh(self.square(x))
+            return x + torch.sin(self.square(self.features))
+
+    make, batches, modes = chain_of(Features), inputs(3, rows=2048), ["checkpoint"] * 8
+    with pytest.raises(protrain.BudgetError) as refused:
+        run(make, steps(batches), memory=TIGHT, block_modes=modes)
+    memory = refused.value.smallest_bytes
+    assert_equal(run(make, steps(batches), memory=memory, block_modes=modes), run(make, steps(batches)), memory)
+
+
 @pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
 @pytest.mark.parametrize("only", ["", "blocks.3.up.weight"])
 def test_parameters_of_functional_call_are_those_of_the_recomputation(only: str, mode: str) -> None:
