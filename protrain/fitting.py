@@ -39,6 +39,8 @@ from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
 ROOM_FOR_LOSS = (4, 2, 0)
+#: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
+LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
 
@@ -279,7 +281,7 @@ class Fitter:
         Raises:
             BudgetError: there is none.
         """
-        budget, more = self._wrapped.settings.memory_bytes, 0
+        budget, more, attempts = self._wrapped.settings.memory_bytes, 0, 0
         others = [other for other in (also, *(known for _, known in self.dry_runs)) if other is not None and other is not run]
         if self._wrapped.settings.plan is not None:
             others = []
@@ -294,7 +296,8 @@ class Fitter:
                     lacks = max(lacks, again.plan.peak_bytes - again.static_bytes + found.static_bytes - budget)
             if lacks <= 0:
                 return found
-            more += lacks
+            more += lacks if attempts < 16 else max(lacks, more)
+            attempts += 1
 
     # ---- what steps tell ----
 
@@ -303,13 +306,15 @@ class Fitter:
         self._held_before = self._held_bytes()
 
     def learn(self, highest_bytes: int, batches: Iterable[Shapes]) -> Batch | None:
-        """A step of these batches was made that had so much in memory at most. Where that was more than foreseen, or the loss has
-        left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
+        """A step of these batches was made that had so much in memory at most. Where that was more than foreseen, and than the
+        gradients that may wait beyond it, or the loss has left room that was kept for it, plans are made anew; returns the batch
+        that decided where they may be others now."""
         batches = list(batches)
         if not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
             return None
         before = self._unseen_bytes
         more = highest_bytes - self._homes.arrangement.plan.peak_bytes
+        more = max(more - self._homes.arrangement.pending_bytes, 0) if more > 0 else more
         shows_loss = not self._knows_loss and all(shapes == self._largest[1] for shapes in batches)
         self._unseen_bytes = max(before + more, 0 if shows_loss and not self._several_hold else before)
         self._knows_loss, self._refused = self._knows_loss or shows_loss, 0
@@ -344,11 +349,12 @@ class Fitter:
         step but what its plan leaves; from the next one on it is planned with."""
         self._several_hold = max(self._several_hold, self._held_bytes())
 
-    def note_output(self, held: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
-        """Whether the program held the output of the step before while backward ran; args, kwargs: what the next is about to be
-        made of. Where it did not, a batch like the last is foreseen anew, and planned for."""
+    def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+        """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
+        is about to be made of. Where that is worth it, a batch like the last is foreseen anew, and planned for."""
         shapes, planned = shapes_of(args, kwargs), [known for known, _ in self.dry_runs]
-        if held or not self._holds_output or planned != [shapes] or not self._learns():
+        little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
+        if little or not self._holds_output or planned != [shapes] or not self._learns():
             return None
         self._holds_output = False
         try:

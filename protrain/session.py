@@ -92,8 +92,8 @@ class Session:
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self._tells = False  # a step began as it was planned, and nothing else counted since
-        self._output: weakref.ref[torch.Tensor] | None = None  # the largest of the last forward, until its backward
-        self._held_output: bool | None = None  # by the program, when the last backward began; None: nothing new is known
+        self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
+        self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
         self.samples: MemorySamples | None = None  # where `watch_memory` was called
         self._steps_before = 0
@@ -164,7 +164,8 @@ class Session:
             output = forward(*args, **kwargs)
             if self._depth == 1:
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-                self._output = weakref.ref(max(leaves, key=torch.Tensor.numel)) if leaves else None
+                largest = max(leaves, key=torch.Tensor.numel, default=None)
+                self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
             return output
         except BaseException:
             self.runner.forget()
@@ -265,14 +266,16 @@ class Session:
         self._foresaw(self.fitter.plan_later())
         if refused_bytes:
             self._foresaw(self.fitter.learn_refused(refused_bytes, args, kwargs))
-        if self._held_output is not None:
-            self._foresaw(self.fitter.note_output(self._held_output, args, kwargs))
-            self._held_output = None
+        if self._dropped_bytes:
+            self._foresaw(self.fitter.note_dropped(self._dropped_bytes, args, kwargs))
+            self._dropped_bytes = 0
 
     def _backward_begins(self) -> None:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
-        self._held_output = self._output() is not None if self._output is not None else None
-        self._output = None
+        if self._output is not None:
+            largest, n_bytes = self._output
+            self._dropped_bytes = n_bytes if largest() is None else 0
+            self._output = None
         self.engine.stash_end()
         self._trains_in_eval = self._in_eval
 
