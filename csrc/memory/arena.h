@@ -41,16 +41,15 @@ typedef struct ptn_account_stats {
   uint64_t peak_bytes;          /* highest live since the account was created */
   uint64_t interval_peak_bytes; /* highest live since ptn_account_mark */
   uint64_t refused_count;       /* requests that ended in PTN_BUDGET */
-  uint64_t refused_bytes; /* since ptn_account_mark: what would have been live with the largest of those; 0: there was none */
 } ptn_account_stats;
 
 typedef struct ptn_arena_stats {
   uint64_t live_bytes, cached_bytes, resident_bytes;
-  uint64_t mapped_count; /* times the operating system was asked for pages */
-  uint64_t mapped_bytes; /* and for how many, ever: pages that were not resident and were put to use */
-  uint64_t purged_bytes; /* given back to it, ever */
+  uint64_t mapped_count;     /* times the operating system was asked for pages */
+  uint64_t mapped_bytes;     /* and for how many, ever: pages that were not resident and were put to use */
+  uint64_t purged_bytes;     /* given back to it, ever */
   uint64_t high_water_bytes; /* highest live bytes since the last trim */
-  uint64_t slack_bytes; /* the part of cached_bytes that no request but a small one can use */
+  uint64_t slack_bytes;      /* the part of cached_bytes that no request but a small one can use */
 } ptn_arena_stats;
 
 /* limit_bytes 0: no limit. pressure may be NULL. */
@@ -88,8 +87,8 @@ size_t ptn_arena_rounded_bytes(size_t bytes); /* what a request of bytes counts 
 typedef enum ptn_block_use { PTN_BLOCK_PLAIN = 0, PTN_BLOCK_STATIC } ptn_block_use;
 
 typedef struct ptn_block {
-  void *memory; /* where it begins */
-  uint64_t bytes; /* whole pages */
+  void *memory;    /* where it begins */
+  uint64_t bytes;  /* whole pages */
   uint64_t serial; /* no other block, earlier or later, has this one */
   ptn_block_use use;
 } ptn_block;
