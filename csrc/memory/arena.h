@@ -41,6 +41,7 @@ typedef struct ptn_account_stats {
   uint64_t peak_bytes;          /* highest live since the account was created */
   uint64_t interval_peak_bytes; /* highest live since ptn_account_mark */
   uint64_t refused_count;       /* requests that ended in PTN_BUDGET */
+  uint64_t refused_bytes;       /* since ptn_account_mark: live with the largest of those; 0: there was none */
 } ptn_account_stats;
 
 typedef struct ptn_arena_stats {
