@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median_low
 from typing import Any
 
@@ -120,6 +121,8 @@ class DryRun:
     record_bytes: the mean size of what a block saves in one storage that the stash takes, and of blocks the median; 0: nothing,
         or not known.
     outside_bytes: outputs of which the program around the model makes its loss; 0: the model makes it.
+    loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
+        beginning is live; 0: no block has a backward.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
 
@@ -134,6 +137,7 @@ class DryRun:
     checkpoint_peak_bytes: int
     record_bytes: int = 0
     outside_bytes: int = 0
+    loss_bytes: int = 0
     less_bytes: dict[int, int] = field(default_factory=dict)
 
     def calls(self) -> list[tuple[int, int, int]]:
@@ -163,6 +167,27 @@ class DryRun:
     def accesses_of_phases(self) -> list[list[int]]:
         """`accesses`, for each phase its own."""
         return _by_phase(self.accesses, self.access_phases, len(self.phases))
+
+    def with_loss(self, more_bytes: int) -> DryRun:
+        """With a loss that takes so much more than was foreseen."""
+        if not more_bytes:
+            return self
+        head = max(number for number, phase in enumerate(self.phases) if not phase.backward)
+        phase = self.phases[head]
+        raised = replace(
+            phase,
+            keep_peak_bytes=phase.keep_peak_bytes + more_bytes,
+            checkpoint_peak_bytes=phase.checkpoint_peak_bytes + more_bytes,
+            keep_working_bytes=phase.keep_working_bytes + more_bytes,
+            swap_peak_bytes=phase.swap_peak_bytes + more_bytes if phase.swap_peak_bytes else 0,
+        )
+        phases = (*self.phases[:head], raised, *self.phases[head + 1 :])
+        return replace(
+            self,
+            phases=phases,
+            keep_peak_bytes=max(phase.keep_peak_bytes for phase in phases),
+            checkpoint_peak_bytes=max(phase.checkpoint_peak_bytes for phase in phases),
+        )
 
     def counted(self) -> list[tuple[int, int, int]]:
         """Of each phase, nothing recomputed: what it computes, the bytes it reads and writes, and its operations."""
@@ -285,12 +310,16 @@ class _Meter(TorchDispatchMode):
 
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
+        self.fold()
+        self.begin(block, backward)
+
+    def fold(self) -> None:
+        """An open end was part of the segment before."""
         if self.segments[-1].pending:
             end = self.segments.pop()
             end.note_after(self.live_bytes)
             self.segments[-1].absorb(end)
             self.absorbed.append((end, self.segments[-1]))
-        self.begin(block, backward)
 
     def mark_end(self, block: int, backward: bool, outputs: Sequence[torch.Tensor] = ()) -> None:
         """A block is through; what follows is the head or the tail if no other block begins."""
@@ -744,6 +773,7 @@ class _Run:
     output_count: int
     record_bytes: int
     outside_bytes: int
+    loss_bytes: int
 
     def accesses_of_phases(self) -> list[list[int]]:
         return _by_phase(self.accesses, self.access_phases, len(self.segments))
@@ -798,12 +828,18 @@ def _run_step(
             if last.block >= 0:  # a model that ends in its last block has an empty head
                 meter.begin(-1, False)
             last.pending = False
+            meter.begin(-1, False, pending=True)
+            loss = meter.segments[-1]
             if outside_bytes:
                 sizes = [start.nbytes for start in starts]
                 largest = sizes.index(max(sizes))
                 starts[largest] = _loss_outside(starts[largest])
             seeds = [None if start.numel() == 1 else torch.empty_like(start) for start in starts]
             torch.autograd.backward(starts, seeds)
+            loss_bytes = loss.peak - loss.entry
+            if meter.segments[-1] is loss:
+                meter.fold()
+                loss_bytes = 0  # no block has a backward, and the loss no end
             segments = _finish_segments(meter)
             del output, starts, seeds
             if mode == "swap":
@@ -814,10 +850,11 @@ def _run_step(
             put_back()
     number_of = meter.numbers()
     complete = {chunk: number_of(segment) for chunk, segment in gradients.complete_segment.items()}
-    accesses, phases = [chunk for chunk, _ in meter.accesses], [number_of(segment) for _, segment in meter.accesses]
+    read = [access for access, _ in groupby((chunk, number_of(segment)) for chunk, segment in meter.accesses)]
+    accesses, phases = [chunk for chunk, _ in read], [number for _, number in read]
     means = [sum(sizes) // len(sizes) for sizes in meter.saved.values()]
     record_bytes = median_low(means) if means else 0
-    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes)
+    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes)
 
 
 def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
@@ -908,6 +945,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         max(phase.checkpoint_peak_bytes for phase in phases),
         keep.record_bytes,
         keep.outside_bytes,
+        keep.loss_bytes,
         {chunk: less for chunk, phase in complete.items() if (less := _less_bytes(runs, chunk, phase))},
     )
 

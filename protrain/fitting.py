@@ -152,6 +152,7 @@ class Fitter:
         self._unseen_bytes = 0  # in each plan, of what no dry run sees
         self._held_before = 0  # when the step under way began
         self._knows_loss = False  # a step was made of the batch that was planned for
+        self._loss_bytes, self._loss_of = 0, 0  # what the loss takes, as `DryRun.loss_bytes`, made of so many bytes of outputs
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
         self._several_hold = 0  # forwards before a backward, before the last of them
@@ -182,7 +183,9 @@ class Fitter:
         """
         wrapped = wrapped or self._wrapped
         settings = wrapped.settings
-        unknown_bytes += self._unseen_bytes if run is not None else 0
+        if run is not None:
+            unknown_bytes += self._unseen_bytes
+            run = run.with_loss(self._more_loss_of(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
@@ -305,25 +308,36 @@ class Fitter:
         """What a program holds now it may let go of before the step is at its highest."""
         self._held_before = self._held_bytes()
 
-    def learn(self, highest_bytes: int, batches: Iterable[Shapes]) -> Batch | None:
-        """A step of these batches was made that had so much in memory at most. Where that was more than foreseen, and than the
-        gradients that may wait beyond it, or the loss has left room that was kept for it, plans are made anew; returns the batch
-        that decided where they may be others now."""
-        batches = list(batches)
-        if not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
+    def learn(self, highest_bytes: int, loss_bytes: int | None, batches: Iterable[Shapes]) -> Batch | None:
+        """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
+        before (None: not known). Where that was more than foreseen, and than the gradients that may wait beyond it, or the loss
+        has left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
+        batches, run = list(batches), self._largest[0]
+        if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
             return None
-        before = self._unseen_bytes
-        more = highest_bytes - self._homes.arrangement.plan.peak_bytes
-        more = max(more - self._homes.arrangement.pending_bytes, 0) if more > 0 else more
-        shows_loss = not self._knows_loss and all(shapes == self._largest[1] for shapes in batches)
-        self._unseen_bytes = max(before + more, 0 if shows_loss and not self._several_hold else before)
-        self._knows_loss, self._refused = self._knows_loss or shows_loss, 0
-        if self._unseen_bytes == before or (self._unseen_bytes > before and self._plan_as_now()):
+        unseen_bytes, more_bytes = self._unseen_bytes, self._more_loss_of(run)
+        fits, self._refused = True, 0
+        if not self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches):
+            self._knows_loss, self._unseen_bytes = True, 0
+            self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
+            fits = self._plan_as_now()
+        more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
+        if more > 0:
+            self._unseen_bytes += more
+            fits = self._plan_as_now()
+        if fits and self._unseen_bytes >= unseen_bytes and self._more_loss_of(run) >= more_bytes:
             return None
         try:
             return self._plan_again()
         except BudgetError:
             return None  # the plan in use did
+
+    def _more_loss_of(self, run: DryRun) -> int:
+        """What the loss takes beyond what this dry run has foreseen."""
+        loss_bytes = self._loss_bytes
+        if run.outside_bytes and self._loss_of:
+            loss_bytes = -(-loss_bytes * run.outside_bytes // self._loss_of)
+        return max(loss_bytes - run.loss_bytes, 0) if run.loss_bytes else 0
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans

@@ -56,23 +56,19 @@ class MemoryOfStep:
 
 
 class MemorySamples:
-    """Of one session; called on the thread that drives the step. last: the last completed step.
-
-    marked_bytes: the highest of the step under way or just over. Samples take the arena's marks, which the headroom needs too.
-    """
+    """Of one session; called on the thread that drives the step. last: the last completed step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._samples: list[MemorySample] = []
         self._began_ns = 0
-        self.marked_bytes = 0
         self.last: MemoryOfStep | None = None
 
     def begin_step(self, now_ns: int) -> None:
         """The first forward of a step begins."""
-        self._began_ns, self.marked_bytes = now_ns, 0
+        self._began_ns = now_ns
         self._samples = []
-        self._session.engine.mark()  # what was highest before is none of this step's
+        self._session.marks.mark()  # what was highest before is none of this step's
         self._add("step begins", now_ns)
 
     def sample(self, moment: str, block: int) -> None:
@@ -86,9 +82,8 @@ class MemorySamples:
 
     def _add(self, moment: str, now_ns: int) -> None:
         session = self._session
-        highest = session.engine.mark()
+        highest = session.marks.mark()
         held = session.engine.held()
-        self.marked_bytes = max(self.marked_bytes, highest)
         gradient_bytes = held["gradient_bytes"] + self._grad_bytes()
         parts = (
             held["parameter_bytes"], held["state_bytes"], held["slot_bytes"], held["ring_bytes"], gradient_bytes,

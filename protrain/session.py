@@ -40,6 +40,7 @@ from .fitting import Batch, Fitter, Shapes, first_arrangement, shapes_of
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import ModelHooks
+from .marks import Marks
 from .pacing import Pacer
 from .parameters import DisableTorchFunction, release
 from .residency import Residency
@@ -64,6 +65,7 @@ class Session:
         self.foreign = wrapped.foreign
         arrangement = first_arrangement(wrapped)
         self.engine = wrapped.make_engine()
+        self.marks = Marks(self.engine)
         device_clock = DeviceClock(wrapped.compute) if isinstance(wrapped.compute, Accelerator) else None
         self.clock = BlockClock(self.engine, self._backward_begins, self._block_is_back, device_clock)
         self.residency = Residency(wrapped, self.engine, self, device_clock)
@@ -166,6 +168,7 @@ class Session:
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
+                self.marks.model_returned()
             return output
         except BaseException:
             self.runner.forget()
@@ -222,7 +225,7 @@ class Session:
             if begins:
                 self._tells = True
                 self.fitter.begin_step()
-                self.engine.mark()
+                self.marks.begin()
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
@@ -260,9 +263,9 @@ class Session:
         if not begins:
             self.fitter.note_several()
             return
-        refused_bytes = self.engine.stats()["refused_bytes"] if self._tells else 0  # the last step was not made
+        refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
         self._tells = False
-        self.engine.mark()
+        self.marks.begin()
         self._foresaw(self.fitter.plan_later())
         if refused_bytes:
             self._foresaw(self.fitter.learn_refused(refused_bytes, args, kwargs))
@@ -276,6 +279,7 @@ class Session:
             largest, n_bytes = self._output
             self._dropped_bytes = n_bytes if largest() is None else 0
             self._output = None
+        self.marks.backward_begins()
         self.engine.stash_end()
         self._trains_in_eval = self._in_eval
 
@@ -359,12 +363,12 @@ class Session:
             self.step_seconds = now - self._began
             self.wait_seconds = (self.engine.stats()["wait_ns"] - self._wait_ns) / 1e9
             self.clock.end_step(self.steps)
-        peak = max(self.engine.mark(), self.samples.marked_bytes if self.samples is not None else 0)
-        self.homes.adjust_headroom(peak)
+        self.marks.mark()
+        self.homes.adjust_headroom(self.marks.highest_bytes)
         try:
             self.fitter.replan_measured()
             if self._tells:
-                self._foresaw(self.fitter.learn(peak, self._batches))
+                self._foresaw(self.fitter.learn(self.marks.highest_bytes, self.marks.loss_bytes, self._batches))
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
@@ -373,6 +377,7 @@ class Session:
         except (DiskError, BudgetError) as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
         self._tells = False
+        self.marks.begin()
         self.engine.seek(0)
 
     def forget(self) -> None:
@@ -388,7 +393,7 @@ class Session:
         """Drop all gradients, and the step under way; one that has made none yet goes on, unless something was refused in it."""
         with self.turn:
             self._note_commit()
-            if self._under_way() or self.engine.stats()["refused_bytes"]:
+            if self._under_way() or self.marks.refused_bytes:
                 self.forget()
             self.gradients.drop()
 
