@@ -23,7 +23,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -343,6 +343,8 @@ class Frame:
 
         try:
             with (
+                self.runner.residency.node_waits(),
+                suppress(Stop),
                 randomness.kept(self.random_state[1], self.numpy_state),
                 self.state.restored(),
                 torch.enable_grad(),
@@ -357,8 +359,6 @@ class Frame:
                     f"block {self.name} ran other compiled code when it was recomputed than in its forward, as it may where "
                     "several shapes are under way: compile it with dynamic=True, or wrap with block_modes that keep or swap it"
                 )
-        except Stop:
-            pass
         finally:
             self.compute.set_random_state(now)
         self.inputs, self.versions, self.caches, self.state = None, [], [], None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .knownvalues import KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
@@ -25,6 +26,9 @@ _PARTS_OF_MORE = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss
 
 #: Whose first output lies as the input at this place does: in a row, or with channels last.
 _LAID_AS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+
+#: Whose first output lies in a row, whatever its inputs do.
+_IN_A_ROW = {torch.ops.aten.native_layer_norm_backward.default}
 
 
 def call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -51,6 +55,10 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
     if operation in _LAID_AS and result[0] is not None:
         laid_as = suggest_memory_format(args[_LAID_AS[operation]])
         return torch.empty_like(result[0], memory_format=laid_as), *result[1:]
+    if operation in _IN_A_ROW and result[0] is not None:
+        return torch.empty_like(result[0], memory_format=torch.contiguous_format), *result[1:]
+    if operation is aten.view.default and 1 in args[0].shape:
+        return _as_viewed(args[0], result)
     if operation in _PARTS_OF_MORE:
         return _within(result, _kept_bytes(workspace, operation, args, kwargs) or 0)
     if operation is aten.mkldnn_rnn_layer.default:
@@ -93,6 +101,13 @@ def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(where, name, before)
+
+
+def _as_viewed(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The view of a tensor, with the strides that it really has where a side is 1: libraries choose kernels by them."""
+    with unset_fake_temporarily():
+        strides = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(view.shape).stride()
+    return view if strides == view.stride() else tensor.as_strided(view.shape, strides, tensor.storage_offset())
 
 
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -262,8 +262,10 @@ class Fitter:
 
     def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
         """Of this batch and those before the one that needs the most, which decides, with room for the others."""
-        also = largest[0]
-        for known, other in self.dry_runs:
+        also, others = largest[0], [(known, other) for known, other in self.dry_runs if other is not largest[0]]
+        if not others:
+            return best, largest
+        for known, other in others:
             again = self.decide(other)
             if _needs_more(again, best, self._wrapped.settings.memory_bytes):
                 best, largest = again, (other, known)

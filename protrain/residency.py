@@ -10,7 +10,8 @@ The waiting and reading itself is the engine's (csrc/runtime/residency.c).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Residency:
         self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
         self._node: Any = None
         self._node_chunks: set[int] = set()
+        self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
+        self._unlent: set[int] = set()  # those of them that are in their slots
 
     # ---- where parameters lie ----
 
@@ -124,16 +127,22 @@ class Residency:
 
     # ---- operations ----
 
-    def bring(self, chunk: int) -> None:
-        """The chunk is in its slot when this returns, and stays there until the engine's `unuse`."""
-        self._bind_rest()
-        if not self._demand(chunk):
-            self._unbound = chunk
-            self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
-            self.own_slots += 1
+    def bring(self, numbers: Iterable[int]) -> Iterator[int]:
+        """The chunks of these parameters, one after another: each is in its slot when it is yielded, and stays there until the
+        engine's `unuse`."""
+        chunks = list(dict.fromkeys(self._layout.entries[number].chunk for number in numbers))
+        if self._waiting:
+            chunks.sort(key=lambda chunk: chunk not in self._waiting)  # they get no other slots
+        for chunk in chunks:
             self._bind_rest()
-            self._demand(chunk)
-        self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+            if not self._demand(chunk) and not (self._lend(chunks) and self._demand(chunk)):
+                self._unbound = chunk
+                self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+                self.own_slots += 1
+                self._bind_rest()
+                self._demand(chunk)
+            self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+            yield chunk
 
     def _demand_over_device(self, chunk: int) -> bool:
         assert self._device_clock is not None
@@ -207,3 +216,38 @@ class Residency:
             self._engine.unuse(chunk)
         self._node_chunks.clear()
         self._node = None
+
+    # ---- recomputation ----
+
+    @contextmanager
+    def node_waits(self) -> Iterator[None]:
+        """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that the
+        node was given, which are in them again when it is over."""
+        if torch._C._current_autograd_node() is not self._node:
+            self.release_node()
+        node, waiting = self._node, self._node_chunks
+        places = {chunk: self._bases[chunk].data_ptr() for chunk in waiting}
+        self._node, self._node_chunks, self._waiting, self._unlent = None, set(), waiting, set(waiting)
+        try:
+            yield
+            self.release_node()
+            for chunk in waiting - self._unlent:
+                if not self._demand(chunk) or self._bases[chunk].data_ptr() != places[chunk]:
+                    raise RuntimeError(f"the slot of chunk {chunk} went to another while its block was recomputed")
+                self._unlent.add(chunk)
+                self._address_chunk[places[chunk]] = chunk
+            self._node, self._node_chunks = node, waiting
+        except BaseException:
+            for chunk in self._unlent:
+                self._engine.unuse(chunk)
+            raise
+        finally:
+            self._waiting, self._unlent = set(), set()
+
+    def _lend(self, chunks: Sequence[int]) -> bool:
+        """For an operation that reads these chunks, none of which is one of the node that waits."""
+        if not self._unlent or not self._waiting.isdisjoint(chunks):
+            return False
+        while self._unlent:
+            self._engine.unuse(self._unlent.pop())
+        return True

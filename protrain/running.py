@@ -93,9 +93,7 @@ class Together:
             _check_no_transform()
         self._versions = [self._params[number]._version for number in self.found]
         try:
-            entries = self._runner._wrapped.layout.entries
-            for chunk in dict.fromkeys(entries[number].chunk for number in self.found):
-                self._runner.residency.bring(chunk)
+            for chunk in self._runner.residency.bring(self.found):
                 self._chunks.append(chunk)
             for number in self.found:
                 self._runner.plain.append(self._params[number])
@@ -253,11 +251,8 @@ class Runner:
         chunks: list[int] = []
         versions = [tensor._version for tensor in found] if not self.filling else []
         try:
-            for number in numbers:
-                chunk = self._wrapped.layout.entries[number].chunk
-                if chunk not in chunks and not self.filling:
-                    self.residency.bring(chunk)
-                    chunks.append(chunk)
+            for chunk in self.residency.bring(numbers) if not self.filling else ():
+                chunks.append(chunk)
             with DisableTorchFunction():
                 if torch.is_grad_enabled():
                     result = run_operation(self, func, args, kwargs)
