@@ -225,7 +225,7 @@ class Fitter:
         Raises:
             BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
         """
-        before = self._homes.arrangement
+        before, unseen_bytes = self._homes.arrangement, self._unseen_bytes
         try:
             run: DryRun | None = self._foresee_measured(args, kwargs)
         except DryRunError as error:
@@ -240,7 +240,8 @@ class Fitter:
             if self._homes.arrangement is not before:
                 with suppress(BudgetError):
                     self._homes.rearrange(before)
-            raise self._refusal(error, run, args, kwargs) from None
+            refused, self._unseen_bytes = self._refusal(error, run, args, kwargs), unseen_bytes
+            raise refused from None
         best, self._largest = self._with_others(best, (run, shapes))
         self.carry_out(best)
         self.dry_runs.append((shapes, run))
