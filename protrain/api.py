@@ -550,7 +550,7 @@ def status(model: nn.Module) -> Status:
         disk_read_bytes=stats["disk_read_bytes"],
         disk_write_bytes=stats["disk_write_bytes"],
         disk_engine=stats["disk_engine"],
-        predicted_peak_bytes=now.peak_bytes,
+        predicted_peak_bytes=session.predicted_peak_bytes,
         predicted_step_seconds=now.step_seconds,
     )
     object.__setattr__(found, "_step", session.clock.step)

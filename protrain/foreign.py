@@ -34,6 +34,7 @@ from .parking import Parked, Space, Tree, clone, described, same, tensors_of
 from .strides import laid
 
 if TYPE_CHECKING:
+    from .planning import Arrangement
     from .session import Session
 
 
@@ -113,6 +114,18 @@ class Foreign:
         """
         self._under_way = _Step(self, scale)
         self._under_way.make()
+
+    def highest_bytes(self, arrangement: Arrangement, memory_bytes: int) -> int:
+        """What its step takes, with what is in memory then, where a copy of all that it changes there finds room in so much."""
+        layout, footprint, n_persist = self._session.layout, self.footprint, arrangement.plan.n_persist
+        members = [number for chunk in layout.members[:n_persist] for number in chunk]
+        chunks = sum(layout.sizes[:n_persist]) + sum(layout.grad_bytes[:n_persist])
+        states = sum(footprint.state_bytes[number] for number in members)
+        wanted = arrangement.static_bytes + footprint.small_bytes + chunks + states + footprint.step_bytes
+        if n_persist < layout.n_chunks:
+            return min(wanted, memory_bytes)
+        largest = max((self._session.params[number].nbytes for number in members), default=0)
+        return min(wanted, memory_bytes) - 2 * largest  # its value and its gradient are there
 
     def finish(self) -> None:
         """The engine has committed the step: its states are the parameters'. Where it was interrupted it can be called again."""

@@ -13,6 +13,7 @@ class Marks:
     """Of one session; called on the thread that drives the step.
 
     highest_bytes: live at most since the step began, up to the last mark.
+    planned_bytes: the same, without an update that takes what memory there is.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning was live; of the passes of the step the most. None: not known.
     """
@@ -20,21 +21,28 @@ class Marks:
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
         self._refused_bytes = self._at_output = self._since_output = 0
-        self.highest_bytes = 0
+        self.highest_bytes = self.planned_bytes = 0
+        self._updates = False
         self.loss_bytes: int | None = None
 
     def begin(self) -> None:
         """From here on it is another step."""
         self._engine.mark()
-        self._refused_bytes = self._at_output = self._since_output = self.highest_bytes = 0
-        self.loss_bytes = None
+        self._refused_bytes = self._at_output = self._since_output = self.highest_bytes = self.planned_bytes = 0
+        self._updates, self.loss_bytes = False, None
 
     def mark(self) -> int:
         """The highest since the last mark."""
         self._refused_bytes = self.refused_bytes
         highest = self._engine.mark()
         self.highest_bytes, self._since_output = max(self.highest_bytes, highest), max(self._since_output, highest)
+        self.planned_bytes = self.highest_bytes if not self._updates else self.planned_bytes
         return highest
+
+    def update_begins(self) -> None:
+        """An update that keeps copies where there is memory for them."""
+        self.mark()
+        self._updates = True
 
     @property
     def refused_bytes(self) -> int:

@@ -221,8 +221,8 @@ class Residency:
 
     @contextmanager
     def node_waits(self) -> Iterator[None]:
-        """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that the
-        node was given, which are in them again when it is over."""
+        """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that
+        the node was given, which are in them again when it is over."""
         if torch._C._current_autograd_node() is not self._node:
             self.release_node()
         node, waiting = self._node, self._node_chunks

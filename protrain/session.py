@@ -169,6 +169,8 @@ class Session:
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
                 self.marks.model_returned()
+                if largest is not None and not self.wrapped.blocks:
+                    self.clock.watch_model(largest)
             return output
         except BaseException:
             self.runner.forget()
@@ -335,6 +337,7 @@ class Session:
         gradients.using(in_memory)
         if self.foreign is not None:
             self.engine.wait()
+            self.marks.update_begins()
             self.foreign.step(scale)
         else:
             all_passes = gradients.passes >= settings.accumulate
@@ -368,7 +371,7 @@ class Session:
         try:
             self.fitter.replan_measured()
             if self._tells:
-                self._foresaw(self.fitter.learn(self.marks.highest_bytes, self.marks.loss_bytes, self._batches))
+                self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
@@ -417,6 +420,13 @@ class Session:
         self.zero_grad()
         self.wrapped.settings = replace(self.wrapped.settings, accumulate=accumulate, max_grad_norm=max_grad_norm)
         self.fitter.forget_batches()
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of a step under the arrangement in use."""
+        found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
+        copies_bytes = self.foreign.highest_bytes(found, memory_bytes) if self.foreign is not None else 0
+        return max(found.plan.peak_bytes, copies_bytes)
 
     def watch_memory(self) -> MemorySamples:
         """From the next step on, what memory is of is noted at every begin and end of a block. Returns where it is found."""

@@ -152,6 +152,20 @@ class BlockClock:
             self._queued, self._open = task, -1  # what a backward that failed left open has no end
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
 
+    def watch_model(self, output: torch.Tensor) -> None:
+        """Of a model without blocks, which returned this: its backward begins where the gradient of that has come."""
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._model_is_back)
+
+    def _model_is_back(self, _grad: Any) -> None:
+        if not self._closed and _graph_task() != self._first_block_task:
+            self._backward_is_new()
+
+    def _backward_is_new(self) -> None:
+        self._first_block_task = _graph_task()
+        self.watch_backward()
+        self._backward_begins()
+
     # ---- blocks ----
 
     def forward_done(self, number: int, begin_ns: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -204,9 +218,7 @@ class BlockClock:
             return
         now = self.now()
         if _graph_task() != self._first_block_task:
-            self._first_block_task = _graph_task()
-            self.watch_backward()
-            self._backward_begins()
+            self._backward_is_new()
         self._end(now)
         self._block_is_back(number, False)
         self._open, self._open_ns = number, now

@@ -574,8 +574,8 @@ def _segformer() -> nn.Module:
 
 
 def test_a_recomputed_block_may_have_the_slots_of_what_waits_for_it(disk: Path) -> None:
-    """Backward of a layer norm has its bias brought before its input, which a block of many more chunks than slots recomputes: the
-    slot is the bias's again when it has. One image: in torch's own way of fake tensors convolutions took seven times as much."""
+    """Backward of a layer norm has its bias brought before its input, which a block of many more chunks than slots recomputes:
+    the slot is the bias's again then. One image: in torch's own way of fake tensors a convolution took seven times as much."""
     batch = {"pixel_values": torch.randn(1, 3, 64, 64), "labels": torch.randint(10, (1, 64, 64))}
     given = {"disk": str(disk)}
     with pytest.raises(protrain.BudgetError) as refused:

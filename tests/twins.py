@@ -19,6 +19,11 @@ def adamw(model: torch.nn.Module, **changes: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.1, "fused": True, **changes})
 
 
+def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """One without a kernel."""
+    return torch.optim.Adafactor(model.parameters())
+
+
 def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The model's own loss of one batch."""
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss

@@ -65,6 +65,8 @@ typedef struct ptn_live {
 /* Of each phase for these modes. least: blocks that swap count with what they cannot do without, for requests that know it. */
 void ptn_peak_compose(const ptn_peak *peak, const ptn_mode *modes, bool least, ptn_live *live);
 bool ptn_peak_knows_least(const ptn_plan_request *request);
+/* Whether gradients of several passes are added up in memory that stays theirs throughout. */
+bool ptn_peak_adds_passes_up(const ptn_plan_request *request);
 /* Whether memory also counts gradients that wait for their update. */
 bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least);
 

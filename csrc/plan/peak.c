@@ -23,7 +23,7 @@
  *     budget that holds nothing else is planned with it (rule.c); it takes longer, and less memory than recomputation can do with.
  *
  * Beside the phases: parameters and state of persistent chunks lie in memory always. Their gradients stay from the moment they are
- * complete to the end of the step (from one step to the next where gradients outlive backward): of a phase in which some are, what is
+ * complete to the end of the step (through all of it where several passes are added up in them): of a phase in which some are, what is
  * highest behind the first such moment is known apart, and what is before has only those beside it that were complete when it began.
  * Behind each later one it is known by how much less it is; completions are put in the order in which it falls. Where a run's own
  * order is another, what is live at a moment is counted with the last in our order of those complete then, and so with all of them.
@@ -98,9 +98,9 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
 }
 
-static bool adds_passes_up(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
+bool ptn_peak_adds_passes_up(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
 
-bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) { return !least || adds_passes_up(request); }
+bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) { return !least || ptn_peak_adds_passes_up(request); }
 
 bool ptn_peak_knows_least(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_phases; i++) {
@@ -142,7 +142,7 @@ static int by_phase(const void *a, const void *b) {
 
 static void read_completions(ptn_peak *peak) {
   const ptn_plan_request *request = peak->request;
-  bool adds_up = adds_passes_up(request);
+  bool adds_up = ptn_peak_adds_passes_up(request);
   for (uint32_t c = 0; c < request->n_chunks; c++) {
     const ptn_plan_chunk *chunk = &request->chunks[c];
     if (chunk->grad_bytes == 0) continue;
@@ -157,7 +157,7 @@ static void read_chunks(ptn_peak *peak) {
   peak->always_bytes[0] = (int64_t)request->fixed_bytes;
   for (uint32_t c = 0; c < request->n_chunks; c++) {
     const ptn_plan_chunk *chunk = &request->chunks[c];
-    uint64_t bytes = chunk->param_bytes + chunk->state_bytes + (request->grads_outlive_backward ? chunk->grad_bytes : 0);
+    uint64_t bytes = chunk->param_bytes + chunk->state_bytes + (ptn_peak_adds_passes_up(request) ? chunk->grad_bytes : 0);
     peak->always_bytes[c + 1] = peak->always_bytes[c] + (int64_t)bytes;
   }
 }
@@ -247,7 +247,7 @@ void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *str
 
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
   int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
-  int64_t stay = peak->request->grads_outlive_backward ? 0 : -1; /* all bits */
+  int64_t stay = ptn_peak_adds_passes_up(peak->request) ? 0 : -1; /* all bits */
   bool counts_pending = ptn_peak_counts_pending(peak->request, least);
   for (uint32_t i = 0; i < peak->n_completions; i++) {
     const completion *of = &peak->completions[i];

@@ -326,15 +326,15 @@ static void find_room(ptn_course *course) {
   const ptn_candidate *candidate = course->candidate;
   double always_bytes = (double)request->fixed_bytes, complete_bytes = 0, pending_bytes = 0;
   bool counts_pending = ptn_peak_counts_pending(request, candidate->least);
-  for (uint32_t c = 0; c < candidate->n_persist && request->grads_outlive_backward; c++)
-    always_bytes += (double)request->chunks[c].grad_bytes;
+  bool adds_up = ptn_peak_adds_passes_up(request);
+  for (uint32_t c = 0; c < candidate->n_persist && adds_up; c++) always_bytes += (double)request->chunks[c].grad_bytes;
   for (uint32_t p = 0; p < request->n_phases; p++) {
     double before_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].peak_bytes;
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
       if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, counts_pending ? grad_bytes : 0);
-      else if (!request->grads_outlive_backward) complete_bytes += grad_bytes;
+      else if (!adds_up) complete_bytes += grad_bytes;
     }
     double behind_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].after_bytes;
     double used_bytes = always_bytes + ptn_most(before_bytes, behind_bytes);

@@ -174,7 +174,7 @@ static uint64_t plain_moment(const model *of, const answer *given, uint32_t at, 
     bool complete = plain_complete(chunk, at, last);
     if (c < given->plan.n_persist) {
       now += chunk->param_bytes + chunk->state_bytes;
-      if (complete || request->grads_outlive_backward) now += chunk->grad_bytes;
+      if (complete || (request->grads_outlive_backward && request->n_passes > 1)) now += chunk->grad_bytes;
     } else if (complete) {
       pending = ptn_max_u64(pending, chunk->grad_bytes);
     }
