@@ -84,21 +84,45 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
     Raises:
         BudgetError: even the safest plan for the states alone does not fit.
     """
-    layout, budget = wrapped.layout, wrapped.settings.memory_bytes
     try:
-        safest = _arranged_away(wrapped)
+        safest = _states_alone(wrapped)
     except BudgetError as error:
-        anew = _anew(wrapped, _arranged_away)
+        anew = _anew(wrapped, _states_alone)
         raise refuse(error, "the model with its largest chunks in turn", anew=anew) from None
-    own = wrapped.footprint
-    with_masters = 3 if wrapped.master_array else 1  # masters come with the values, other state with the first update
-    if 4 * with_masters * sum(layout.sizes) > budget or (own and 2 * sum(layout.sizes) + own.bytes > budget):
-        return _placed(safest, wrapped)
-    everything = Plan(
-        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, safest.plan.block_modes, 0, len(wrapped.blocks), 0.0,
-        with_masters * sum(layout.sizes), 0, 0, budget,
+    everything, budget = _all_in_memory(wrapped), wrapped.settings.memory_bytes
+    if safest == everything or (4 * everything.static_bytes <= budget and everything.plan.peak_bytes <= budget):
+        return everything
+    return _placed(safest, wrapped)
+
+
+def _states_alone(wrapped: Wrapped) -> Arrangement:
+    """Every chunk away; or in memory, where that takes less, of a model whose chunks are small.
+
+    Raises:
+        BudgetError: neither fits.
+    """
+    try:
+        return _arranged_away(wrapped)
+    except BudgetError as error:
+        everything = _all_in_memory(wrapped)
+        if everything.plan.peak_bytes <= wrapped.settings.memory_bytes and not wrapped.compute.separate:
+            return everything
+        smallest = min(error.smallest_bytes, everything.plan.peak_bytes)
+        raise BudgetError(str(error), needed_bytes=smallest, budget_bytes=error.budget_bytes, smallest_bytes=smallest) from None
+
+
+def _all_in_memory(wrapped: Wrapped) -> Arrangement:
+    """Masters come with the values, other state with the first update; an optimizer without a kernel has its state at once, and
+    keeps old values in a step."""
+    layout, n_blocks, own = wrapped.layout, len(wrapped.blocks), wrapped.footprint
+    modes = tuple(wrapped.settings.block_modes or ["checkpoint"] * n_blocks)
+    values_bytes = (3 if wrapped.master_array else 1) * sum(layout.sizes)
+    peak_bytes = values_bytes + (sum(layout.sizes) + own.bytes if own else 0)
+    plan = Plan(
+        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, peak_bytes, 0, 0,
+        wrapped.settings.memory_bytes,
     )  # fmt: skip
-    return Arrangement(everything, [-1] * layout.n_chunks, [], 0, 0, [], everything.peak_bytes, safest.smallest_bytes)
+    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, peak_bytes)
 
 
 def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | None = 0) -> Arrangement:
@@ -528,13 +552,15 @@ class Fitter:
             raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, anew) from None
 
     def emptied(self) -> Arrangement:
-        """Nothing stays in memory but what is in use."""
+        """Nothing stays in memory but what is in use; as it is where the states take less there than away."""
         budget = self._wrapped.settings.memory_bytes
         room = budget
         try:
             _arranged_away(self._wrapped, room)
         except BudgetError as error:
             room -= error.smallest_bytes - budget  # what the states take at least
+        if room < 0:
+            return self._homes.arrangement
         return _placed(_arranged_away(self._wrapped, room), self._wrapped)
 
     # ---- what else is in memory ----

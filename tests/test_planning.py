@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fixed import with_fixed_times
-from twins import MIB, adamw, loss_of
+from nets import steps
+from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
 from protrain import _core
@@ -188,6 +189,36 @@ class Residual(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.relu(self.body(x) + self.down(x), inplace=True)
+
+
+class Thin(torch.nn.Module):
+    """A hundred layers, of which all take less than a slot and the ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Tanh()) for _ in range(100))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_model_that_is_smaller_than_what_moves_it_is_trained_in_the_budget_that_is_named(disk: Path) -> None:
+    """wrap had asked for what all chunks on disk need, 2.4 times as much."""
+    x = torch.randn(4, 16)
+    model = Thin()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(model, (x,), memory=1000, optimizer=adamw(model), disk=str(disk))
+    memory = refused.value.smallest_bytes
+    with pytest.raises(protrain.BudgetError) as states:
+        protrain.wrap(model, adamw(model), memory=1000, disk=str(disk))
+    assert states.value.smallest_bytes <= memory
+    given = {"memory": memory, "disk": str(disk)}
+    status = assert_equal(run(Thin, steps([x] * 4), **given), run(Thin, steps([x] * 4)), memory)
+    assert status.plan.n_persist == status.plan.n_chunks
 
 
 def test_budgets_above_the_smallest_of_a_model_whose_layers_grow() -> None:
