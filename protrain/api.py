@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from . import _core, firstcall, materialise  # noqa: F401 - importing firstcall is its use
+from . import _core, firstcall, keycaches, materialise  # noqa: F401 - importing firstcall is its use
 from .blocks import find_blocks
 from .calibration import measure_device, measure_machine
 from .compiled import check_compiled
@@ -32,7 +32,7 @@ from .planning import Plan, anew_from_profiles, check_modes, check_numbers, chec
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Machine, Profile, Times
 from .rehearsal import RehearsalError, rehearse
-from .session import Session, takes_use_cache
+from .session import Session
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
 from .strides import shared_memory
 from .timeline import StepTrace, Timeline
@@ -450,8 +450,6 @@ def _foresee(
     named = _check_model(model)
     compute = choose(named, device)
     args, kwargs = _arguments(batch)
-    if takes_use_cache(model):
-        kwargs = {"use_cache": False} | kwargs
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)
     n_states, fused = 2, True
@@ -480,7 +478,8 @@ def _foresee(
     if not compute.separate:
         workspace = MeasuredWorkspace(partial(counted_alone, folder, default_memory_bytes()))
     try:
-        run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
+        with keycaches.dropped(kwargs, keycaches.are_of_no_use(model)):
+            run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
     found = Profile(
@@ -522,7 +521,8 @@ def _rehearsed(
     known = _rehearsals.setdefault(given, {})
     if key not in known:
         try:
-            known[key] = rehearse(model, args, kwargs, blocks, run, compute=compute)
+            with keycaches.dropped(kwargs, keycaches.are_of_no_use(model)):
+                known[key] = rehearse(model, args, kwargs, blocks, run, compute=compute)
         except RehearsalError as error:
             raise PlanError(f"model: its steps cannot be timed: {error}") from error
     return known[key]

@@ -731,6 +731,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
     def marked(*args: Any, **kwargs: Any) -> Any:
         meter.mark(number, False)
         meter.read_together(chunks)
+        keycaches.note(args, kwargs)
         kept: list[torch.Tensor] = []  # as large as what forward puts others in the place of, which its recomputation needs
         if recomputes(mode):
             before = _tensors_of(block)
@@ -747,6 +748,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
         else:
             output = forward(*args, **kwargs)
         meter.read_together([])
+        keycaches.drop(args, kwargs)
 
         def begins() -> None:
             meter.mark(number, True)

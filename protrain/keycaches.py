@@ -2,16 +2,84 @@
 
 A block that runs again must find its part of a cache as its first forward did: else its keys would be there twice, or, between an
 encoder and a decoder, not be made again at all.
+
+A model of transformers keeps keys for generation unless it is told not to, also in training, where nobody has use for them. To
+turn that off is not the same: attention reads them where the cache has put them together, and what lies otherwise other kernels
+serve, which round otherwise. So layers are given the cache, and what a block has added goes when it is through (`dropped`).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import nn
+
+Held = list[tuple[Any, Any]]  # what a cache is made of, and copies of each part
+
+#: By their ids, the caches that blocks of the forward that runs were given, as they were; None: they are kept.
+_dropping: ContextVar[dict[int, Held] | None] = ContextVar("_dropping", default=None)
+
+
+def are_of_no_use(model: nn.Module) -> bool:
+    """Whether it is a transformers model that keeps keys for generation unless told not to, and computes the same where they are
+    dropped. Those that keep states, as of linear attention, do not."""
+    stateful = getattr(model, "_is_stateful", False)
+    return hasattr(model, "config") and not stateful and "use_cache" in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def dropped(kwargs: Mapping[str, Any], wanted: bool = True) -> Iterator[None]:
+    """Inside, blocks of a model that is called with these arguments leave caches as they found them, unless the caller asked for
+    one, or gave one. wanted: whether they are to."""
+    given = any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values", "cache"))
+    token = _dropping.set({} if wanted and not given else None)
+    try:
+        yield
+    finally:
+        _dropping.reset(token)
+
+
+def note(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A block is given these arguments."""
+    noted, kind = _dropping.get(), _class()
+    if noted is not None and kind is not None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, kind) and id(value) not in noted:
+                noted[id(value)] = [(value, None), *_parts(value, kind)]
+
+
+def drop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """The block is through: what it has added to caches goes."""
+    noted = _dropping.get()
+    if not noted:
+        return
+    for value in (*args, *kwargs.values()):
+        for part, before in noted.get(id(value), [])[1:]:
+            if isinstance(part, list):
+                part[:] = before
+            elif len(part) != len(before) or any(before.get(name) is not now for name, now in part.items()):
+                part.clear()
+                part.update(before)
+
+
+def _parts(cache: Any, kind: type) -> Iterator[tuple[Any, Any]]:
+    """The attributes of a cache and of its layers, and the lists and dicts among them, each with a copy."""
+    yield vars(cache), dict(vars(cache))
+    for value in vars(cache).values():
+        if isinstance(value, kind):
+            yield from _parts(value, kind)
+        elif isinstance(value, list | dict):
+            yield value, value.copy()
+    for layer in _own_layers(cache):
+        yield vars(layer), dict(vars(layer))
+        yield from ((value, value.copy()) for value in vars(layer).values() if isinstance(value, dict))
 
 
 def _class() -> type | None:
@@ -73,7 +141,12 @@ def _layers(cache: Any, kind: type) -> Iterator[Any]:
     for value in vars(cache).values():
         if isinstance(value, kind):
             yield from _layers(value, kind)
-        elif isinstance(value, list):
+    yield from _own_layers(cache)
+
+
+def _own_layers(cache: Any) -> Iterator[Any]:
+    for value in vars(cache).values():
+        if isinstance(value, list):
             yield from (layer for layer in value if hasattr(layer, "__dict__"))
 
 

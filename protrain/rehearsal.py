@@ -321,7 +321,9 @@ class _Rehearsal:
         if call >= len(self.calls) or self.calls[call][0] != number:
             raise RehearsalError(f"forward {call} of a block is not the one that it was in the dry run")
         clock.mark(number, False, call)
+        keycaches.note(args, kwargs)
         output = self._forward(call, self.forwards[number], args, kwargs)
+        keycaches.drop(args, kwargs)
         watch_backward(
             _tensors(output),
             _tensors((args, kwargs)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core
+from . import _core, keycaches
 from .activations import (
     BlockHabits,
     Hooks,
@@ -225,7 +225,9 @@ class Runner:
         if self.frame is not None:
             return forward(*args, **kwargs)  # it belongs to the block around it
         begin_ns = self._clock.now()
+        keycaches.note(args, kwargs)
         result = self._run_in_mode(number, forward, args, kwargs)
+        keycaches.drop(args, kwargs)
         self._clock.forward_done(number, begin_ns, args, kwargs, result)
         return result
 

@@ -16,7 +16,6 @@ object of its own, in the order the data flows:
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 import warnings
@@ -27,10 +26,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from . import changes
+from . import changes, keycaches
 from .compute import Accelerator
 from .counting import counted
 from .device_clock import DeviceClock
@@ -84,7 +82,7 @@ class Session:
             self.foreign.open(self)
         self.closed = False
         self.driver = threading.get_ident()  # the thread that made the last forward
-        self._takes_use_cache = takes_use_cache(wrapped.model)
+        self._caches_are_of_no_use = keycaches.are_of_no_use(wrapped.model)
         self._depth = 0  # forwards of the model that run, one inside another
         self._graphs = False  # forwards since the last step recorded gradients: what autograd keeps of them lies where it lay
         self._in_eval = False  # the last forward that recorded gradients was in eval mode
@@ -136,9 +134,8 @@ class Session:
             BudgetError: no plan fits this batch; the plan in use stays.
             StepError: the last load failed half-way.
         """
-        if self._takes_use_cache and self._is_training() and self._wants_no_cache(kwargs):
-            kwargs.setdefault("use_cache", False)  # keys kept for generation cost memory
-        with self.turn:
+        of_no_use = self._caches_are_of_no_use and self._is_training() and self._wants_no_cache(kwargs)
+        with self.turn, keycaches.dropped(kwargs, of_no_use):
             self.values.loads.check("forward")
             return self._run_model(forward, args, kwargs)
 
@@ -513,10 +510,3 @@ class Session:
 
     def value(self, number: int) -> torch.Tensor:
         return self.values.get(number)
-
-
-def takes_use_cache(model: nn.Module) -> bool:
-    """Whether it is a transformers model that keeps keys for generation unless told not to, and computes the same without. Those
-    that keep states, as of linear attention, compute them otherwise, and round otherwise."""
-    stateful = getattr(model, "_is_stateful", False)
-    return hasattr(model, "config") and not stateful and "use_cache" in inspect.signature(model.forward).parameters

@@ -102,11 +102,43 @@ def test_models_whose_bits_hang_on_their_cache(training: bool, modes: str | None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is foreseen
         assert_equal(run(make, steps(batches, loss_of), memory=BUDGET, **given), run(make, steps(batches, loss_of)), BUDGET)
-    for model in (make(), make_model("llama").train(training)):  # who would have the same bits is given no cache
+    for model in (make(), make_model("llama").train(training)):  # keys alone are dropped
         stateful = isinstance(model, transformers.Qwen3NextForCausalLM)
         model, _ = protrain.wrap(model, adamw(model), memory=BUDGET)
-        assert (model(input_ids=batches[0], labels=batches[0]).past_key_values is not None) == stateful
+        cache = model(input_ids=batches[0], labels=batches[0]).past_key_values
+        assert (cache.get_seq_length(3) > 0) == stateful
         protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("modes", [None, "keep", "swap", "checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_keys_that_nobody_asked_for_are_dropped_and_leave_the_bits(family: str, modes: str | None) -> None:
+    """Small heads and few tokens: attention over keys that a cache has put together rounds otherwise than without one."""
+    torch.manual_seed(2)
+    batches = [torch.randint(2, 500, (2, 40)) for _ in range(3)]
+    common = {"vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "gpt2":
+        config: Any = transformers.GPT2Config(n_embd=64, n_layer=4, n_head=8, **common)
+    else:
+        sizes = {"d_model": 64, "d_kv": 8, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+        config = transformers.T5Config(decoder_start_token_id=0, **sizes, **common)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return (transformers.GPT2LMHeadModel if family == "gpt2" else transformers.T5ForConditionalGeneration)(config).train()
+
+    given = {"block_modes": [modes] * 4} if modes else {}
+    want = run(make, steps(batches, loss_of))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is foreseen
+        status = assert_equal(run(make, steps(batches, loss_of), memory=BUDGET, **given), want, BUDGET)
+    assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03 or modes in ("swap", "checkpoint_swap")
+    without = run(make, steps(batches, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss))
+    assert without.tensors != want.tensors, "or else this test says nothing"
+    model = make()
+    model, _ = protrain.wrap(model, adamw(model), memory=BUDGET, **given)
+    assert model(input_ids=batches[0], labels=batches[0]).past_key_values.get_seq_length() == 0
+    protrain.unwrap(model)
 
 
 @pytest.mark.parametrize("modes", ["keep", "checkpoint"])
