@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -22,6 +21,16 @@ from .device_clock import DeviceClock
 from .parameters import DisableTorchFunction, Owner, enchain, release
 from .views import Views
 from .wrapped import Wrapped
+
+#: Under this name a node of the graph has its mark among its metadata.
+_MARK = "protrain_mark"
+
+
+def _mark_of_node() -> object | None:
+    """Of the node of the graph that runs: an object of its own, which dies with it, so that no other node ever has the same; None
+    where none runs. To hold on to the node itself would be to hold on to its graph, and so, unseen by Python, to the model."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.setdefault(_MARK, object())  # type: ignore[attr-defined]
 
 
 class Residency:
@@ -38,7 +47,7 @@ class Residency:
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
         self.own_slots = 0  # that were made since slots were
         self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
-        self._node: Any = None
+        self._node: object | None = None  # the mark of the node whose chunks are held
         self._node_chunks: set[int] = set()
         self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
         self._unlent: set[int] = set()  # those of them that are in their slots
@@ -186,7 +195,7 @@ class Residency:
         entry = self._layout.entries[saved.number]
         chunk = entry.chunk
         self._bind_rest()
-        node = torch._C._current_autograd_node()
+        node = _mark_of_node()
         if node is not self._node:
             self.release_node()
             self._node = node
@@ -223,7 +232,7 @@ class Residency:
     def node_waits(self) -> Iterator[None]:
         """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that
         the node was given, which are in them again when it is over."""
-        if torch._C._current_autograd_node() is not self._node:
+        if _mark_of_node() is not self._node:
             self.release_node()
         node, waiting = self._node, self._node_chunks
         places = {chunk: self._bases[chunk].data_ptr() for chunk in waiting}

@@ -596,10 +596,19 @@ def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch
     protrain.unwrap(model)
 
 
-def test_a_wrapped_model_that_is_dropped_is_gone() -> None:
+@pytest.mark.parametrize("last", ["step", "grad", "failed backward"])
+def test_a_wrapped_model_that_is_dropped_is_gone(last: str) -> None:
+    """Also where nothing came after the last backward that let go of what it read from disk."""
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
     steps(inputs(2))(model, optimizer, False)
+    x = inputs(1)[0].requires_grad_()
+    if last == "grad":
+        torch.autograd.grad(model(x), x)
+    elif last == "failed backward":
+        x.register_hook(lambda grad: grad.view(-1, 7))
+        with pytest.raises(RuntimeError, match="shape"):
+            torch.autograd.grad(model(x), x)
     session = weakref.ref(session_of(model))
     threads = len(os.listdir("/proc/self/task"))
     del model, optimizer
