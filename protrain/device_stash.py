@@ -140,6 +140,8 @@ class DeviceStash:
             DiskError, DeviceError: it cannot leave, or what left before it could not.
         """
         with DisableTorchFunction(), self._clock.waiting():
+            if tensor._is_zerotensor():
+                return None  # it takes no memory
             storage = tensor.untyped_storage()
             key = storage._cdata, tensor._version
             size = storage.nbytes()

@@ -33,6 +33,11 @@ def _mark_of_node() -> object | None:
     return None if node is None else node.metadata.setdefault(_MARK, object())  # type: ignore[attr-defined]
 
 
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 where it has none, as torch's zeros that take no memory, of forward-mode AD."""
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+
+
 class Residency:
     """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
 
@@ -117,7 +122,7 @@ class Residency:
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
-        address = tensor.untyped_storage().data_ptr()
+        address = _storage_address(tensor)
         if address == 0:
             return None
         for chunk in dict.fromkeys(self._layout.entries[number].chunk for number in numbers):
@@ -179,7 +184,7 @@ class Residency:
         with DisableTorchFunction():
             if tensor.layout != torch.strided or not self._address_chunk:
                 return None
-            chunk = self._address_chunk.get(tensor.untyped_storage().data_ptr())
+            chunk = self._address_chunk.get(_storage_address(tensor))
             if chunk is None:
                 return None
             number = self._number_at(chunk, tensor)

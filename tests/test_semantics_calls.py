@@ -17,6 +17,7 @@ import pytest
 import torch
 from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from twins import MIB, adamw, bits
 
@@ -396,6 +397,23 @@ def test_functional_calls(mode: str) -> None:
     steps(inputs(2))(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(2))
     protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
+def test_forward_mode_differentiation(mode: str) -> None:
+    """Its tangents of parameters are zeros that lie in no memory."""
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.flip(0)), loss=False)).tangent
+            assert tangent is not None
+            tangents.append(bits(tangent))
+        loss: torch.Tensor = model(x)
+        return loss
+
+    tangents: list[bytes] = []
+    both(Chain, steps(inputs(2), loss_of), block_modes=[mode] * 8)
+    assert tangents[:2] == tangents[2:]
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.jacrev], ids=lambda found: found.__name__)
