@@ -76,7 +76,7 @@ class Status:
         """What the lanes did in the last completed step; ask soon, its events give way to those of later steps.
 
         Raises:
-            StepError: no step is complete, its events are gone, or this is a copy of what `status` gave.
+            StepError: no step is complete, its events or its model are gone, or this is a copy of what `status` gave.
         """
         if self._step is None:
             raise StepError(

@@ -67,8 +67,8 @@ class BlockClock:
     """
 
     __slots__ = (
-        "_backward_begins", "_began_ns", "_block_is_back", "_closed", "_engine", "_first_block_task", "_last", "_open",
-        "_open_ns", "_queued", "device", "in_backward", "passes", "sampler", "step",
+        "__weakref__", "_backward_begins", "_began_ns", "_block_is_back", "_closed", "_engine", "_first_block_task", "_last",
+        "_open", "_open_ns", "_queued", "device", "in_backward", "passes", "sampler", "step",
     )  # fmt: skip
 
     def __init__(
@@ -128,7 +128,7 @@ class BlockClock:
             if self.device is not None:
                 self.device.end_step()
             _core.trace_add(self._engine, STEP, KIND_STEP, number, self._began_ns, now)
-            self.step = StepTrace(self._engine, number, self._began_ns, now, tuple(self.passes))
+            self.step = StepTrace(self, number, self._began_ns, now, tuple(self.passes))
             if self.sampler is not None:
                 self.sampler.end_step(number, now)
         self.forget()
@@ -311,27 +311,34 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class StepTrace:
-    """A completed step: whose events are asked for when `timeline` is called, while they are still in the ring."""
+    """A completed step: whose events are asked for when `timeline` is called, while they are still in the ring. It keeps neither
+    the clock that saw it nor the engine, with its threads and its file."""
 
-    __slots__ = ("_engine", "begin_ns", "end_ns", "number", "passes")
+    __slots__ = ("_clock", "begin_ns", "end_ns", "number", "passes")
 
-    def __init__(self, engine: _core.Engine, number: int, begin_ns: int, end_ns: int, passes: tuple[Pass, ...]) -> None:
-        self._engine, self.number, self.begin_ns, self.end_ns = engine, number, begin_ns, end_ns
+    def __init__(self, clock: BlockClock, number: int, begin_ns: int, end_ns: int, passes: tuple[Pass, ...]) -> None:
+        self._clock, self.number, self.begin_ns, self.end_ns = weakref.ref(clock), number, begin_ns, end_ns
         self.passes = passes  # as BlockClock.passes
 
     def raw(self) -> list[Raw]:
         """The events since the step began, of later steps too; none where the ring has lost its beginning."""
-        found = _core.trace_events(self._engine, self.begin_ns)
+        found = self._events()
         return found if any(_is_mark(event, self.begin_ns) for event in found) else []
+
+    def _events(self) -> list[Raw]:
+        clock = self._clock()
+        if clock is None:
+            raise StepError(f"timeline: the model of step {self.number} is gone; ask while it is there")
+        return _core.trace_events(clock._engine, self.begin_ns)
 
     def timeline(self) -> Timeline:
         """What the lanes did in the step.
 
         Raises:
-            StepError: later steps have taken the place of its events, or the model is unwrapped.
+            StepError: later steps have taken the place of its events, or the model is unwrapped or gone.
         """
         try:
-            raw = _core.trace_events(self._engine, self.begin_ns)
+            raw = self._events()
         except RuntimeError:
             raise StepError(f"timeline: the model of step {self.number} is unwrapped; ask before protrain.unwrap") from None
         return make_timeline(raw, self.number, self.begin_ns, self.end_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import weakref
 from collections import Counter
@@ -256,6 +257,20 @@ def test_after_unwrap_it_is_a_clear_error(trained: Any) -> None:
     status = protrain.status(trained[0])
     protrain.unwrap(trained[0])
     with pytest.raises(protrain.StepError, match="unwrapped"):
+        status.timeline()
+
+
+def test_a_status_that_is_kept_keeps_no_model_that_is_dropped(causal_lm: LanguageModel, fresh_disk: Path) -> None:
+    """Nor its threads, nor its file."""
+    model = causal_lm("gpt2", hidden=128)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="11MiB", disk=fresh_disk, block_modes=MODES)
+    step(model, optimizer, torch.zeros(1, 8, dtype=torch.long))
+    status = protrain.status(model)
+    threads = len(os.listdir("/proc/self/task"))
+    del model, optimizer
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) < threads
+    with pytest.raises(protrain.StepError, match="is gone"):
         status.timeline()
 
 
