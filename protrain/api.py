@@ -112,6 +112,7 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
         raise TypeError(f"model is {model!r}; give a torch.nn.Module")
     if KEY in model.__dict__ or any(KEY in module.__dict__ for module in model.modules()):
         raise PlanError("model is wrapped already; unwrap it first")
+    _check_not_shared(model)
     check_compiled(model, find_blocks(model))
     named = list(model.named_parameters())
     if not named:
@@ -125,6 +126,23 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     if unmade is not None:
         raise PlanError(f"model: parameter {unmade} has no shape yet; run the model once on a batch first")
     return named
+
+
+def _check_not_shared(model: nn.Module) -> None:
+    """Whether no other model that is wrapped has a part of this one: each would move and update it as its own alone."""
+    for session in list(_open):
+        if session.closed:
+            continue
+        found = next((name for name, module in model.named_modules() if session.hooks.are_in(module)), None)
+        if found is None:
+            number_of = session.wrapped.number_of
+            found = next((name for name, p in model.named_parameters() if id(p) in number_of), None)
+        if found is None:
+            continue
+        raise PlanError(
+            f"model: {found or 'it'} is a part of another model that is wrapped, a {type(session.model).__name__}: unwrap that "
+            "first, wrap one model that has both as its parts, or give this one modules and parameters of its own"
+        )
 
 
 def _check_shared_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:

@@ -99,6 +99,10 @@ class ModelHooks:
         """What wrapping put into the module's `__dict__`: names, and what stood there before."""
         return {KEY: changes.ABSENT} | self._replaced.get(id(module), (module, {}))[1]
 
+    def are_in(self, module: nn.Module) -> bool:
+        """Whether wrapping put something into the module."""
+        return id(module) in self._replaced
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

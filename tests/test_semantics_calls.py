@@ -214,6 +214,30 @@ def test_wrapping_twice_is_refused(wrapped: Any) -> None:
             protrain.wrap(given, adamw(given), memory=TIGHT)
 
 
+@pytest.mark.parametrize("memory", [TIGHT, 200 * MIB], ids=["on disk", "in memory"])
+def test_wrapping_a_part_of_a_wrapped_model_is_refused(memory: int) -> None:
+    """Whatever fits: two models would each move and update the part that they share. Once the first is unwrapped it can be."""
+    first: Any = Chain()
+    first, optimizer = protrain.wrap(first, adamw(first), memory=memory)
+    tied = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    tied[1].weight = first.head.weight
+    shared = [
+        (first.blocks[2], "it"),
+        (nn.Sequential(nn.Linear(256, 256), first.blocks[0]), "1"),
+        (tied, "1.weight"),
+    ]
+    for given, name in shared:
+        with pytest.raises(protrain.PlanError, match=f"^model: {name} is a part of another model that is wrapped, a Chain"):
+            protrain.wrap(given, adamw(given), memory=memory)
+        with pytest.raises(protrain.PlanError, match="a part of another model"):
+            protrain.plan(given, torch.zeros(8, 256), memory=memory)
+    steps(inputs(2))(first, optimizer, False)
+    assert state_of(protrain.unwrap(first)) == state_of(plain_after(2))
+    for given, _ in shared:
+        protrain.wrap(given, adamw(given), memory=memory)
+        protrain.unwrap(given)
+
+
 # ---- copies and conversions ----
 
 
