@@ -13,7 +13,8 @@ The hooks themselves are C (csrc/python/saved_type.c), but those of recomputed b
 does, recomputation stops at the last tensor that was saved.
 
 The innermost hooks are the only ones that torch calls. Those that others push inside a block (torch.utils.checkpoint, for a part
-of it) get what is saved there; a block inside hooks of others is refused, because both would claim the same tensors.
+of it) get what is saved there, parameters too; a block inside hooks of others is refused, because both would claim the same
+tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .compiled import functions_behind, grad_fns
 from .counting import uncounted
 from .errors import PlanError, StepError
 from .modulestate import ModuleState
-from .parameters import DisableTorchFunction
+from .parameters import ChunkTensor, DisableTorchFunction, mark_views
 from .randomness import numpy_state, same_numpy_state
 
 if TYPE_CHECKING:
@@ -518,23 +519,37 @@ def check_not_nested(allowed: int) -> None:
 
 
 class _SavedByOuter:
-    """What the hooks around an operation packed, and how they unpack it."""
+    """What the hooks around an operation packed, and how they unpack it. parameter: the one on disk that they were given."""
 
-    __slots__ = ("packed", "unpack")
+    __slots__ = ("packed", "parameter", "unpack")
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.packed, self.unpack = packed, unpack
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], parameter: SavedParameter | None) -> None:
+        self.packed, self.unpack, self.parameter = packed, unpack, parameter
 
 
 def _hooks_within(runner: Runner, outer: Hooks) -> Hooks:
-    """Parameters on disk are ours, everything else goes to the hooks of others that are around the operation."""
+    """All that is saved goes to the hooks of others that are around the operation, a parameter on disk as a view of it: whatever
+    they do with that, now or later, finds its bytes. What they give back of it as it is stays a record, as without them."""
     outer_pack, outer_unpack = outer
+    residency = runner.residency
 
     def pack(tensor: torch.Tensor) -> Any:
-        return runner.residency.saved_parameter(tensor) or _SavedByOuter(outer_pack(tensor), outer_unpack)
+        parameter = residency.saved_parameter(tensor)
+        if parameter is None:
+            return _SavedByOuter(outer_pack(tensor), outer_unpack, None)
+        with DisableTorchFunction():
+            view = mark_views(tensor.detach(), residency.owner, [parameter.number])
+        with torch._C._EnableTorchFunction():
+            return _SavedByOuter(outer_pack(view), outer_unpack, parameter)
 
-    def unpack(saved: Any) -> torch.Tensor:
-        return saved.unpack(saved.packed) if type(saved) is _SavedByOuter else runner.residency.unpack_parameter(saved)
+    def unpack(saved: _SavedByOuter) -> torch.Tensor:
+        found = saved.unpack(saved.packed)
+        if not isinstance(found, ChunkTensor) or found._protrain[0] is not residency.owner:
+            return found
+        record = residency.saved_view(found, found._protrain[1])
+        if saved.parameter is not None:
+            record.version = saved.parameter.version
+        return residency.unpack_parameter(record)
 
     return pack, unpack
 

@@ -187,9 +187,13 @@ class Residency:
             chunk = self._address_chunk.get(_storage_address(tensor))
             if chunk is None:
                 return None
-            number = self._number_at(chunk, tensor)
-            offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-            return SavedParameter(number, tensor, offset_bytes - self._layout.entries[number].offset_bytes, self._params[number])
+            return self.saved_view(tensor, self._number_at(chunk, tensor))
+
+    def saved_view(self, view: torch.Tensor, number: int) -> SavedParameter:
+        """The record of a tensor that shows bytes of parameter `number`, which is on disk."""
+        with DisableTorchFunction():
+            offset_bytes = int(view.storage_offset()) * view.element_size()
+            return SavedParameter(number, view, offset_bytes - self._layout.entries[number].offset_bytes, self._params[number])
 
     def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done.

@@ -337,6 +337,57 @@ def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any) -> 
 # ---- other wrappers ----
 
 
+def _listed(read: Any) -> Any:
+    """Hooks that keep what they are given in a list of their own."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda number: read(kept[number]))
+
+
+def _pickled(tensor: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+SAVING: dict[str, Any] = {
+    "as it is": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "rounded": lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float),
+    "rounded later": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor, lambda tensor: tensor.bfloat16().float()
+    ),
+    "a view": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (tensor.detach().flatten(), tensor.shape), lambda saved: saved[0].view(saved[1])
+    ),
+    "in a list": lambda: _listed(lambda tensor: tensor),
+    "copied from a list": lambda: _listed(torch.clone),
+    "in a file": lambda: torch.autograd.graph.saved_tensors_hooks(_pickled, lambda data: torch.load(io.BytesIO(data))),
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", ["keep", "checkpoint"])
+@pytest.mark.parametrize("how", SAVING)
+def test_hooks_of_users_inside_blocks(how: str, mode: str) -> None:
+    """They get parameters too, on disk or not, and what they make of them is what backward computes with."""
+
+    class Saving(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with SAVING[how]():
+                y = self.down(torch.tanh(self.up(x.contiguous())))
+            return super().forward(x + y)
+
+    class SavingChain(Chain):
+        block = Saving
+
+    both(SavingChain, steps(inputs(3)), block_modes=[mode] * 8, memory=40 * MIB)
+
+
 class Checkpointing(Block):
     """Recomputes a part of itself."""
 
