@@ -342,6 +342,7 @@ class Frame:
         def unpack(_saved: Any) -> torch.Tensor:
             raise RuntimeError("backward inside a recomputed block is not supported")
 
+        thread = self.runner.come_in()
         try:
             with (
                 self.runner.residency.node_waits(),
@@ -361,6 +362,7 @@ class Frame:
                     "several shapes are under way: compile it with dynamic=True, or wrap with block_modes that keep or swap it"
                 )
         finally:
+            self.runner.thread = thread
             self.compute.set_random_state(now)
         self.inputs, self.versions, self.caches, self.state = None, [], [], None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .activations import (
 from .compiled import frozen, functions_behind, grad_fns, has_compiled
 from .device_stash import DeviceStash, Stashed
 from .dryrun import recomputes
-from .errors import PlanError
+from .errors import PlanError, StepError
 from .parameters import ChunkParameter, DisableTorchFunction
 from .residency import Residency
 from .sizes import stash_least_bytes
@@ -80,6 +81,7 @@ class Together:
 
     Raises:
         PlanError: on entering, inside a transform of torch.func.
+        StepError: on entering, another thread is inside of a block or of an operation.
     """
 
     def __init__(self, runner: Runner, numbers: Sequence[int]) -> None:
@@ -91,6 +93,7 @@ class Together:
     def __enter__(self) -> Together:
         if self.found:
             _check_no_transform()
+            self._runner.thread = self._runner.come_in()
         self._versions = [self._params[number]._version for number in self.found]
         try:
             for chunk in self._runner.residency.bring(self.found):
@@ -125,7 +128,8 @@ class Together:
 
 
 class Runner:
-    """Of one session's blocks and operations; called on the thread that drives the step.
+    """Of one session's blocks and operations. Any thread may run them, one at a time: torch's hooks are each thread's own, what
+    is known of them here is not.
 
     stashing: whether a forward of a training step goes on; filling: parameters get their first values, where they lie.
     """
@@ -143,6 +147,7 @@ class Runner:
         self.forget_habits()
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
+        self.thread: int | None = None  # that is inside of a block or of an operation
         self.pushed: list[Hooks] = []  # the saved-tensor hooks that blocks and operations are inside of, the innermost last
         self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
         self.stashing = self.filling = False
@@ -190,8 +195,29 @@ class Runner:
         waits = not recomputed and recomputes(self.modes[number])
         self._engine.stash_near(number if waits else _last_recomputed(self.modes)[number])
 
+    def come_in(self) -> int | None:
+        """A block or an operation begins on this thread. Returns what `thread` is when that is over.
+
+        Raises:
+            StepError: another thread is inside of one. Over a device it may wait there for a backward, which runs on others.
+        """
+        here = get_ident()
+        before = self.thread
+        if before is None or before == here:
+            self.thread = here  # no thread gives way to another between the lines above and this one
+        elif not (self.compute.separate and torch._C._current_graph_task_id() != -1):
+            raise StepError(
+                "a block, or an operation on parameters on disk, runs on one thread while another thread is inside of one: run "
+                "the blocks of a model one after another; a whole forward may run on any thread, and so may its backward"
+            )
+        return before
+
     def forget(self) -> None:
-        """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to."""
+        """No block runs and no hooks are pushed any more: what was under way has ended, whatever its ends did not come to. What
+        another thread is inside of that one ends itself: its hooks are out of reach here."""
+        if self.thread is not None and self.thread != get_ident():
+            return
+        self.thread = None
         self.frame = self.innermost = None
         leave(self)
         self._end_plain()
@@ -221,15 +247,20 @@ class Runner:
 
         Raises:
             PlanError: hooks of others are around it, which its mode cannot be inside of.
+            StepError: another thread is inside of a block or of an operation.
         """
-        if self.frame is not None:
-            return forward(*args, **kwargs)  # it belongs to the block around it
-        begin_ns = self._clock.now()
-        keycaches.note(args, kwargs)
-        result = self._run_in_mode(number, forward, args, kwargs)
-        keycaches.drop(args, kwargs)
-        self._clock.forward_done(number, begin_ns, args, kwargs, result)
-        return result
+        thread = self.come_in()
+        try:
+            if self.frame is not None:
+                return forward(*args, **kwargs)  # it belongs to the block around it
+            begin_ns = self._clock.now()
+            keycaches.note(args, kwargs)
+            result = self._run_in_mode(number, forward, args, kwargs)
+            keycaches.drop(args, kwargs)
+            self._clock.forward_done(number, begin_ns, args, kwargs, result)
+            return result
+        finally:
+            self.thread = thread
 
     def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
@@ -248,10 +279,12 @@ class Runner:
 
         Raises:
             PlanError: it is inside a transform of torch.func, whose tensors do not say whose memory they show.
+            StepError: another thread is inside of a block or of an operation.
         """
         _check_no_transform()
         chunks: list[int] = []
         versions = [tensor._version for tensor in found] if not self.filling else []
+        thread = self.come_in()
         try:
             for chunk in self.residency.bring(numbers) if not self.filling else ():
                 chunks.append(chunk)
@@ -264,6 +297,7 @@ class Runner:
                 if tensor._version != version:
                     self.residency.write_back(number)
         finally:
+            self.thread = thread
             for chunk in chunks:
                 self._engine.unuse(chunk)
         return result
@@ -274,14 +308,18 @@ class Runner:
         Raises:
             PlanError: it would keep parameters where nobody sees them.
         """
-        if torch.is_grad_enabled():
-            ends = grad_fns((args, kwargs))
-            result = run_operation(self, call, args, kwargs)
-            self._check_saved(result, ends)
-            return result
-        if frozen():
-            raise PlanError("torch._inductor.config.freezing is on, which keeps parameters as constants: turn it off")
-        return call(*args, **kwargs)
+        thread = self.come_in()
+        try:
+            if torch.is_grad_enabled():
+                ends = grad_fns((args, kwargs))
+                result = run_operation(self, call, args, kwargs)
+                self._check_saved(result, ends)
+                return result
+            if frozen():
+                raise PlanError("torch._inductor.config.freezing is on, which keeps parameters as constants: turn it off")
+            return call(*args, **kwargs)
+        finally:
+            self.thread = thread
 
     def _end_plain(self, depth: int = 0) -> None:
         """No more than `depth` parameters on disk are plain, wherever an interrupt came between."""

@@ -58,6 +58,76 @@ def test_forwards_at_once(training: bool, fresh_disk: Path) -> None:
     protrain.unwrap(model)
 
 
+def no_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])
+def test_blocks_at_once_are_refused(mode: str, fresh_disk: Path) -> None:
+    """The one that came first ends as if nothing had been, and no thread is left with hooks."""
+    batches = inputs(3)
+    plain: Any = Chain()
+    want = steps(batches)(plain, adamw(plain), True)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=[mode] * 8)
+    found = steps(batches[:1])(model, optimizer, False)
+    begun, over = threading.Event(), threading.Event()
+
+    def stay(*_: Any) -> None:
+        begun.set()
+        over.wait()
+
+    left: list[bool] = []
+
+    def work() -> torch.Tensor:
+        y: torch.Tensor = model.blocks[0](batches[0])
+        left.append(no_hooks())
+        return y
+
+    def meet() -> None:
+        begun.wait()
+        try:
+            for call, given in ((model.blocks[1], batches[:1]), (model.head.weight.sum, []), (model, batches[:1])):
+                with pytest.raises(protrain.StepError, match="another thread is inside of one: run the blocks"):
+                    call(*given)
+                left.append(no_hooks())
+        finally:
+            over.set()
+
+    stays = model.blocks[0].up.register_forward_hook(stay)
+    both = iter((work, meet))
+
+    def either() -> Any:
+        return next(both)()
+
+    results = in_threads(2, either)
+    stays.remove()
+    (y,) = (result for result in results if result is not None)
+    assert left == [True] * 4
+    assert torch.equal(y, model.blocks[0](batches[0]))
+    optimizer.zero_grad()
+    found += steps(batches[1:])(model, optimizer, False)
+    assert found == want
+    protrain.unwrap(model)
+
+
+def test_forward_and_backward_each_on_a_thread_of_its_own(fresh_disk: Path) -> None:
+    batches = inputs(3)
+    plain: Any = Chain()
+    want = steps(batches)(plain, adamw(plain), True)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=MODES)
+    found = []
+    for x in batches:
+        (loss,) = in_threads(1, lambda x=x: model(x))  # type: ignore[misc]
+        assert in_threads(1, loss.backward) == [None]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found == want
+    protrain.unwrap(model)
+
+
 def test_steps_beside_a_thread_that_keeps_the_gil(fresh_disk: Path) -> None:
     """In C, for 50 ms at a time, where a loop of Python gives it up after 5: the lanes never wait for it."""
     batches = inputs(2)
