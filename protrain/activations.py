@@ -484,12 +484,19 @@ def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
     """Whether a block of a mode other than keep may run here.
 
     Raises:
-        PlanError: it is inside saved-tensor hooks of others, runs in backward, as torch.utils.checkpoint makes it, or is a layer
-            of transformers that checkpoints itself.
+        PlanError: it is inside saved-tensor hooks of others, runs in backward, as in a hook on a gradient or in
+            torch.utils.checkpoint, or is a layer of transformers that checkpoints itself.
     """
     itself = getattr(block, "gradient_checkpointing", False) and block.training
-    if _top(True) is None and torch._C._current_graph_task_id() == -1 and not itself:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if _top(True) is None and not in_backward and not itself:
         return
+    if in_backward:
+        raise PlanError(
+            f"block {name} of mode {mode} runs inside a backward pass, as in a hook on a gradient or in torch.utils.checkpoint: "
+            "call the model before or after backward(), call model.gradient_checkpointing_disable(), or pass block_modes with "
+            "keep for this block"
+        )
     raise PlanError(
         f"block {name} of mode {mode} runs inside torch.utils.checkpoint or other saved-tensor hooks, which claim the same "
         f"tensors: call model.gradient_checkpointing_disable(), end the hooks before the model's forward, or pass block_modes "

@@ -441,6 +441,27 @@ def test_reentrant_checkpoints_are_refused(mode: str, accumulate: int) -> None:
     assert got == state_of(plain_after(1))
 
 
+def test_a_forward_in_a_hook_on_a_gradient_is_refused_where_it_records(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    protrain.unwrap(model)
+    _, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=["keep", *["checkpoint"] * 7])
+    x, other = inputs(2)
+
+    def records(grad: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return grad * model(other)
+
+    y = model(x, loss=False)
+    y.register_hook(records)
+    with pytest.raises(protrain.PlanError, match=r"blocks\.1 of mode checkpoint runs inside a backward pass, as in a hook"):
+        y.sum().backward()
+    optimizer.zero_grad()
+    y = model(x, loss=False)
+    y.register_hook(lambda grad: grad * model(other))
+    y.sum().backward()
+    optimizer.zero_grad()
+
+
 def test_autocast() -> None:
     """bf16 products over fp32 parameters. DeepSpeed tests/unit/runtime/test_autocast.py."""
 
