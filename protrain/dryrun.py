@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import median_low
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -302,6 +303,18 @@ class _Meter(TorchDispatchMode):
         self.outputs: set[int] = set()  # storages that are outputs of blocks
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
         self.counts = True  # what is made
+        self.thread = get_ident()  # whose operations are seen
+        self.unseen = False  # whether a block ran on another
+
+    def check_seen(self) -> None:
+        """Whether the forward that is over ran where its operations are seen.
+
+        Raises:
+            DryRunError: it ran on another thread, or a block of it did.
+        """
+        nothing = not self.accesses and not any(segment.operations for segment in self.segments)
+        if self.unseen or nothing:
+            raise DryRunError("its forward runs on a thread of its own, where operations are not seen")
 
     def begin(self, block: int, backward: bool, pending: bool = False) -> None:
         """A segment begins, and the one before it ends."""
@@ -729,6 +742,7 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
     early_stop = not any(id(part.module) in inside for part in compiled)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        meter.unseen |= get_ident() != meter.thread
         meter.mark(number, False)
         meter.read_together(chunks)
         keycaches.note(args, kwargs)
@@ -819,6 +833,7 @@ def _run_step(
     try:
         with meter, torch.enable_grad():
             output = twin.model(*args, **kwargs)
+            meter.check_seen()
             starts = _starts(output)
             if not starts:
                 raise DryRunError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
@@ -1011,7 +1026,8 @@ def dry_run(
         hold_output: the caller of the model still holds its whole output, not only the loss, while backward runs.
 
     Raises:
-        DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), or nothing to train.
+        DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), runs on a thread of
+            its own, or has nothing to train.
     """
     with _without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
         fake_blocks = [twin.memo[id(block)] for block in blocks]
@@ -1047,7 +1063,7 @@ def dry_forward(
         evaluates: as in eval mode; else as the model's modules are now. The others are `dry_run`'s.
 
     Raises:
-        DryRunError: the model cannot run without data.
+        DryRunError: the model cannot run without data, or runs on a thread of its own.
     """
     # In inference mode composite operations reach no meter in their parts, which are what takes memory.
     with (
@@ -1059,5 +1075,6 @@ def dry_forward(
         meter = _Meter(round_bytes, twin.not_counted, {}, workspace, 0, KnownValues(twin.stand_ins))
         with _own_parametrizations(), meter:
             output = twin.model(*fake_args, **fake_kwargs)
+        meter.check_seen()
         del output
     return meter.segments[-1].peak

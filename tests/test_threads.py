@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs, steps
+from nets import TIGHT, Chain, both, inputs, steps
 from twins import adamw, bits
 
 import protrain
@@ -95,10 +95,10 @@ def test_blocks_at_once_are_refused(mode: str, fresh_disk: Path) -> None:
             over.set()
 
     stays = model.blocks[0].up.register_forward_hook(stay)
-    both = iter((work, meet))
+    works = iter((work, meet))
 
     def either() -> Any:
-        return next(both)()
+        return next(works)()
 
     results = in_threads(2, either)
     stays.remove()
@@ -126,6 +126,24 @@ def test_forward_and_backward_each_on_a_thread_of_its_own(fresh_disk: Path) -> N
         found.append(loss.item())
     assert found == want
     protrain.unwrap(model)
+
+
+class OnAThread(Chain):
+    """Its whole forward runs on a thread of its own."""
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        (y,) = in_threads(1, lambda: super(OnAThread, self).forward(x, **given))
+        assert isinstance(y, torch.Tensor), y
+        return y
+
+
+def test_a_model_with_a_thread_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not foreseen as one that takes nothing."""
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    with pytest.warns(UserWarning, match="runs on a thread of its own.*safest plan"):
+        both(OnAThread, steps(inputs(4)))
+    with pytest.raises(protrain.PlanError, match="runs on a thread of its own"):
+        protrain.plan(OnAThread(), inputs(1)[0], memory=TIGHT)
 
 
 def test_steps_beside_a_thread_that_keeps_the_gil(fresh_disk: Path) -> None:
@@ -192,10 +210,10 @@ def test_saving_while_another_thread_trains(fresh_disk: Path) -> None:
         finally:
             over.set()
 
-    both = iter((save, train))
+    works = iter((save, train))
 
     def work() -> None:
-        next(both)()
+        next(works)()
 
     assert in_threads(2, work) == [None, None]
     assert found == losses
