@@ -348,6 +348,30 @@ def test_a_rate_that_is_given_counts_where_a_training_goes_on(
     assert losses[0][1] != losses[1][1]
 
 
+def test_a_training_that_goes_on_keeps_its_tokenizer(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "other.txt").write_text("Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich\n" * 200)
+    words = (*SMALL, "--memory", "64MiB", "--save-every", 1, "--json")
+    code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 1, "--out", "first")
+    assert code == 0, errors
+    files = [(work / "first" / "tokenizer.json").read_bytes()]
+    losses = []
+    for name, text in (("same", "text.txt"), ("changed", "other.txt")):
+        on = ("--steps", 2, "--resume", "first", "--out", name, "--data", text)
+        code, printed, errors = answer(capfd, monkeypatch, work, *words[:3], *words[5:], *on)
+        assert code == 0, errors
+        files.append((work / name / "tokenizer.json").read_bytes())
+        losses.append(json.loads(printed.splitlines()[0])["loss"])
+    assert files == files[:1] * 3
+    (work / "first" / "tokenizer.json").unlink()  # as a checkpoint of an earlier version, which had none
+    (work / "first" / "tokenizer_config.json").unlink()
+    on = ("--steps", 2, "--resume", "first", "--out", "anew", "--data", "text.txt")
+    code, printed, errors = answer(capfd, monkeypatch, work, *words[:3], *words[5:], *on)
+    assert code == 0, errors
+    assert json.loads(printed.splitlines()[0])["loss"] == losses[0]  # one that was read back gives the same tokens
+
+
 def test_a_loss_that_is_no_number_is_null(work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, "--memory", "64MiB", "--lr", "1e30", "--json")
     assert code == 0, errors

@@ -170,16 +170,18 @@ def run(words: Words) -> None:
         _train(words, setup, display)
 
 
-def _tokens(setup: Setup, display: Display) -> tuple[Any, Any]:
-    """The tokenizer and the tokens of the data, shape (tokens,)."""
+def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
+    """The tokenizer and the tokens of the data, shape (tokens,). Weights go with the tokenizer that they were trained with: a
+    checkpoint's comes before the one in the folder of the model, and a new one is trained where neither has one."""
     from protrain.cli.model import longest_sequence
 
     config = setup.config
-    if setup.folder is not None and has_tokenizer(setup.folder):
+    folder = next((folder for folder in (words.resume, setup.folder) if folder is not None and has_tokenizer(folder)), None)
+    if folder is not None:
         from transformers import AutoTokenizer
 
-        display.stage(f"reading the tokenizer in {setup.folder}")
-        tokenizer = AutoTokenizer.from_pretrained(str(setup.folder), local_files_only=True)
+        display.stage(f"reading the tokenizer in {folder}")
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     else:
         display.stage(
             f"training a tokenizer of {config.vocab_size:,} tokens on {len(setup.files):,} file"
@@ -193,7 +195,7 @@ def _tokens(setup: Setup, display: Display) -> tuple[Any, Any]:
 
 
 def _train(words: Words, setup: Setup, display: Display) -> None:
-    tokenizer, tokens = _tokens(setup, display)
+    tokenizer, tokens = _tokens(words, setup, display)
     import torch
 
     import protrain
