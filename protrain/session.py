@@ -55,7 +55,7 @@ class Session:
     """See the module's head. Methods are called on the thread that drives the step.
 
     turn: held by who runs a forward, makes or drops a step, saves, loads or unwraps, so that other threads wait for it.
-    step_seconds, wait_seconds: of the last step that was completed.
+    step_seconds, wait_seconds: of the last step that was completed, without what was planned before it.
     """
 
     def __init__(self, wrapped: Wrapped) -> None:
@@ -205,10 +205,7 @@ class Session:
             self.homes.drop_own_slots()
         begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
         if begins:
-            self._began = time.perf_counter()
-            self._wait_ns = self.engine.stats()["wait_ns"]
             self._batches.clear()
-            self.clock.begin_step()
         self.runner.modes = self.homes.arrangement.plan.block_modes
         may_move = self._may_move()
         if torch.is_grad_enabled():
@@ -225,14 +222,23 @@ class Session:
                 self._tells = True
                 self.fitter.begin_step()
                 self.marks.begin()
+                self._begin_clocks()  # behind the planning, which is no part of what every step takes
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
             self._tells = False
             if may_move and not torch.is_grad_enabled():
                 self.evaluation.begin(args, kwargs)
+            if begins:
+                self._begin_clocks()
             self.engine.read_ahead(False)
         self.engine.seek(0)
+
+    def _begin_clocks(self) -> None:
+        """What a step takes is measured from here on."""
+        self._began = time.perf_counter()
+        self._wait_ns = self.engine.stats()["wait_ns"]
+        self.clock.begin_step()
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""

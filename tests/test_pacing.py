@@ -102,6 +102,29 @@ def clocked(gpt2: Any, patch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.opti
     return *protrain.wrap(model, adamw(model), memory="1GiB"), clock
 
 
+def test_planning_is_no_part_of_what_a_step_takes(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
+    session = session_of(model)
+    real = session.fitter.plan_for
+
+    def slow(*batch: Any) -> Any:
+        clock.go_on(100.0)
+        return real(*batch)
+
+    monkeypatch.setattr(session.fitter, "plan_for", slow)
+    for length in (16, 32):  # each is planned for
+        (ids,) = token_batches(1, length=length)
+        step(model, optimizer, ids)
+        found = protrain.status(model)
+        assert 0 < found.step_seconds < 10
+        assert found.timeline().seconds < 10
+    step(model, optimizer, ids)
+    forecast = protrain.status(model).plan.forecast
+    assert forecast is not None
+    assert forecast.fixed_seconds < 10
+    protrain.unwrap(model)
+
+
 def test_steps_that_depart_are_planned_again_and_that_is_said_once(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
