@@ -321,6 +321,22 @@ def test_an_evaluation_that_cannot_fit_is_foretold_before_training(n_rows: int, 
     assert refused.value.smallest_bytes <= smallest_bytes <= refused.value.smallest_bytes + 16 * 1024
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one set", "named sets"])
+def test_an_evaluation_of_few_rows_is_foreseen_as_such(several: bool, gpt2: Make, fresh_disk: Path) -> None:
+    """Batches may be larger than all there is: 48 rows do not fit, and there are 12."""
+    trainer = trainer_of(
+        fresh_disk / "out", gpt2(), True, data=rows(96, seed=4, length=64), memory=13 * MIB, max_steps=2, eval_strategy="steps",
+        eval_steps=2, per_device_train_batch_size=1, per_device_eval_batch_size=48,
+    )  # fmt: skip
+    few = rows(12, seed=4, length=64)
+    trainer.eval_dataset = {"one": few, "other": few[:3]} if several else few
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert not [warning for warning in caught if "evaluating" in str(warning.message)]
+    assert any(key.endswith("_loss") and key.startswith("eval") for row in trainer.state.log_history for key in row)
+
+
 def test_generating_while_evaluating(fresh_disk: Path) -> None:
     """Seq2SeqTrainer with predict_with_generate, an encoder-decoder with tied embeddings."""
     config = transformers.T5Config(

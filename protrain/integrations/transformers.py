@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from .. import _core, api, torchfiles
@@ -61,6 +62,7 @@ class ProTrainMixin:
     # Of the Trainer that this is mixed into.
     accelerator: Any
     args: Any
+    eval_dataset: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
@@ -220,8 +222,8 @@ class ProTrainMixin:
 
     def _protrain_foresee_evaluation(self, inputs: Any) -> None:
         """Warn of evaluations that will not fit, before training rather than after an epoch of it."""
-        session, n_rows = self._protrain_session(), self.args.eval_batch_size
-        if session is None or self.args.eval_strategy == "no" or not isinstance(inputs, Mapping):
+        session, n_rows = self._protrain_session(), _most_rows(self.eval_dataset, self.args.eval_batch_size)
+        if session is None or self.args.eval_strategy == "no" or not isinstance(inputs, Mapping) or n_rows == 0:
             return
         rows = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 0), 0)
 
@@ -344,6 +346,12 @@ def _innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _most_rows(datasets: Any, batch_size: int) -> int:
+    """Of the largest batch of an evaluation: no more than its dataset has, where that is known; of several, by name, of any."""
+    found = list(datasets.values()) if isinstance(datasets, dict) else [datasets]
+    return max((min(batch_size, len(one)) if has_length(one) else batch_size for one in found), default=batch_size)
 
 
 class ProTrainTrainer(ProTrainMixin, Trainer):
