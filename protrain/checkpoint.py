@@ -172,6 +172,16 @@ def _read_about(folder: str) -> dict[str, Any]:
     return about
 
 
+def saved_steps(folder: str | os.PathLike[str]) -> int:
+    """The steps that were complete when a checkpoint was saved.
+
+    Raises:
+        DiskError: it cannot be read, or is damaged.
+        PlanError: it is no checkpoint of this version.
+    """
+    return int(_read_about(check_folder(folder, "folder"))["steps"])
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib.util
 import json
 import os
@@ -18,8 +19,8 @@ from ahead import Ahead
 from program import answer, interrupted, run
 from safetensors.torch import load_file
 
-from protrain import tensorfiles
-from protrain.cli import machine, model, words
+from protrain import checkpoint, tensorfiles
+from protrain.cli import export, machine, model, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError
@@ -255,6 +256,7 @@ def test_wrong_words_are_2_with_the_usage(
         (["--seq", "129"], "129"),
         (["--out", "file/out"], "file"),
         (["--out", "full"], "full"),
+        (["--out", "/proc/out"], "--out '/proc/out' cannot be made"),
         (["--resume", "nowhere"], "nowhere"),
         (["--disk", "file"], "file"),
         (["--trace", "full"], "full"),
@@ -370,6 +372,33 @@ def test_a_training_that_goes_on_keeps_its_tokenizer(
     code, printed, errors = answer(capfd, monkeypatch, work, *words[:3], *words[5:], *on)
     assert code == 0, errors
     assert json.loads(printed.splitlines()[0])["loss"] == losses[0]  # one that was read back gives the same tokens
+
+
+def test_a_training_that_is_over_is_not_begun_again(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SMALL, "--memory", "64MiB")
+    code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 2, "--out", "over", "--save-every", 2)
+    assert code == 0, errors
+    monkeypatch.setattr(train, "_train", lambda *_: pytest.fail("it was begun"))
+    code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 2, "--resume", "over")
+    assert (code, errors) == (1, "protrain: --resume 'over' was saved after step 2; give more than --steps 2\n")
+
+
+@pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])
+def test_a_model_that_cannot_be_saved_is_an_error_of_out(
+    checkpoints: tuple[Any, ...], work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(export, "write_tensors", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    words = ("--memory", "64MiB", "--steps", 1, "--out", tmp_path / "out", *checkpoints)
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words)
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    assert f"--out '{tmp_path / 'out'}' could not be saved: No space left on device; what was there" in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loss_that_is_no_number_is_null(work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

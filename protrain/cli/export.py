@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,36 @@ from protrain.tensorfiles import Progress, Told, entries, write_tensors
 
 
 def check_target(folder: str) -> None:
-    """Raises CommandError where a folder cannot be made there, or where it would replace what is no model."""
-    target = Path(folder).absolute()
-    above = target.parent
-    while not above.exists() and above != above.parent:
-        if os.path.lexists(above):
-            break
+    """Whether a folder can be made there, which is tried, and would replace nothing but a model. Raises CommandError."""
+    above = Path(os.path.realpath(folder)).parent
+    while not os.path.lexists(above) and above != above.parent:
         above = above.parent
     if not above.is_dir():
         raise CommandError(f"--out {folder!r}: {str(above)!r} is not a folder; give a folder in another place")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise CommandError(f"--out {folder!r}: no right to write in {str(above)!r}; give another folder")
+    try:
+        with tempfile.TemporaryDirectory(dir=above):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"--out {folder!r} cannot be made: {error.strerror} ({above}); give a folder in a place that can be written to"
+        ) from None
     try:
         replacing.check_target(folder)
     except DiskError as error:
         raise CommandError(f"--out: {error}") from None
+
+
+@contextmanager
+def saving(folder: str) -> Iterator[None]:
+    """What is saved inside goes to --out. Raises CommandError where it cannot."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        raise CommandError(
+            f"--out {folder!r} could not be saved: {cause.strerror or cause}; what was there before is still there: make room, "
+            f"or give a folder on another disk"
+        ) from error
 
 
 def save(

@@ -70,7 +70,7 @@ class Setup:
 
 
 def prepare(words: Words) -> Setup:
-    """Check everything that can be checked at once. Raises CommandError or DataError."""
+    """Check everything that can be checked at once. Raises CommandError, DataError, or what a damaged checkpoint raises."""
     if words.resume is not None:
         clear_leftovers(words.resume)
     if words.resume is not None and not os.path.isdir(words.resume):
@@ -79,6 +79,11 @@ def prepare(words: Words) -> Setup:
         raise CommandError(
             f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every"
         )
+    if words.resume is not None:
+        from protrain.checkpoint import saved_steps
+
+        if (done := saved_steps(words.resume)) >= words.steps:
+            raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
     if words.save_every is not None and words.out is None:
         raise CommandError(f"--save-every {words.save_every} needs --out, the folder to save into")
     files = text_files(words.data)
@@ -231,9 +236,6 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     begin = time.monotonic()
     if words.resume is not None:
         protrain.load(model, optimizer, words.resume)
-        done = protrain.status(model).steps
-        if done >= words.steps:
-            raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
         if words.lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = words.lr
@@ -417,16 +419,17 @@ class _Saver:
 
     def _checkpoint(self, model: Any, optimizer: Any) -> None:
         import protrain
-        from protrain.cli.export import add_files
+        from protrain.cli.export import add_files, saving
 
         assert self.folder is not None
-        protrain.save(
-            model,
-            optimizer,
-            self.folder,
-            extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer),
-            progress=self.progress,
-        )
+        with saving(self.folder):
+            protrain.save(
+                model,
+                optimizer,
+                self.folder,
+                extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer),
+                progress=self.progress,
+            )
 
     def after(self, number: int, model: Any, optimizer: Any) -> None:
         """After step `number`: a checkpoint where it is due."""
@@ -435,15 +438,16 @@ class _Saver:
             self.saved_step = number
 
     def finish(self, model: Any, optimizer: Any) -> int:
-        """After the last step; returns the bytes of the weights."""
+        """After the last step; returns the bytes of the weights. Raises CommandError, as `after`."""
         import protrain
-        from protrain.cli.export import save
+        from protrain.cli.export import save, saving
         from protrain.tensorfiles import entries
 
         assert self.folder is not None
         if self.every is None:
             tensors = protrain.session_of(model).states.tensors
-            return save(self.folder, model, self.config, tensors, self.tokenizer, self.progress)
+            with saving(self.folder):
+                return save(self.folder, model, self.config, tensors, self.tokenizer, self.progress)
         if self.saved_step != protrain.status(model).steps:
             self._checkpoint(model, optimizer)
         return sum(entry.size_bytes for entry in entries(model))
