@@ -332,13 +332,22 @@ def test_plans_are_deterministic_and_a_profile_keeps_all_of_them() -> None:
 
 
 def test_all_that_fits_stays_on_the_device() -> None:
-    plan = plan_offline(small_gpt2(), "a100x4", batch=2, seq=128)
+    a100 = load_hardware("a100x4", n_devices=1)
+    plan = plan_offline(small_gpt2(), a100, batch=2, seq=128)
     assert set(plan.block_modes) == {"keep"}
     assert (plan.n_persist, plan.host_bytes, plan.disk_bytes) == (plan.n_chunks, 0, 0)
     states = 14 * gpt2_parameters_of(small_gpt2())
     assert states <= plan.persistent_bytes <= 1.02 * states + plan.n_chunks * 7 * 4096
-    half = plan_offline(small_gpt2(), "a100x4", batch=2, seq=128, precision="fp32")
+    half = plan_offline(small_gpt2(), a100, batch=2, seq=128, precision="fp32")
     assert half.persistent_bytes <= 12 * gpt2_parameters_of(small_gpt2()) * 1.02 + plan.n_chunks * 3 * 4096
+
+
+def test_more_memory_of_several_devices_is_not_slower() -> None:
+    """Where everything fits each of them would update all of it, and gradients move all the same."""
+    found = load_hardware("rtx3090x4")
+    profile = profile_offline(small_gpt2(), found, batch=2, seq=128)
+    seconds = [plan_for(profile, found, memory=f"{size}MiB").step_seconds for size in (64, 128, 256, 1024, 16384)]
+    assert all(later <= 1.005 * min(seconds[: number + 1]) for number, later in enumerate(seconds[1:]))
 
 
 def gpt2_parameters_of(config: Any) -> int:

@@ -17,7 +17,8 @@
  * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides; by how much
  * more memory may be slower then is measured (docs/decisions/0007-plans-by-time.md). Where
  * everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are not as certain
- * as that. It costs at most its own updates in step().
+ * as that. It costs at most its own updates in step(). Among several ranks gradients move in any case, and each rank updates all
+ * that stays: there it is one candidate of many.
  *
  * The number of persistent chunks is the most that fits beside modes and window; of few chunks any number, of many also some
  * fewer, for persistent chunks are updated in step(), others behind backward.
@@ -442,10 +443,11 @@ static void widen(search *at) {
   }
 }
 
-/* Everything in memory, and all of it fits: the modes given are no others. */
+/* Everything in memory, all of it fits, and nothing moves then: the modes given are no others. */
 static bool is_ample(search *at, ptn_mode *modes) {
   const ptn_plan_request *request = at->request;
   ptn_fit *fit = at->trials.fit;
+  if (request->n_ranks > 1) return false;
   for (uint32_t i = 0; i < request->n_blocks; i++) {
     if (request->modes && request->modes[i] != PTN_KEEP) return false;
     modes[i] = PTN_KEEP;

@@ -1,8 +1,8 @@
 """`protrain plan --sweep`: time and peak of a step against the budget, from the smallest that works to where nothing more helps.
 
-The largest budget of the sweep is one that has the plan for memory without end, where all is kept and persistent: its peak, or a
-little more, as plans leave part of a budget free. The smallest is what the planner's refusals name, and is looked for where they
-name none. Between them budgets rise by one factor.
+The largest budget of the sweep is one that has the plan for memory without end, where all is kept and persistent (but for several
+devices, among which moving may be faster): its peak, or a little more, as plans leave part of a budget free. The smallest is what
+the planner's refusals name, and is looked for where they name none. Between them budgets rise by one factor.
 """
 
 from __future__ import annotations
