@@ -196,14 +196,14 @@ class Hardware:
 
 # ---- reading ----
 
-#: What a number may be where "more than 0" is not the rule.
+#: What a number may be where "1 or more" is not the rule.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "reserved_bytes": (lambda value: value >= 0, "0 or more"),
     "operation_seconds": (lambda value: value >= 0, "0 or more"),
     "flops_share": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
     "overlap": (lambda value: 1 <= value <= 2, "1 to 2"),
 }
-_POSITIVE = (lambda value: value > 0, "more than 0")
+_COUNT = (lambda value: value >= 1, "1 or more")
 _DRAG = (lambda value: value >= 0, "0 or more")
 
 
@@ -217,7 +217,7 @@ class _Reader:
         return PlanError(f"{self.source}: {where} {problem}")
 
     def number(self, value: Any, kind: type, name: str, where: str, of: type) -> int | float:
-        allowed, words = _DRAG if of is Drag else _RANGES.get(name, _POSITIVE)
+        allowed, words = _DRAG if of is Drag else _RANGES.get(name, _COUNT)
         wanted = "a whole number" if kind is int else "a number"
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
             raise self.fail(where, f"is {shown(value)}; give {wanted}, {words}")
@@ -277,6 +277,9 @@ def _check_whole(hardware: Hardware, read: _Reader) -> Hardware:
         raise read.fail("the file", f"lacks [gather], which {hardware.n_devices} devices need")
     if device.reserved_bytes >= device.memory_bytes:
         raise read.fail("[device] reserved_bytes", f"is {device.reserved_bytes}; it must be less than memory_bytes")
+    if slow := [dtype for dtype, peak in device.flops_per_second.items() if peak * device.flops_share < 1]:
+        share = f"is {device.flops_share}; of the peak of {slow[0]} that is less than 1 a second: give more"
+        raise read.fail("[device] flops_share", share)
     if host and host.reserved_bytes >= host.memory_bytes:
         raise read.fail("[host] reserved_bytes", f"is {host.reserved_bytes}; it must be less than memory_bytes")
     return hardware

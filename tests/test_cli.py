@@ -425,6 +425,16 @@ def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
+def test_what_a_process_of_bench_refuses_is_told_as_a_training_tells_it(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--model", "tiny", "--seq", 32, "--memory", "10KiB")
+    for command, begin in (("step", "protrain: --memory: the model"), ("activations", "protrain: keep: --memory: the model")):
+        code, _, errors = answer(capfd, monkeypatch, work, "bench", command, *words)
+        assert (code, len(errors.splitlines())) == (1, 1), errors
+        assert errors.startswith(begin)
+
+
 # ---- the curve of activations ----
 
 

@@ -111,7 +111,7 @@ def test_training_over_a_device(
         (("--device", "cuda:1"), 1, "--device cuda:1: there is cuda:0 alone"),
         (("--device", "tpu"), 2, "'tpu' is no device; give cpu, cuda, or cuda:1"),
         (("--host-memory", "1GiB"), 1, "--host-memory needs --device cuda"),
-        (("--device", "cuda", "--memory", "1MiB"), 1, "protrain: memory: "),
+        (("--device", "cuda", "--memory", "1MiB"), 1, "protrain: --memory: "),
         (("--device", "cuda", "--memory", "8MiB", "--host-memory", "1MiB"), 1, "protrain: host_memory of 1.00 MiB does not hold"),
     ],
 )  # fmt: skip

@@ -81,7 +81,7 @@ class Child:
             json.loads(line) if line else {"error": f"the process ended with exit code {self._process.wait()}"}
         )
         if "error" in answer:
-            raise CommandError(f"{self._kind}: {answer['error']}")
+            raise CommandError(answer["error"] if self._kind == "protrain" else f"{self._kind}: {answer['error']}")
         return answer
 
     def end(self) -> None:

@@ -112,8 +112,9 @@ def main() -> None:
     except KeyboardInterrupt:
         os._exit(130)
     except Exception as error:
-        message = " ".join(str(error).split()) or "no message"
-        print(json.dumps({"error": f"{type(error).__name__}: {message}"}), file=answers, flush=True)
+        from protrain.cli.words import message_of
+
+        print(json.dumps({"error": message_of(error)}), file=answers, flush=True)
         sys.exit(1)
 
 

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from protrain.cli import interrupt
-from protrain.cli.words import bench_options, model_options, plan_options, report_option
+from protrain.cli.words import bench_options, message_of, model_options, plan_options, report_option
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -225,18 +225,13 @@ def _run() -> int:
 
 def _fail(error: BaseException) -> int:
     """One line on stderr; 1."""
-    from protrain.cli.words import CommandError
-
     if os.environ.get("PROTRAIN_TRACEBACK") == "1":
         traceback.print_exception(error)
     if isinstance(error, BrokenPipeError):
         message = "nobody reads stdout any more; the training was ended"
     else:
-        message = " ".join(str(error).split())
-    ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.split(".")[0] == "protrain"
-    kind = "" if ours and message else f"{type(error).__name__}: "
-    budget = "--memory: " if type(error).__name__ == "BudgetError" and "memory" not in message else ""
-    print(f"protrain: {budget}{kind}{message or 'no message; PROTRAIN_TRACEBACK=1 shows where'}"[:2000], file=sys.stderr)
+        message = message_of(error)
+    print(f"protrain: {message}"[:2000], file=sys.stderr)
     return 1
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from protrain.cli.words import CommandError, check_file, check_picture, size_text, writing
+from protrain.cli.words import CommandError, check_file, check_picture, naming, size_text, writing
 from protrain.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ class PlanWords:
 class Source:
     """Where plans come from.
 
-    title: what they are of, in a line. profile_for: the profile with chunks of the size that a budget in bytes asks for. plan:
-    that of a profile for a budget in bytes, which raises BudgetError. budget_bytes: the one that was asked for; ceiling_bytes:
-    the largest there can be, or None. again: plans from the beginning for a budget that was refused, and raises what is to be
-    told, since a profile has chunks of one size.
+    title: what they are of, in a line. numbers_from: the options whose numbers the planner may refuse, and what to do then.
+    profile_for: the profile with chunks of the size that a budget in bytes asks for. plan: that of a profile for a budget in
+    bytes, which raises BudgetError. budget_bytes: the one that was asked for; ceiling_bytes: the largest there can be, or None.
+    again: plans from the beginning for a budget that was refused, and raises what is to be told, since a profile has chunks of
+    one size.
     """
 
     title: str
+    numbers_from: tuple[str, str]
     profile_for: Callable[[int], Profile]
     plan: Callable[[Profile, int], Plan]
     budget_bytes: int
@@ -83,7 +85,7 @@ def run(context: click.Context) -> None:
 def _plan(words: Words, own: PlanWords, source: Source) -> None:
     """For one budget."""
     budget = source.budget_bytes
-    with _progress(words) as say:
+    with naming(*source.numbers_from), _progress(words) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
         try:
             profile = source.profile_for(budget)
@@ -107,7 +109,7 @@ def _sweep(words: Words, own: PlanWords, source: Source) -> None:
     from protrain.cli import sweep
 
     ceiling = source.ceiling_bytes or sweep.ENDLESS_BYTES
-    with _progress(words) as say:
+    with naming(*source.numbers_from), _progress(words) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
         first = source.profile_for(source.budget_bytes)
         profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
@@ -208,7 +210,11 @@ def _from_file(words: Words, name: str) -> Source:
         raise CommandError(
             f"--profile {name!r} cannot be read: {error.strerror}; give a file that --save-profile wrote"
         ) from None
-    profile = Profile.from_json(text)
+    try:
+        profile = Profile.from_json(text)
+    except PlanError as error:
+        reason = str(error).removeprefix("profile: ")
+        raise CommandError(f"--profile {name!r}: {reason}; give a file that --save-profile wrote") from error
     if profile.overhead is not None and words.host_memory is None:
         raise CommandError("--profile was measured over a GPU; give --host-memory too, the budget of the host beside it")
     if words.host_memory is not None and profile.machine.upload.bytes_per_second == 0:
@@ -216,6 +222,7 @@ def _from_file(words: Words, name: str) -> Source:
     host_bytes = words.host_memory or 0
     return Source(
         f"{profile.model or 'a model'}, {_states(profile)}, from {name}",
+        (f"--profile {name!r}", "give a file that --save-profile wrote"),
         lambda budget: profile,
         lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
         words.memory or 0,
@@ -224,11 +231,9 @@ def _from_file(words: Words, name: str) -> Source:
 
 def _from_here(words: Words, setup: Setup) -> Source:
     """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
-    import torch
-
     from protrain.api import plan, profile
     from protrain.cli.model import build
-    from protrain.cli.train import disk_folder
+    from protrain.cli.train import any_tokens, disk_folder, step_options
     from protrain.compute import choose
     from protrain.planning import plan_from_profile
     from protrain.sizes import default_memory_bytes
@@ -236,7 +241,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
     model = build(copy.deepcopy(setup.config))
     compute = choose(list(model.named_parameters()), words.device)
     host_bytes = (words.host_memory or default_memory_bytes()) if compute.separate else 0
-    ids = torch.zeros((words.batch, setup.seq), dtype=torch.long)
+    ids = any_tokens(words, setup.seq)
     name = f"{words.model_name}, batch {words.batch} x {setup.seq} tokens"
 
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -257,6 +262,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
     return Source(
         f"{words.model_name}: {count:,} parameters, {size_text(16 * count)} of states, batch {words.batch} x {setup.seq} tokens"
         + (f", on {words.device} and {size_text(host_bytes)} of host memory" if compute.separate else ""),
+        (step_options(words, setup.seq), "give less of them"),
         profile_for,
         lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
         compute.default_memory_bytes() if words.memory is None else words.memory,
@@ -266,6 +272,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
 
 def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardware, precision: str | None) -> Source:
     """Counts the model's operations. A device with memory of its own trains in mixed precision unless the words say otherwise."""
+    from protrain.cli.train import step_options
     from protrain.offline import plan_for, plan_offline, profile_offline
 
     def planned(profile: Profile, budget: int) -> Plan:
@@ -284,6 +291,7 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
     devices = f"{own.devices} device{'s' if own.devices > 1 else ''} of " if own.devices else ""
     return Source(
         f"{words.model_name}, {precision}, batch {words.batch} x {setup.seq} tokens for each device, {devices}{hardware.name}",
+        (f"--hardware {own.hardware!r}, {step_options(words, setup.seq)}", "give less of them, or another machine"),
         lambda budget: profile_offline(
             copy.deepcopy(setup.config), hardware, memory=budget, batch=words.batch, seq=setup.seq, precision=precision
         ),

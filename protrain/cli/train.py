@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
-from protrain.cli.words import CommandError, check_file, size_text, writing
+from protrain.cli.words import CommandError, check_file, naming, size_text, writing
 from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
 from protrain.replacing import clear_leftovers
 
@@ -274,16 +274,35 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         raise failure
 
 
-def _refuse_early(words: Words, seq: int, model: Any) -> None:
-    """Raises BudgetError, which names the smallest budget, while nothing is allocated: wrap alone does not know the batch."""
+def step_options(words: Words, seq: int) -> str:
+    """The options that say how large a step is."""
+    passes = f", --accumulate {words.accumulate}" if words.accumulate > 1 else ""
+    return f"--batch {words.batch}, --seq {seq}{passes}"
+
+
+def any_tokens(words: Words, seq: int) -> Any:
+    """A batch to plan for. Shape (words.batch, seq). Raises CommandError where its tokens alone are more than is free here."""
     import torch
 
+    from protrain.sizes import default_memory_bytes
+
+    free_bytes, size_bytes = default_memory_bytes(), words.batch * seq * torch.long.itemsize
+    if size_bytes > free_bytes:
+        raise CommandError(
+            f"{step_options(words, seq)}: the tokens alone take {size_text(size_bytes)}, and {size_text(free_bytes)} are free "
+            f"here; give less of them"
+        )
+    return torch.zeros((words.batch, seq), dtype=torch.long)
+
+
+def _refuse_early(words: Words, seq: int, model: Any) -> None:
+    """Raises BudgetError, which names the smallest budget, while nothing is allocated: wrap alone does not know the batch."""
     import protrain
 
-    ids = torch.zeros((words.batch, seq), dtype=torch.long)
+    ids = any_tokens(words, seq)
     arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
     # A model that cannot be planned for without running it (PlanError) is profiled in its first step, which is said then.
-    with contextlib.suppress(protrain.PlanError):
+    with naming(step_options(words, seq), "give less of them"), contextlib.suppress(protrain.PlanError):
         protrain.plan(
             model, arguments, memory=words.memory, accumulate=words.accumulate, max_grad_norm=words.max_grad_norm,
             precision=words.precision,

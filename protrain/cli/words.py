@@ -106,6 +106,30 @@ def writing(option: str, name: str) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def naming(options: str, advice: str) -> Iterator[None]:
+    """Numbers that are refused inside come from these options. Raises CommandError; protrain's errors name them themselves."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        if _is_ours(error):
+            raise
+        raise CommandError(f"{options}: {error}; {advice}") from error
+
+
+def message_of(error: BaseException) -> str:
+    """What a user is told of an error, in one line; with its kind where it is none that protrain words."""
+    message = " ".join(str(error).split())
+    if type(error).__name__ == "BudgetError":
+        message = f"--{message}" if message.startswith("memory: ") else message if "memory" in message else f"--memory: {message}"
+    kind = "" if message and (isinstance(error, (CommandError, OSError)) or _is_ours(error)) else f"{type(error).__name__}: "
+    return f"{kind}{message or 'no message; PROTRAIN_TRACEBACK=1 shows where'}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] == "protrain"
+
+
 def check_picture(option: str, name: str) -> None:
     """Whether a picture can be drawn there, before anything slow begins. Raises CommandError."""
     if not name.lower().endswith(".png"):
