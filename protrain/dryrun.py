@@ -456,9 +456,11 @@ _HOOKS = (
 )
 
 
-def _is_torchs_own(hook: Any) -> bool:
-    """Weight norm and its like compute parameters in hooks: without them the forward is another one."""
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils")
+def _is_the_models_own(hook: Any) -> bool:
+    """Without it the forward is another one: weight norm and its like compute parameters in hooks, and functions of transformers
+    take the hidden states there that are asked for, put on once for all forwards. They keep nothing of the model they are on."""
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return where.startswith("torch.nn.utils") or (isinstance(hook, types.FunctionType) and where.startswith("transformers."))
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -510,7 +512,7 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:
-                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_torchs_own(v))
+                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_the_models_own(v))
     memo.pop(id(None), None)
     try:
         twin.model = copy.deepcopy(model, memo)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .compute import Accelerator
-from .dryrun import _HOOKS, _is_torchs_own, _output_tensors, _put_forward_back
+from .dryrun import _HOOKS, _is_the_models_own, _output_tensors, _put_forward_back
 from .errors import PlanError
 from .materialise import _transformers_buffers
 from .sizes import KIB, MIB
@@ -167,8 +167,8 @@ def _other_tensor(tensor: torch.Tensor, known: torch.Tensor | None, device: torc
 
 
 def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
-    """The twin, and what stands in it for each of the model's objects, by id. Hooks stay behind, but those by which torch itself
-    computes parameters.
+    """The twin, and what stands in it for each of the model's objects, by id. Hooks stay behind, but those that belong to
+    the forward.
 
     Raises:
         PlanError: a buffer or an attribute is a tensor neither on the ring's device nor on the CPU nor on meta.
@@ -190,7 +190,7 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:
-                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_torchs_own(v))
+                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_the_models_own(v))
     memo.pop(id(None), None)
     twin = copy.deepcopy(model, memo)
     for module in model.modules():

@@ -823,6 +823,29 @@ def test_nothing_of_the_model_changes() -> None:
     assert not any(q._post_accumulate_grad_hooks for q in model.parameters())
 
 
+class Hidden(nn.Module):
+    """A loss of a language model's hidden states as well, which transformers takes in hooks: put on once, in the first forward
+    that is asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt2()
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        output = self.inner(**batch, output_hidden_states=True)
+        loss: torch.Tensor = output.loss + sum(hidden.square().mean() for hidden in output.hidden_states)
+        return loss
+
+
+def test_hidden_states_are_foreseen_behind_a_forward_that_was_asked_for_them() -> None:
+    model, batch = Hidden(), tokens(2, 16)
+    fresh = predict(model, **batch)
+    with torch.no_grad():
+        model(**batch)
+    assert any(module._forward_hooks for module in model.modules())
+    assert predict(model, **batch) == fresh
+
+
 def test_a_meta_model_gives_the_same_and_so_does_a_second_run() -> None:
     real, batch = gpt2(), tokens(2, 16)
     with torch.device("meta"):
