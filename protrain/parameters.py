@@ -49,6 +49,9 @@ _LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach} | _getters("data")
 #: Calls that hand out the memory itself: it is that of a copy, since what lies in a slot is another parameter's a moment later.
 _EXPORTS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
 
+#: Calls that walk a graph to its inputs.
+_DIFFERENTIATES: set[Any] = {torch.autograd.grad, torch.autograd.backward}
+
 _DATA_SET: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 #: Calls that give a tensor other memory: a view may be none any more.
@@ -108,8 +111,8 @@ class ChunkTensor:
             return owner.set_data(number, args[1])
         if func in _EXPORTS:
             return _export(func, args, kwargs)
-        if func is torch.autograd.grad and not any(True for _ in _chunk_tensors(args[:1])):
-            return _grad(*args, **kwargs)
+        if func in _DIFFERENTIATES and not any(True for _ in _chunk_tensors(args[:1])):
+            return _differentiate(func, *args, **kwargs)
         if func in _LAZY_VIEWS:
             if not owner.has_place(number):
                 return owner.value(number)
@@ -182,8 +185,9 @@ class ChunkView(ChunkTensor, torch.Tensor):
         return memo[id(self)]
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """As torch.autograd.grad, which wants places in the graph of its inputs, no values: their chunks stay where they are."""
+def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    """As torch.autograd.grad or backward, which want places in the graph of their inputs, no values: their chunks come as the
+    graph asks for them."""
 
     def place(tensor: Any) -> Any:
         if not isinstance(tensor, ChunkTensor):
@@ -191,10 +195,12 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             if not tensor.requires_grad:  # type: ignore[attr-defined]
                 return torch.empty(0)  # which torch refuses in its words
+            if func is torch.autograd.backward and not tensor.is_leaf:  # type: ignore[attr-defined]
+                tensor.retain_grad()  # type: ignore[attr-defined]
             return torch.autograd.graph.get_gradient_edge(tensor)  # type: ignore[arg-type]
 
     places = place(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(place, inputs))
-    return torch.autograd.grad(outputs, places, *args, **kwargs)
+    return func(outputs, inputs=places, **kwargs)
 
 
 def _export(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

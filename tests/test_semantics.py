@@ -323,6 +323,49 @@ def test_gradients_asked_for_of_views() -> None:
     both(Chain, loop)
 
 
+@pytest.mark.parametrize("names", ["all", "some", "one"])
+def test_backward_to_inputs_that_are_named(names: str) -> None:
+    """They are places in the graph: no chunk is brought for them, so what suffices for all gradients does."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = []
+        chosen: dict[str, Any] = {
+            "all": list(model.parameters()),
+            "some": [p for number in (2, 5) for p in model.blocks[number].parameters()],
+            "one": model.blocks[4].up.weight,
+        }
+        for number, x in enumerate(inputs(4)):
+            loss = model(x)
+            if number % 2:
+                torch.autograd.backward([loss], inputs=chosen[names])
+            else:
+                loss.backward(inputs=chosen[names])
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop, memory=8 * MIB)  # parameters take more
+
+
+def test_backward_to_inputs_that_are_views_or_frozen() -> None:
+    """A view with a graph keeps its gradient; torch refuses a frozen parameter."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        figures = steps(inputs(1))(model, optimizer, False)
+        p = model.blocks[6].up.weight
+        view = p.t()
+        (view * view).sum().backward(inputs=[view])
+        figures.append(bits(view.grad))
+        p.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requires_grad=False"):
+            model(inputs(1)[0]).backward(inputs=[p])
+        p.requires_grad_(True)
+        return figures
+
+    both(Chain, loop)
+
+
 class Handmade(torch.autograd.Function):
     """Two layers, recomputed by hand in backward; it asks for what it saved once more."""
 
