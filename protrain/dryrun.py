@@ -38,6 +38,7 @@ from .dryswap import DryStash
 from .errors import Error
 from .flops import flops_of, ordinary_seconds
 from .knownvalues import KnownValues
+from .modulestate import Beginning
 from .sizes import stash_least_bytes
 from .workspace import Workspace, tensors_in, workspace_bytes
 
@@ -700,6 +701,19 @@ def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return run
 
 
+def as_begun(forward: Callable[..., Any], beginning: Beginning) -> Callable[..., Any]:
+    """The forward, to be run and then again: the second time its block is as the first one found it."""
+    runs = iter((False, True))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not next(runs, True):
+            return forward(*args, **kwargs)
+        with beginning.restored():
+            return forward(*args, **kwargs)
+
+    return run
+
+
 class _Recomputed:
     """What torch's checkpoint gave for a saved tensor: the tensor once it was asked for, which checkpoint answers once."""
 
@@ -725,15 +739,6 @@ def _unpacked_again() -> Iterator[None]:
         yield
 
 
-def _tensors_of(block: nn.Module) -> dict[tuple[int, str], torch.Tensor]:
-    """The block's buffers and the tensors among its attributes, by their modules' ids and their names."""
-    found: dict[tuple[int, str], torch.Tensor] = {}
-    for module in block.modules():
-        for own in (module._buffers, vars(module)):
-            found |= {(id(module), name): value for name, value in own.items() if isinstance(value, torch.Tensor)}
-    return found
-
-
 def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
@@ -750,13 +755,12 @@ def _mark_block(meter: _Meter, block: nn.Module, number: int, compiled: Sequence
         keycaches.note(args, kwargs)
         kept: list[torch.Tensor] = []  # as large as what forward puts others in the place of, which its recomputation needs
         if recomputes(mode):
-            before = _tensors_of(block)
+            beginning = Beginning(block)
             output = checkpoint(
-                as_given(forward, args, kwargs), *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
-                early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
+                as_given(as_begun(forward, beginning), args, kwargs), *args, use_reentrant=False, determinism_check="none",
+                preserve_rng_state=False, early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
             )  # fmt: skip
-            after = _tensors_of(block)
-            kept += [torch.empty_like(value) for key, value in before.items() if after.get(key) is not value]
+            kept += [torch.empty_like(value) for value in beginning.settle() if not meter.bytes_of([value])]
         elif mode == "swap":
             stash = DryStash(meter.stashed, meter.uncounted)
             with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):
@@ -992,7 +996,7 @@ def _without_data(
     random_state = torch.get_rng_state()
     try:
         with (
-            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), eager(),
+            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), fakes.quiet(), eager(),
             FakeTensorMode(),
         ):  # fmt: skip
             twin = _make_twin(model, chunk_of_param, round_bytes)

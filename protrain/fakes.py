@@ -7,8 +7,10 @@ libraries that looks at values, and goes on in the same way with all that are us
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -69,6 +71,21 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
     if operation is aten.mkldnn_rnn_layer_backward.default and _share(result[3], result[4]):
         return [*result[:4], torch.empty_like(result[4]), *result[5:]]
     return result
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch logs nothing of this thread's fake tensors: what they refuse is an exception, which is told in a line."""
+    here, log = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        log.removeFilter(elsewhere)
 
 
 @contextmanager

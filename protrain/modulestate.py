@@ -193,6 +193,41 @@ class ModuleState:
                 _put(store, entries)
 
 
+class Beginning:
+    """A block as its forward found it, for a trial that recomputes: without copies of tensors, so what was changed in place stays
+    changed. Taken before the forward; `settle` after it.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        modules = list(block.modules())
+        self.attributes = [_Attributes(module, []) for module in modules]
+        self.stores = [store for module in modules for store in (vars(module), module._buffers)]
+        self.tensors = [
+            (store, name, held) for store in self.stores for name, held in store.items() if isinstance(held, torch.Tensor)
+        ]
+
+    def settle(self) -> list[torch.Tensor]:
+        """Forward is over; the tensors that it put others in the place of."""
+        replaced = [held for store, name, held in self.tensors if store.get(name) is not held]
+        self.tensors = [(store, name, without_graph(held)) for store, name, held in self.tensors]
+        return replaced
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, for once, the block is as its forward found it; what is changed there is forgotten."""
+        now = [(store, store.copy()) for store in self.stores]
+        try:
+            for one in self.attributes:
+                one.put()
+            for store, name, held in self.tensors:
+                store[name] = held
+            self.attributes, self.tensors = [], []
+            yield
+        finally:
+            for store, entries in now:
+                _put(store, entries)
+
+
 def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:
     """`store` has these entries, and no others."""
     same = operator.is_

@@ -31,8 +31,9 @@ from . import keycaches, randomness
 from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
-from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, as_given, watch_backward
+from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, as_begun, as_given, watch_backward
 from .errors import Error
+from .modulestate import Beginning
 from .parameters import DisableTorchFunction
 from .profiles import Times
 from .ring import Ring, copy_batch, make_twin
@@ -349,11 +350,15 @@ class _Rehearsal:
     def _run(self, call: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recompute:
             return forward(*args, **kwargs)
-        timed = as_given(partial(self._timed, forward), args, kwargs)
-        return checkpoint(
+        number = self.calls[call][0]
+        beginning = Beginning(self.replaced[number][0])
+        timed = as_given(as_begun(partial(self._timed, forward), beginning), args, kwargs)
+        output = checkpoint(
             timed, *args, use_reentrant=False, determinism_check="none", preserve_rng_state=False,
-            early_stop=self.calls[call][0] not in self.compiled, **kwargs,
+            early_stop=number not in self.compiled, **kwargs,
         )  # fmt: skip
+        beginning.settle()
+        return output
 
     def _timed(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() == -1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
 import math
 import warnings
 import weakref
@@ -925,6 +926,61 @@ def test_what_looks_at_values_and_goes_on_is_foreseen(build: Callable[[], nn.Mod
     assert real <= predicted + (16 << 10)
     assert predicted <= 1.05 * real + (16 << 10)
     assert torch.distributions.Distribution._validate_args is validates
+
+
+class Carrying(nn.Module):
+    """Goes on from what its last forward left, in another way than from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.wide = nn.Linear(64, 64), nn.Linear(64, 128)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is not None:
+            x = x + self.wide(x + self.state).tanh()[..., :64]
+        x = x + self.layer(x).tanh()
+        self.state = x.mean(0)
+        return x
+
+
+class Starting(nn.Module):
+    """Its blocks begin with nothing each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Carrying() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.state = None
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_recomputed_block_goes_on_from_what_its_forward_found(fresh_disk: Path) -> None:
+    """Also in the dry run: what it saves is the same again."""
+    model, batches = Starting(), [torch.randn(512, 64) for _ in range(3)]
+    found = predict(model, (batches[0],))
+    assert all(block.state is None for block in model.blocks)
+    assert all(phase.again_operations <= 3 for phase in found.phases)
+    options: dict[str, Any] = {"memory": 64 << 20, "block_modes": ["checkpoint"] * 3, "disk": fresh_disk}
+    assert_equal(run(Starting, steps(batches), **options), run(Starting, steps(batches)), options["memory"])
+
+
+def test_what_fake_tensors_refuse_is_told_in_a_line_alone() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(DryRunError, match="same reduction dim"):
+            predict(nn.Linear(4, 4, bias=False), (torch.ones(2, 5),))
+    finally:
+        log.removeHandler(handler)
+    assert not told
 
 
 def test_what_cannot_be_foreseen_is_an_error() -> None:
