@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, 
 from .planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Machine, Profile, Times
-from .rehearsal import RehearsalError, rehearse
+from .rehearsal import OtherWayError, RehearsalError, rehearse
 from .session import Session
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
 from .strides import shared_memory
@@ -376,7 +377,8 @@ def plan(
 
     What a step computes is timed by a rehearsal: the model's operations with parameters that share a little memory. What the disk
     carries is measured in its folder, what the link to a GPU carries there. All of it once for a model and batch shape, so plans
-    for several budgets compare.
+    for several budgets compare. Where the rehearsal takes another way than was foreseen, the plan is made by memory alone, with a
+    warning.
 
     Args:
         batch: what the model takes: a dict (keywords), a tuple (positions) or a tensor.
@@ -405,7 +407,7 @@ def plan(
         return plan_from_profile(profile, budget, host_budget_bytes=beside, modes=modes)
 
     try:
-        planned(found.profile)  # by memory alone: what does not fit is refused before anything is timed
+        untimed = planned(found.profile)  # by memory alone: what does not fit is refused before anything is timed
     except BudgetError as error:
         if error.budget_bytes != budget:  # host memory is what is too small
             raise
@@ -413,7 +415,13 @@ def plan(
             lambda asked: foreseen(asked).profile, found.profile.parameters, host_budget_bytes=beside, modes=modes
         )
         raise refuse(error, "a step of this batch", anew=anew) from None
-    return planned(found.timed())
+    try:
+        return planned(found.timed())
+    except PlanError as error:
+        if not isinstance(error.__cause__, OtherWayError):
+            raise
+        warnings.warn(f"protrain: the plan is made by memory alone, and says no time: {error.__cause__}", stacklevel=2)
+        return untimed
 
 
 def profile(

@@ -996,8 +996,8 @@ def _without_data(
     random_state = torch.get_rng_state()
     try:
         with (
-            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), fakes.quiet(), eager(),
-            FakeTensorMode(),
+            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), fakes.nothing_left_out(),
+            fakes.quiet(), eager(), FakeTensorMode(),
         ):  # fmt: skip
             twin = _make_twin(model, chunk_of_param, round_bytes)
             yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .knownvalues import KnownValues
+from .knownvalues import ALMOST_ONE, KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
 
 #: Whose result is a part of the memory of what it was added up from.
@@ -104,6 +105,41 @@ def without_questions(kwargs: dict[str, Any]) -> Iterator[None]:
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(_replaced(distribution, "_validate_args", False))
         yield
+
+
+#: Of the single numbers that a thread draws in a trial, so many are answered: a loop that waits for another one ends.
+_MOST_DRAWN = 1 << 12
+
+
+@contextmanager
+def nothing_left_out() -> Iterator[None]:
+    """Inside, a single random number between 0 and 1 that this thread draws is almost one, as by torch among fake tensors: it
+    decides whether a layer is left out, and which ones are is chance. It is drawn all the same."""
+    here, drawn = threading.get_ident(), 0
+
+    def almost_one(draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal drawn
+        found = draw(*args, **kwargs)
+        if threading.get_ident() != here or drawn >= _MOST_DRAWN:
+            return found
+        if type(found) is torch.Tensor and found.numel() == 1 and not found.requires_grad:
+            drawn += 1
+            return found.fill_(ALMOST_ONE)
+        if isinstance(found, float) and args in ((), (0, 1)) and not kwargs:
+            drawn += 1
+            return ALMOST_ONE
+        return found
+
+    numpys = sys.modules.get("numpy.random")
+    draws = [(torch, "rand"), *((where, name) for where in (random, numpys) for name in ("random", "uniform"))]
+    with ExitStack() as stack:
+        for where, name in draws:
+            if where is not None:
+                stack.enter_context(_replaced(where, name, functools.partial(almost_one, getattr(where, name))))
+        try:
+            yield
+        finally:
+            drawn = _MOST_DRAWN  # another thread, inside as well, may put it back
 
 
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:

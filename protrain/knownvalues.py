@@ -31,7 +31,7 @@ from .workspace import tensors_in
 MOST_NUMBERS = 1 << 18
 
 #: A single random number, drawn to decide whether a layer is left out: below what share of them it is. None is, then.
-_ALMOST_ONE = 0.999
+ALMOST_ONE = 0.999
 
 #: Answers that a program asks for in a run; what asks for more hangs on one that is not right, in a loop that has no end.
 MOST_ANSWERS = 1 << 16
@@ -75,7 +75,7 @@ class KnownValues:
         inputs = list(tensors_in([*args, *kwargs.values()]))
         if operation is _aten.rand.default and math.prod(args[0]) == 1:
             result = run(operation, args, kwargs)
-            self._of[result] = _really(lambda: torch.full(args[0], _ALMOST_ONE, dtype=result.dtype))
+            self._of[result] = _really(lambda: torch.full(args[0], ALMOST_ONE, dtype=result.dtype))
             return result
         if torch.Tag.nondeterministic_seeded in operation.tags or not self._may_know(operation, inputs):
             args = self._counted(operation, args)

@@ -33,6 +33,7 @@ from .compute import Accelerator, Compute
 from .counting import uncounted
 from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, as_begun, as_given, watch_backward
 from .errors import Error
+from .fakes import nothing_left_out
 from .modulestate import Beginning
 from .parameters import DisableTorchFunction
 from .profiles import Times
@@ -60,6 +61,10 @@ class RehearsalError(Error):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the step cannot be timed by a rehearsal: {reason}")
         self.reason = reason
+
+
+class OtherWayError(RehearsalError):
+    """Its blocks do not run as they did in the dry run."""
 
 
 class _UnlikeError(RehearsalError):
@@ -310,7 +315,7 @@ class _Rehearsal:
         expected = [(phase.block, phase.backward) for phase in self.run.phases]
         if order != expected:
             same = next((n for n, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), len(expected))
-            raise RehearsalError(f"its blocks run in another order than in the dry run, from phase {same} on")
+            raise OtherWayError(f"its blocks run in another order than in the dry run, from phase {same} on")
         self.first_pass = False
         return clock.seconds()
 
@@ -320,7 +325,7 @@ class _Rehearsal:
         call = clock.n_calls
         clock.n_calls += 1
         if call >= len(self.calls) or self.calls[call][0] != number:
-            raise RehearsalError(f"forward {call} of a block is not the one that it was in the dry run")
+            raise OtherWayError(f"forward {call} of a block is not the one that it was in the dry run")
         clock.mark(number, False, call)
         keycaches.note(args, kwargs)
         output = self._forward(call, self.forwards[number], args, kwargs)
@@ -522,14 +527,15 @@ def rehearse(
         Seconds of each phase of `run`, in its order.
 
     Raises:
-        RehearsalError: the model does not run, not in the order of `run`, or not in this memory.
+        RehearsalError: the model does not run, or not in this memory.
+        OtherWayError: not in the order of `run`.
     """
     compute = compute or Compute()
     accelerator = compute if isinstance(compute, Accelerator) else None
     memory_bytes = compute.default_memory_bytes() if memory_bytes is None else memory_bytes
     batch = (tuple(args), dict(kwargs))
     alike = [group for group in _find_alike(blocks, run) if len(group) > RUN_OF_ALIKE]
-    with uncounted(), _random_states_kept(compute), eager():
+    with uncounted(), _random_states_kept(compute), nothing_left_out(), eager():
         try:
             if alike:
                 try:

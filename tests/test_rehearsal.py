@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import protrain
 from protrain import _core, rehearsal, ring
 from protrain.blocks import find_blocks
 from protrain.dryrun import DryRun, dry_run
@@ -612,6 +614,53 @@ def test_control_flow_by_values_works_and_another_way_is_an_error() -> None:
     model.layers = nn.ModuleList(reversed(model.layers))
     with pytest.raises(RehearsalError, match="is not the one that it was in the dry run"):
         rehearse(model, args, {}, modules_of(model)[::-1], run)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "given"),
+    [(torch, "rand", ([],)), (random, "random", ()), (random, "uniform", (0, 1)), (numpy.random, "random", ()),
+     (numpy.random, "uniform", (0, 1))],
+)  # fmt: skip
+def test_layers_that_chance_leaves_out_run(where: Any, name: str, given: tuple[Any, ...]) -> None:
+    """As they do in the dry run; what is drawn is not drawn from what the program draws next."""
+
+    def drawn() -> Any:
+        return getattr(where, name)(*given)
+
+    class Leaving(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for layer in self.layers:
+                if drawn() > 0.5:
+                    x = layer(x)
+            return self.leave(x).sum()
+
+    seed_all = (torch.manual_seed, random.seed, numpy.random.seed)
+    for seed in range(2):
+        for put in seed_all:
+            put(seed)
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+        model, args = Leaving([Layer() for _ in range(3)]), (torch.ones(4, 8),)
+        check(*timed(model, args))
+        assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
+        for put in seed_all:
+            put(seed)
+        draws = [drawn() for _ in range(20)]
+        assert not all(draw > 0.5 for draw in draws)
+
+
+def test_a_step_of_another_way_is_planned_by_memory_alone(disk: Path) -> None:
+    class Wayward(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for layer in self.layers if type(x) is not torch.Tensor else list(self.layers)[:-1]:
+                x = layer(x)
+            return self.leave(x).sum()
+
+    with pytest.warns(UserWarning, match="by memory alone, and says no time: .* another order than in the dry run"):
+        plan = protrain.plan(Wayward([Layer() for _ in range(3)]), torch.ones(4, 8), memory="1GiB", disk=disk)
+    assert plan.step_seconds == 0
+    assert plan.block_modes == ("keep",) * 3
 
 
 class Failing(Layer):
