@@ -53,6 +53,8 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _PLAIN = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+#: Where torch's own functions of that name are.
+_BACKWARDS = ("torch.autograd", "torch._tensor")
 
 
 class SavedParameter:
@@ -513,15 +515,24 @@ def check_not_nested(allowed: int) -> None:
     Raises:
         StepError: it is.
     """
-    frame, depth = sys._getframe(1), 0
+    frame, depth, maker = sys._getframe(1), 0, None
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
+        where = frame.f_globals.get("__name__", "")
+        if maker is None and depth == 1 and frame.f_code.co_name == "backward" and where not in _BACKWARDS:
+            maker = frame.f_code.co_qualname, where
         frame = frame.f_back  # type: ignore[assignment]
-    if depth > allowed:
-        raise StepError(
-            "a backward pass runs inside another one, as torch.utils.checkpoint with use_reentrant=True makes it: pass "
-            "use_reentrant=False, or leave recomputation to block_modes"
+    if depth <= allowed:
+        return
+    made = "" if maker is None else f", made by {maker[0]} of {maker[1]}"
+    if maker is not None and maker[1] == "torch.utils.checkpoint":
+        remedy = "pass use_reentrant=False to torch.utils.checkpoint, or leave recomputation to block_modes"
+    else:
+        remedy = (
+            "a torch.autograd.Function may ask for gradients by torch.autograd.grad, and return them; reversible layers that "
+            "accumulate them in its backward, as Reformer's, cannot be trained"
         )
+    raise StepError(f"a backward pass runs inside another one{made}: {remedy}")
 
 
 # ---- running one operation outside of blocks ----

@@ -428,7 +428,7 @@ def test_reentrant_checkpoints_are_refused(mode: str, accumulate: int) -> None:
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=[mode] * 8, accumulate=accumulate)
     (x,) = inputs(1)
     loss = model(x)
-    with pytest.raises(protrain.StepError, match="use_reentrant"):
+    with pytest.raises(protrain.StepError, match=r"made by CheckpointFunction\.backward of .*: pass use_reentrant=False"):
         loss.backward()
     optimizer.zero_grad()
     for block in model.blocks:
@@ -460,6 +460,51 @@ def test_a_forward_in_a_hook_on_a_gradient_is_refused_where_it_records(wrapped: 
     y.register_hook(lambda grad: grad * model(other))
     y.sum().backward()
     optimizer.zero_grad()
+
+
+class Reverse(torch.autograd.Function):
+    """Runs a layer again in its backward, as reversible layers do. `accumulates`: its gradients, instead of returning them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.layer, ctx.accumulates = layer, accumulates
+        y: torch.Tensor = layer(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        if ctx.accumulates:
+            torch.autograd.backward(y, grad)
+            return x.grad, *[None] * (2 + len(ctx.saved_tensors) - 1)
+        found = torch.autograd.grad(y, (x, *ctx.layer.parameters()), grad)
+        return found[0], None, None, *found[1:]
+
+
+class Reversible(Chain):
+    accumulates = True
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + Reverse.apply(x, block, self.accumulates, *block.parameters())
+        return self.head(x).square().mean()
+
+
+class Returning(Reversible):
+    accumulates = False
+
+
+def test_reversible_layers_return_their_gradients_or_are_refused() -> None:
+    both(Returning, steps(inputs(3)), block_modes=["keep"] * 8)
+    model: Any = Reversible()
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=["keep"] * 8)
+    loss = model(inputs(1)[0].requires_grad_())
+    with pytest.raises(protrain.StepError, match=r"made by Reverse\.backward of .*: .* by torch\.autograd\.grad"):
+        loss.backward()
+    protrain.unwrap(model)
 
 
 def test_autocast() -> None:
