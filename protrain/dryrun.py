@@ -12,6 +12,7 @@ The real model is only read: its values, gradients, flags, hooks and random stat
 from __future__ import annotations
 
 import copy
+import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -43,6 +44,8 @@ from .sizes import stash_least_bytes
 from .workspace import Workspace, tensors_in, workspace_bytes
 
 Rounding = Callable[[int], int]
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 #: What no dry run sees: tensors that plain numbers become in operations. Up to 12 KB were found, whatever the number of blocks.
 SMALL_UNSEEN_BYTES = 16 << 10
@@ -276,6 +279,16 @@ class _Segment:
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
 
+@dataclass
+class _Sum:
+    """What autograd adds up of two gradients, and whether it really does so in place."""
+
+    first: int  # storage of the one that the other is added to
+    live_bytes: int  # with a new tensor for it
+    segment: _Segment
+    in_place: bool = False
+
+
 class _Meter(TorchDispatchMode):
     """Counts live storages and reads of chunks, in segments."""
 
@@ -304,6 +317,7 @@ class _Meter(TorchDispatchMode):
         self.outputs: set[int] = set()  # storages that are outputs of blocks
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
         self.counts = True  # what is made
+        self.sum: _Sum | None = None  # until the next operation
         self.thread = get_ident()  # whose operations are seen
         self.unseen = False  # whether a block ran on another
 
@@ -319,6 +333,7 @@ class _Meter(TorchDispatchMode):
 
     def begin(self, block: int, backward: bool, pending: bool = False) -> None:
         """A segment begins, and the one before it ends."""
+        self.settle()
         self.segments[-1].note_after(self.live_bytes)
         self.segments.append(_Segment(block, backward, self.live_bytes, self.live_bytes, pending=pending))
 
@@ -329,6 +344,7 @@ class _Meter(TorchDispatchMode):
 
     def fold(self) -> None:
         """An open end was part of the segment before."""
+        self.settle()
         if self.segments[-1].pending:
             end = self.segments.pop()
             end.note_after(self.live_bytes)
@@ -342,7 +358,16 @@ class _Meter(TorchDispatchMode):
             self.outputs.update(output.untyped_storage()._cdata for output in outputs)
             self.begin(-1, backward, pending=True)
 
+    def settle(self) -> None:
+        """It is known where the last sum of two gradients lies: in the first, which is gone then, as nobody else had it, or in
+        new memory. Autograd never adds in place where it is watched as here."""
+        if self.sum is not None and not self.sum.in_place:
+            self.sum.segment.rise(self.sum.live_bytes)
+        self.sum = None
+
     def _drop(self, key: int, size: int, segment: _Segment) -> None:
+        if self.sum is not None and key == self.sum.first:
+            self.sum.in_place = True
         if self.known.pop(key, None) is not None:
             self.live_bytes -= size
             self.segments[-1].lowest = min(self.segments[-1].lowest, self.live_bytes)
@@ -423,6 +448,7 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two calls of three: autograd asks where a tensor is
             return args[0].fake_device
+        self.settle()
         result = fakes.call(self.known_values, self.workspace, func, args, kwargs or {})
         inputs = [*args, *(kwargs or {}).values()]
         if not func.is_view:
@@ -432,12 +458,23 @@ class _Meter(TorchDispatchMode):
             self._count(tensor)
         workspace = self.workspace(func, args, kwargs or {}, outputs)
         segment = self.segments[-1]
-        segment.rise(self.live_bytes + workspace)
+        added = func is torch.ops.aten.add.Tensor and sys._getframe(1).f_code is _RUN_BACKWARD  # by autograd itself
+        if added and _becomes(args[0], result):
+            self.sum = _Sum(args[0].untyped_storage()._cdata, self.live_bytes, segment)
+        else:
+            segment.rise(self.live_bytes + workspace)
         if not func.is_view:
             segment.operations += 1
             segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors_in(inputs), *outputs))
             segment.flops += flops_of(func.overloadpacket, args, kwargs or {}, result)
         return result
+
+
+def _becomes(gradient: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether another gradient that is added to this one may be added in place, if nobody else has it. A view has what it is a
+    view of, and so is not the only one that has its memory."""
+    same = gradient.shape == total.shape and gradient.dtype == total.dtype and not gradient._is_view()
+    return same and gradient.untyped_storage().nbytes() == total.untyped_storage().nbytes()
 
 
 # ---- the twin ----
@@ -805,6 +842,7 @@ def _finish_segments(meter: _Meter) -> list[_Segment]:
     """Segments in order with exactly one head and one tail."""
     if not meter.segments[-1].backward or meter.segments[-1].block >= 0:
         meter.begin(-1, True)
+    meter.settle()
     meter.segments[-1].note_after(meter.live_bytes)
     return meter.segments
 

@@ -824,6 +824,31 @@ def test_nothing_of_the_model_changes() -> None:
     assert not any(q._post_accumulate_grad_hooks for q in model.parameters())
 
 
+class Shared(nn.Module):
+    """Several columns of one tensor, each of which has a gradient of all of it. holds: somebody else has these as well."""
+
+    def __init__(self, holds: bool) -> None:
+        super().__init__()
+        self.layer, self.holds = nn.Linear(64, 64), holds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, sums, seen = self.layer(x), [], []
+        for column in range(4):
+            part = y.view_as(y)
+            if self.holds:
+                part.register_hook(seen.append)
+            sums.append(part[:, column].sum())
+        return torch.stack(sums).sum()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_gradients_are_added_up_in_place_where_nobody_else_has_them(holds: bool, arena: _core.Engine) -> None:
+    model, args = Shared(holds), (torch.randn(4096, 64),)
+    predicted, real = predict(model, args).keep_peak_bytes, real_peak(arena, model, args, {}, False)
+    assert abs(predicted - real) <= 16 << 10
+    assert real > (4 if holds else 2) * args[0].nbytes
+
+
 class Hidden(nn.Module):
     """A loss of a language model's hidden states as well, which transformers takes in hooks: put on once, in the first forward
     that is asked for them."""
