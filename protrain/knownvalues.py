@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .counting import uncounted
 from .workspace import tensors_in
 
-#: Of the largest tensor whose values are followed.
+#: Of the largest tensor whose values are followed, one that is the same along a dimension counted without it.
 MOST_NUMBERS = 1 << 18
 
 #: A single random number, drawn to decide whether a layer is left out: below what share of them it is. None is, then.
@@ -43,6 +43,9 @@ _CHOOSING = {
     _aten.topk.default: 1, _aten.max.dim: 1, _aten.min.dim: 1, _aten.sort.default: 1, _aten.sort.stable: 1,
     _aten.argmax.default: 0, _aten.argmin.default: 0, _aten.multinomial.default: 0,
 }  # fmt: skip
+
+#: What gives the same numbers, element by element.
+_COPYING = (_aten._to_copy.default, _aten.clone.default)
 
 #: What is true of no number that can be computed with.
 _OF_NONE = (_aten.isnan.default, _aten.isinf.default)
@@ -95,11 +98,10 @@ class KnownValues:
             result = tree_map_only(torch.Tensor, _stand_in, real)
         else:
             result = run(operation, args, kwargs)
-            if not _small(tensors_in([result])):
-                return result
-            try:
-                real = self._run(operation, args, kwargs)
-            except Exception:  # on another device, say
+            real = self._follow(operation, args, kwargs, result)
+            if operation._schema.is_mutable:
+                self._forget(operation, args, kwargs, narrow_alone=real is not None)
+            if real is None:
                 return result
         for fake, value in zip(tensors_in([result]), tensors_in([real]), strict=True):
             self._of[fake] = value
@@ -138,15 +140,39 @@ class KnownValues:
         given, named = tree_map_only(torch.Tensor, self.value, (tuple(args), dict(kwargs)))
         return _really(lambda: operation(*given, **named))
 
-    def _forget(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What an operation wrote to is not known any more."""
+    def _follow(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """What an operation makes of values that are known; None: it is too large, or it fails on another device, say. A mask of
+        sentences, large as it is, is the same for all tokens that look: it is followed as one that was expanded."""
+        single = isinstance(result, torch.Tensor) and not operation._schema.is_mutable
+        try:
+            if operation.is_view or _small(tensors_in([result])):
+                real = self._run(operation, args, kwargs)
+                wide = any(map(_is_wide, tensors_in(tree_map_only(torch.Tensor, self.value, list(args)))))
+                return tree_map_only(torch.Tensor, _alone, real) if wide and operation.is_view else real
+            if single and (torch.Tag.pointwise in operation.tags or operation in _COPYING):
+                given, named = tree_map_only(torch.Tensor, self._narrow, (tuple(args), dict(kwargs)))
+                real = _really(lambda: operation(*given, **named))
+                return _really(lambda: real.expand(result.shape)) if _small([real]) else None
+        except Exception:
+            return None
+        return None
+
+    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What is known of a tensor, once where it is the same along a dimension."""
+        value = self.value(tensor)
+        return None if value is None else _really(functools.partial(_narrow, value))
+
+    def _forget(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], narrow_alone: bool = False) -> None:
+        """What an operation wrote to is not known any more. narrow_alone: but what is no wider than its memory, which was written
+        to as well."""
         written = [
             value for argument, value in zip(operation._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]  # fmt: skip
         storages = {tensor.untyped_storage()._cdata for tensor in tensors_in([written, kwargs.get("out")])}
         for tensor in [tensor for tensor in self._of if tensor.untyped_storage()._cdata in storages]:
-            del self._of[tensor]
+            if not narrow_alone or _is_wide(self._of[tensor]):
+                del self._of[tensor]
 
     def _counted(self, operation: Any, args: Sequence[Any]) -> Sequence[Any]:
         """Masks that are known, by which an operation picks from what is not, become the places that they leave."""
@@ -160,6 +186,28 @@ class KnownValues:
             else:
                 places += map(_stand_in, _really(functools.partial(torch.nonzero, known, as_tuple=True)))
         return [args[0], places, *args[2:]]
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether several of its numbers are one in memory."""
+    return isinstance(value, torch.Tensor) and any(
+        n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True)
+    )
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    """A part of what is wide, which may be written to: with memory of its own, where it is small."""
+    return _really(value.clone) if _small([value]) else value
+
+
+def _narrow(value: torch.Tensor) -> torch.Tensor:
+    for dim in range(value.dim()):
+        if value.stride(dim) == 0:
+            value = value.narrow(dim, 0, min(value.shape[dim], 1))
+    for dim in range(value.dim()):
+        if value.shape[dim] > 1 and bool((value == value.narrow(dim, 0, 1)).all()):
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
 def _has_data(tensor: torch.Tensor) -> bool:

@@ -218,7 +218,7 @@ def test_such_models_are_trained_in_the_smallest_budget_and_foreseen(make: Calla
     assert status.peak_memory_bytes <= memory
 
 
-def test_models_of_transformers_that_ask_for_values_are_foreseen() -> None:
+def test_models_of_transformers_that_ask_for_values_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import (
         BartConfig,
         BartForSequenceClassification,
@@ -236,6 +236,12 @@ def test_models_of_transformers_that_ask_for_values_are_foreseen() -> None:
         LongformerForMaskedLM(LongformerConfig(vocab_size=WORDS, attention_window=16, max_position_embeddings=80, **short)),
         input_ids=ids, labels=ids,
     )  # fmt: skip
+    with monkeypatch.context() as patched:
+        patched.setattr(knownvalues, "MOST_NUMBERS", 1 << 10)  # as with longer sentences
+        assert foreseen(
+            LongformerForMaskedLM(LongformerConfig(vocab_size=WORDS, attention_window=16, max_position_embeddings=80, **short)),
+            input_ids=ids, labels=ids,
+        )  # fmt: skip
     assert foreseen(
         BartForSequenceClassification(
             BartConfig(
@@ -327,6 +333,38 @@ def test_what_is_written_over_with_what_is_not_known_is_not_known() -> None:
         assert known.value(fake) is None
         assert known.value(row) is None
     assert real.sum() == 15, "what was given is as it was"
+
+
+def test_a_mask_that_is_the_same_for_all_that_look_is_known_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knownvalues, "MOST_NUMBERS", 64)
+    real, aten = torch.tensor([[1] * 6 + [0] * 26, [1] * 30 + [0] * 2]), torch.ops.aten
+    with FakeTensorMode():
+        fake = torch.empty(2, 32, dtype=torch.int64)
+        known = knownvalues.KnownValues([(fake, real)])
+
+        def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+            return known.call(operation, args, kwargs, lambda run, given, named: run(*given, **named))
+
+        places = call(aten.arange.default, 32, dtype=torch.int64)
+        zero, one, seven = (call(aten.scalar_tensor.default, number, dtype=torch.float32) for number in (0.0, -1.0, 7.0))
+        looks = call(aten.view.default, places, [32, 1])
+        looked_at = call(aten.view.default, call(aten.ne.Scalar, fake, 0), [2, 1, 32])
+        mask = call(aten.bitwise_and.Tensor, call(aten.ge.Scalar, looks, 0), looked_at)
+        shift = call(aten.where.self, mask, zero, one)
+        row = call(aten.select.int, shift, 1, 3)
+        before, large = known.value(row), known.value(mask)
+        assert before is not None
+        before = knownvalues._really(before.clone)
+        call(aten.index_put_.default, row, [call(aten.eq.Scalar, fake, 0)], seven)
+        after, positive = known.value(row), known.ask(call(aten.gt.Scalar, row, 0), lambda found: int(found.sum()))
+        assert known.value(shift) is None, "one of its rows differs now"
+        assert known.value(call(aten.le.Tensor, places, looks)) is None, "too large, and nowhere the same"
+    assert large is not None
+    assert after is not None
+    assert torch.equal(large, (real != 0)[:, None].expand(2, 32, 32))
+    assert torch.equal(before, real - 1.0)
+    assert torch.equal(after, 7.0 - 7.0 * real)
+    assert positive == int((real == 0).sum())
 
 
 def test_a_dry_run_draws_nothing_and_its_values_count_in_no_budget(arena: _core.Engine) -> None:
