@@ -131,7 +131,8 @@ class Runner:
     """Of one session's blocks and operations. Any thread may run them, one at a time: torch's hooks are each thread's own, what
     is known of them here is not.
 
-    stashing: whether a forward of a training step goes on; filling: parameters get their first values, where they lie.
+    stashing: whether a forward of a training step goes on. unplanned: whether a block recorded gradients outside of one. filling:
+    parameters get their first values, where they lie.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Runner:
         self.pushed: list[Hooks] = []  # the saved-tensor hooks that blocks and operations are inside of, the innermost last
         self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
         self.stashing = self.filling = False
+        self.unplanned = False
         self._commits_of: dict[int, int] = {}  # of each parameter by number: how many steps there were when one last changed it
         self.noted_commits = 0  # steps that the engine has made, and all that follows from them is done
 
@@ -264,6 +266,7 @@ class Runner:
 
     def _run_in_mode(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self.modes[number] if self.stashing else WITHOUT_STASH[self.modes[number]]
+        self.unplanned |= not self.stashing and torch.is_grad_enabled()
         if mode == "keep" or not torch.is_grad_enabled() or inside_transform():  # which takes no saved-tensor hooks
             return forward(*args, **kwargs)
         check_outer_hooks(*self.blocks[number], mode)

@@ -91,6 +91,7 @@ class Session:
         self._began: float | None = None
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
+        self._told_unplanned = False
         self._tells = False  # a step began as it was planned, and nothing else counted since
         self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
         self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
@@ -317,6 +318,8 @@ class Session:
         found = self.gradients.to_use()
         try:
             if found:
+                if self._began is None and self.runner.unplanned:
+                    self._tell_unplanned()
                 norm = self._make_step()
                 self._note_commit()
             else:
@@ -331,6 +334,16 @@ class Session:
             self.wrapped.compute.count(self.engine, False)
         self._graphs = False
         return norm
+
+    def _tell_unplanned(self) -> None:
+        """Once: what plans begin with, a call of the model, did not come in this step."""
+        if not self._told_unplanned:
+            self._told_unplanned = True
+            warnings.warn(
+                "protrain: blocks were trained in a step without a call of the model itself, for which alone there are plans: they "
+                "are recomputed, whatever memory there is. Call model(...), with what you call of it inside of its forward",
+                stacklevel=6,
+            )
 
     def _make_step(self) -> torch.Tensor | None:
         settings, gradients = self.wrapped.settings, self.gradients

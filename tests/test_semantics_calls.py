@@ -872,3 +872,30 @@ def test_a_forward_of_its_own_stands_again() -> None:
     assert model(x).item() == want
     for changed in (model, twin):
         assert [sorted(module.__dict__) for module in changed.modules()] == [sorted(found) for found in names]
+
+
+# ---- training without a call of the model ----
+
+
+def test_a_step_by_parts_of_the_model_is_exact_and_says_that_nothing_is_planned(wrapped: Any) -> None:
+    model, optimizer = wrapped
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+        for block in model.blocks:
+            x = block(x)
+        model.head(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    x, other = inputs(4)[2:]
+    with pytest.warns(UserWarning, match=r"without a call of the model itself.*Call model\(\.\.\.\)") as told:
+        step(model, optimizer, x)
+        step(model, optimizer, other)
+    assert len(told) == 1, "once"
+    with uncounted():
+        plain = Chain()
+        expected = adamw(plain)
+        steps(inputs(2))(plain, expected, True)
+        step(plain, expected, x)
+        step(plain, expected, other)
+    assert state_of(model) == state_of(plain)
