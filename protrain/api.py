@@ -299,6 +299,7 @@ def wrap(
     try:
         materialise.fill_meta_buffers(model, param_init_fn is not None)
         wrapped.places.move_buffers(compute.device)
+        session.engine.charge(wrapped.buffer_bytes)
         with counted(session.engine, compute):
             _fill(session, optimizer, param_init_fn, weights)
         session.hooks.install(session)

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import fakes, keycaches, randomness
 from .compiled import CALL, eager, find_compiled
+from .counting import uncounted
 from .dryswap import DryStash
 from .errors import Error
 from .flops import flops_of, ordinary_seconds
@@ -1034,8 +1035,8 @@ def _without_data(
     random_state = torch.get_rng_state()
     try:
         with (
-            randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs), fakes.nothing_left_out(),
-            fakes.quiet(), eager(), FakeTensorMode(),
+            uncounted(), randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs),
+            fakes.nothing_left_out(), fakes.quiet(), eager(), FakeTensorMode(),
         ):  # fmt: skip
             twin = _make_twin(model, chunk_of_param, round_bytes)
             yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)

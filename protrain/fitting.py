@@ -90,7 +90,7 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
         anew = _anew(wrapped, _states_alone)
         raise refuse(error, "the model with its largest chunks in turn", anew=anew) from None
     everything, budget = _all_in_memory(wrapped), wrapped.settings.memory_bytes
-    if safest == everything or (4 * everything.static_bytes <= budget and everything.plan.peak_bytes <= budget):
+    if safest == everything or (4 * everything.static_bytes <= budget and everything.smallest_bytes <= budget):
         return everything
     return _placed(safest, wrapped)
 
@@ -102,27 +102,28 @@ def _states_alone(wrapped: Wrapped) -> Arrangement:
         BudgetError: neither fits.
     """
     try:
-        return _arranged_away(wrapped)
+        return _arranged_away(wrapped, wrapped.buffer_bytes)
     except BudgetError as error:
         everything = _all_in_memory(wrapped)
-        if everything.plan.peak_bytes <= wrapped.settings.memory_bytes and not wrapped.compute.separate:
+        if everything.smallest_bytes <= wrapped.settings.memory_bytes and not wrapped.compute.separate:
             return everything
-        smallest = min(error.smallest_bytes, everything.plan.peak_bytes)
+        smallest = min(error.smallest_bytes, everything.smallest_bytes)
         raise BudgetError(str(error), needed_bytes=smallest, budget_bytes=error.budget_bytes, smallest_bytes=smallest) from None
 
 
 def _all_in_memory(wrapped: Wrapped) -> Arrangement:
-    """Masters come with the values, other state with the first update; an optimizer without a kernel has its state at once, and
-    keeps old values in a step."""
+    """Masters come with the values, other state with the first update; smallest_bytes: with gradients and all state, and for an
+    optimizer without a kernel the old values of a step."""
     layout, n_blocks, own = wrapped.layout, len(wrapped.blocks), wrapped.footprint
     modes = tuple(wrapped.settings.block_modes or ["checkpoint"] * n_blocks)
     values_bytes = (3 if wrapped.master_array else 1) * sum(layout.sizes)
-    peak_bytes = values_bytes + (sum(layout.sizes) + own.bytes if own else 0)
+    step_bytes = sum(layout.sizes) + own.bytes if own else wrapped.state_arrays * sum(layout.sizes)
+    smallest_bytes = sum(layout.sizes) + sum(layout.grad_bytes) + step_bytes + wrapped.buffer_bytes
     plan = Plan(
-        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, peak_bytes, 0, 0,
+        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, values_bytes, 0, 0,
         wrapped.settings.memory_bytes,
     )  # fmt: skip
-    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, peak_bytes)
+    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, smallest_bytes)
 
 
 def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | None = 0) -> Arrangement:
@@ -213,6 +214,7 @@ class Fitter:
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
+        beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
         n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
             modes, n_persist = modes or given.block_modes, given.n_persist
@@ -543,7 +545,7 @@ class Fitter:
 
         def arranged(wrapped: Wrapped) -> Arrangement:
             beside_bytes = wrapped.compute.overhead.of(wrapped.settings.memory_bytes)
-            return _arranged_away(wrapped, room_bytes + beside_bytes, None)
+            return _arranged_away(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes, None)
 
         try:
             return _placed(arranged(self._wrapped), self._wrapped)
@@ -585,7 +587,7 @@ class Fitter:
         arrangement, known = self._homes.arrangement, self._engine.held()
         persistent = arrangement.static_bytes - arrangement.plan.slot_bytes - arrangement.plan.ring_bytes
         more = max(known["parameter_bytes"] + known["state_bytes"] - persistent, 0)
-        return self._wrapped.compute.held_bytes(self._engine) - arrangement.static_bytes - more
+        return self._wrapped.compute.held_bytes(self._engine) - self._wrapped.buffer_bytes - arrangement.static_bytes - more
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:

@@ -340,8 +340,8 @@ class Session:
         if not self._told_unplanned:
             self._told_unplanned = True
             warnings.warn(
-                "protrain: blocks were trained in a step without a call of the model itself, for which alone there are plans: they "
-                "are recomputed, whatever memory there is. Call model(...), with what you call of it inside of its forward",
+                "protrain: blocks were trained in a step without a call of the model itself, for which alone there are plans: "
+                "they are recomputed, whatever memory there is. Call model(...), with what you call of it inside of its forward",
                 stacklevel=6,
             )
 

@@ -43,7 +43,8 @@ class Wrapped:
 
     n_states: arrays of optimizer state that the kernels keep beside each parameter; state_arrays: these and the master, counted
     in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none; compute:
-    what computes; places: where the model's tensors go back to.
+    what computes; places: where the model's tensors go back to; buffer_bytes: what the model's buffers take of the budget, where
+    the CPU computes, although nobody here has allocated them.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Wrapped:
         self.kind, self.groups, self.settings, self.foreign = kind, groups, settings, foreign
         self.compute = compute
         self.places = Places(model, params)
+        buffers = [b for b in model.buffers() if b.layout == torch.strided and b.numel()]
+        self.buffer_bytes = 0 if compute.separate else sum(_core.rounded_bytes(b.numel() * b.element_size()) for b in buffers)
         self.footprint = foreign.footprint if foreign else None
         self.number_of = {id(p): number for number, p in enumerate(params)}
         self.element_bytes = layout.dtype.itemsize

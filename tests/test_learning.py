@@ -302,3 +302,30 @@ def test_an_output_that_is_not_held_is_not_foretold(held: bool, causal_lm: Any) 
     status = protrain.status(model)
     protrain.unwrap(model)
     assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+
+
+class Tabled(Scores):
+    """With a table of 4 MiB that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1 << 20))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.table[:1]
+
+
+def test_buffers_count_in_what_is_measured_and_refused() -> None:
+    """As the budget's words say; they were planned for, and nobody counted them."""
+    small = Tabled()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.wrap(small, adamw(small), memory=MIB)
+    assert refused.value.smallest_bytes > 4 * MIB
+    model: Any = Tabled()
+    plain_model = Tabled()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+    assert protrain.status(model).memory_bytes >= 4 * MIB
+    assert train(model, optimizer, plain, batches(3)) == train(plain_model, adamw(plain_model), plain, batches(3))
+    status = protrain.status(model)
+    assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+    protrain.unwrap(model)

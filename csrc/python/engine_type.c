@@ -16,6 +16,7 @@ typedef struct engine_object {
   ptn_engine *engine;
   ptn_account *account;        /* of ordinary memory */
   ptn_account *device_account; /* of the device's; NULL: there is none */
+  uint64_t charged_bytes;      /* to the first, for what is in no arena */
   PyObject *current_stream;    /* gives the handle of the compute stream; NULL: the calling thread is it */
   ptn_device *device;
   int device_number; /* of the GPU; -1: it computes in ordinary memory */
@@ -46,6 +47,8 @@ static void close_engine(engine_object *self) {
     ptn_engine_destroy(engine);
     Py_END_ALLOW_THREADS
   }
+  if (self->charged_bytes) ptn_account_discharge(self->account, self->charged_bytes);
+  self->charged_bytes = 0;
   ptn_account **const accounts[] = {&self->account, &self->device_account};
   for (int i = 0; i < 2; i++) {
     if (*accounts[i] && ptn_arena_used() == *accounts[i]) ptn_arena_use(NULL);
@@ -582,6 +585,23 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
+static PyObject *engine_charge(PyObject *object, PyObject *number) {
+  ENGINE_OR_RETURN;
+  (void)engine;
+  engine_object *self = (engine_object *)object;
+  unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  if (self->charged_bytes) {
+    PyErr_SetString(PyExc_ValueError, "the engine was charged already");
+    return NULL;
+  }
+  if (bytes == 0) Py_RETURN_NONE;
+  ptn_status status;
+  PTN_WITHOUT_GIL(status, ptn_account_charge(self->account, bytes));
+  if (status == PTN_OK) self->charged_bytes = bytes;
+  return ptn_python_answer(status);
+}
+
 static PyMethodDef engine_methods[] = {
     {"close", engine_close, METH_NOARGS, NULL},
     {"in_memory", engine_in_memory, METH_VARARGS, NULL},
@@ -630,6 +650,7 @@ static PyMethodDef engine_methods[] = {
     {"move", ptn_python_move, METH_VARARGS, NULL},
     {"drop", engine_drop, METH_NOARGS, NULL},
     {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
+    {"charge", engine_charge, METH_O, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},
     {"stats", ptn_python_stats, METH_NOARGS, NULL},
     {"held", ptn_python_held, METH_NOARGS, NULL},
