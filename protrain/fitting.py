@@ -349,7 +349,8 @@ class Fitter:
         if not self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches):
             self._knows_loss, self._unseen_bytes = True, 0
             self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
-            fits = self._plan_as_now()
+            if unseen_bytes > 0 or self._more_loss_of(run) != more_bytes:
+                fits = self._plan_as_now()
         more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
         if more > 0:
             self._unseen_bytes += more
