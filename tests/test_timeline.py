@@ -140,7 +140,7 @@ def test_a_chunk_is_read_once_on_the_way_and_once_on_the_way_back(
     model = causal_lm("gpt2", hidden=256)
     ids = token_batches(1)[0]
     plan = protrain.plan(model, {"input_ids": ids, "labels": ids}, memory="24MiB")
-    plan = replace(plan, n_buffer=2, n_ahead=1, block_modes=("swap", "keep", "swap", "swap"))
+    plan = replace(plan, n_persist=4, n_buffer=2, n_ahead=1, block_modes=("swap", "keep", "swap", "swap"))
     model, optimizer = protrain.wrap(model, adamw(model), memory="24MiB", disk=fresh_disk, plan=plan)
     for ids in token_batches(4):
         step(model, optimizer, ids)
