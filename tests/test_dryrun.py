@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import steps
+from nets import Starting, steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_equal, run
@@ -951,37 +951,6 @@ def test_what_looks_at_values_and_goes_on_is_foreseen(build: Callable[[], nn.Mod
     assert real <= predicted + (16 << 10)
     assert predicted <= 1.05 * real + (16 << 10)
     assert torch.distributions.Distribution._validate_args is validates
-
-
-class Carrying(nn.Module):
-    """Goes on from what its last forward left, in another way than from nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.wide = nn.Linear(64, 64), nn.Linear(64, 128)
-        self.state: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.state is not None:
-            x = x + self.wide(x + self.state).tanh()[..., :64]
-        x = x + self.layer(x).tanh()
-        self.state = x.mean(0)
-        return x
-
-
-class Starting(nn.Module):
-    """Its blocks begin with nothing each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Carrying() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            block.state = None
-            x = block(x)
-        return x.square().mean()
 
 
 def test_a_recomputed_block_goes_on_from_what_its_forward_found(fresh_disk: Path) -> None:

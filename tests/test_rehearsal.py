@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from nets import Starting
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -443,28 +444,8 @@ def test_where_activations_do_not_fit_blocks_are_recomputed(counted: _core.Engin
 def test_a_recomputed_block_goes_on_from_what_its_forward_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that begins with nothing, and would go on in another way from what it left."""
 
-    class Carrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.wide = nn.Linear(64, 64), nn.Linear(64, 128)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.state is not None:
-                x = x + self.wide(x + self.state).tanh()[..., :64]
-            x = x + self.layer(x).tanh()
-            self.state = x.mean(0)
-            return x
-
-    class Starting(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self:
-                block.state = None
-            return super().forward(x)
-
     monkeypatch.setattr(ring, "cache_bytes", lambda: 64 << 10)
-    model, args = Starting(*[Carrying() for _ in range(3)]), (torch.randn(4096, 64),)
-    for block in model:
-        block.state = None
+    model, args = Starting(), (torch.randn(4096, 64),)
     run = foresee(model, args)
     kept = ring.Ring(model).bytes + rehearsal._needed_bytes(run, (), recompute=False)
     check(run, rehearse(model, args, {}, modules_of(model), run, memory_bytes=kept - 1))
