@@ -920,8 +920,9 @@ def _run_step(
 
 
 def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tuple[Any, Any]:
-    """The batch without data; each of its storages is counted once, in fixed_bytes."""
-    storages: dict[int, Any] = {}
+    """The batch without data; each of its storages is counted once, in fixed_bytes, and of one that has more than the batch, as
+    where rows are taken from a whole data set, what the batch has of it."""
+    storages: dict[int, tuple[Any, int]] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in twin.memo:
@@ -931,15 +932,17 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
         twin.stand_ins.append((made, tensor))
         twin.not_counted.add(made.untyped_storage()._cdata)
         real = tensor.untyped_storage()
-        if real._cdata not in storages and real.nbytes():
-            storages[real._cdata] = real
-            twin.fixed_bytes += round_bytes(real.nbytes())
+        _, before = storages.get(real._cdata, (real, 0))
+        storages[real._cdata] = real, before + tensor.numel() * tensor.element_size()
         return made
 
     def convert_leaf(leaf: Any) -> Any:
         return convert(leaf) if isinstance(leaf, torch.Tensor) else keycaches.with_tensors(leaf, convert)
 
-    return tree_map(convert_leaf, (args, kwargs))  # type: ignore[no-any-return]
+    converted = tree_map(convert_leaf, (args, kwargs))
+    sizes = (min(real.nbytes(), own_bytes) for real, own_bytes in storages.values())
+    twin.fixed_bytes += sum(round_bytes(size) for size in sizes if size)
+    return converted  # type: ignore[no-any-return]
 
 
 def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_accesses: int) -> Phase:

@@ -895,6 +895,15 @@ def test_batch_and_buffers_are_fixed() -> None:
     assert predict(model, (torch.zeros(10, 8),), lambda size: size).fixed_bytes == 100 * 4 + 10 * 8 * 4
 
 
+def test_rows_of_a_data_set_count_as_what_they_are(disk: Path) -> None:
+    """However large the tensor is that they are a view of; what they have in common counts once."""
+    model, rows = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(1 << 20, 8)
+    assert predict(model, (rows[64:74],), lambda size: size).fixed_bytes == 10 * 8 * 4
+    whole = torch.zeros(10, 9)
+    assert predict(nn.Bilinear(8, 8, 4), (whole[:, :-1], whole[:, 1:]), lambda size: size).fixed_bytes == 10 * 9 * 4
+    assert protrain.plan(model, (rows[:10],), memory=8 << 20, disk=disk).peak_bytes < 1 << 20
+
+
 class Deciding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
