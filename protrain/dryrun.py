@@ -587,23 +587,22 @@ def _one_line(error: BaseException) -> str:
 
 
 def _starts(output: Any) -> list[torch.Tensor]:
-    """What backward starts from: the loss where there is one, else every float output that requires a gradient."""
+    """What backward starts from: the loss where there is one, or several, which are added up then; else every float output that
+    requires a gradient."""
 
     def is_loss(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and is_loss(loss):
-        return [loss]
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if is_loss(loss):
+        return [loss]  # type: ignore[list-item]
     first = output
     if isinstance(output, dict) and output:
         first = next(iter(output.values()))
     elif isinstance(output, (tuple, list)) and output:
         first = output[0]
-    if is_loss(first):
-        return [first]
-    leaves = _output_tensors(output)
-    return [leaf for leaf in leaves if leaf.requires_grad and leaf.is_floating_point()]
+    leaves = [leaf for leaf in _output_tensors(output) if leaf.requires_grad and leaf.is_floating_point()]
+    return [leaf for leaf in leaves if is_loss(leaf)] if is_loss(first) else leaves
 
 
 def _output_tensors(output: Any) -> list[torch.Tensor]:

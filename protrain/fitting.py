@@ -27,7 +27,7 @@ import torch
 from . import _core
 from .activations import no_outer_hooks, release_failed_backward
 from .counting import counted, counted_alone
-from .dryrun import DryRun, DryRunError, dry_forward, dry_run
+from .dryrun import SMALL_UNSEEN_BYTES, DryRun, DryRunError, dry_forward, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
 from .planning import Anew, Arrangement, Plan, arrange, refuse
@@ -367,7 +367,8 @@ class Fitter:
         loss_bytes = self._loss_bytes
         if run.outside_bytes and self._loss_of:
             loss_bytes = -(-loss_bytes * run.outside_bytes // self._loss_of)
-        return max(loss_bytes - run.loss_bytes, 0) if run.loss_bytes else 0
+        more = loss_bytes - run.loss_bytes if run.loss_bytes else 0
+        return more if more > SMALL_UNSEEN_BYTES else 0  # each plan has room for that
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans

@@ -128,6 +128,47 @@ def test_cross_entropy_is_foreseen(loss: Loss) -> None:
     assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03 or loss is shifted
 
 
+class Losses(Scores):
+    """Gives a small loss and a large one, or the large one behind what it is of."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.small, self.named = nn.Linear(WIDTH, 2), named
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores, x = super().forward(ids), self.small(self.words(ids))
+        if self.named:
+            return {"scores": scores, "loss": plain(scores, ids)}
+        return {"class": x.square().mean(), "words": plain(scores, ids)}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_losses_of_a_model_are_found_by_name_and_added_up(named: bool) -> None:
+    """One that is not the first output is no output of which the program makes another; several are the step's, and not the
+    first alone."""
+    given = batches(4)
+
+    def step(model: nn.Module, number: int) -> float:
+        output = model(given[number])
+        loss = output["loss"] if named else output["class"] + output["words"]
+        loss.backward()
+        return float(loss.item())
+
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(Losses(named), given[0], memory=MIB)
+    plain_model = Losses(named)
+    want = train_with(plain_model, adamw(plain_model), step, 4)
+    for memory in (refused.value.smallest_bytes, 1 << 30):
+        model: Any = Losses(named)
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert train_with(model, optimizer, step, 4) == want
+        status = protrain.status(model)
+        protrain.unwrap(model)
+        assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+
+
 def test_cross_entropy_of_bf16_is_foreseen_in_fp32() -> None:
     losses, _ = wrapped(smallest(precision="bf16"), shifted, batches(), precision="bf16")
     assert None not in losses
