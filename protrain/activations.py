@@ -225,7 +225,7 @@ class Frame:
         stash: _core.SavedTensors | None,
     ) -> None:
         self.runner, self.forward = runner, forward
-        self.name, self.block = runner.blocks[number]
+        self.number, (self.name, self.block) = number, runner.blocks[number]
         self.commits = runner.commits()
         self.habits = runner.habits[number]
         leaves, spec = tree_flatten((args, kwargs))
@@ -318,6 +318,7 @@ class Frame:
                 "before step(), or wrap with block_modes that keep this block"
             )
         inputs = _bring_inputs(self.inputs)
+        before_bytes = self.runner.bytes_in_use()
         now = _random_state(self.compute)
         self.compute.set_random_state(self.random_state[0])
         enabled, dtype, cache = self.autocast
@@ -366,6 +367,7 @@ class Frame:
         finally:
             self.runner.thread = thread
             self.compute.set_random_state(now)
+        self.runner.note_saved(self.number, before_bytes)
         self.inputs, self.versions, self.caches, self.state = None, [], [], None
 
 

@@ -1,8 +1,9 @@
 """Fitting: an arrangement for each batch, made before its first operation, that keeps to the budget.
 
 Before any batch is known there is one for the states alone. A batch larger than those before is foreseen by a dry run, and
-planned for from memory, as are all that came before it; a model that cannot run without data makes its first step under the
-safest plan, and what that took is planned with from then on.
+planned for from memory, as are all that came before it; one of a model that cannot run without data makes its first step under the
+safest plan, and what that took is planned with from then on. What a block saves its recomputation shows: where all chunks are in
+memory blocks are kept, the last ones first, in a half of what is left.
 
 What the program around the model does is not foreseen, only guessed. Where it makes the loss that is cross entropy, and a first
 step leaves room for one that takes more. It holds the model's output while backward runs, until a step shows that it does not. It
@@ -173,7 +174,10 @@ class Fitter:
         self._wrapped, self._engine, self._homes = wrapped, engine, homes
         self.planned = False
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
-        self._measured_bytes = 0
+        self._measured_bytes = 0  # of steps that no dry run foresaw: beside chunks and what kept blocks save
+        self._refused_bytes = 0  # the same of one that was refused
+        self._saved_bytes: dict[int, int] = {}  # of blocks, as the recomputations of such steps showed it
+        self._measures = False  # the step under way, or to come, is one under the safest plan that tells of others
         self._unseen_bytes = 0  # in each plan, of what no dry run sees
         self._held_before = 0  # when the step under way began
         self._knows_loss = False  # a step was made of the batch that was planned for
@@ -268,7 +272,13 @@ class Fitter:
                     self._homes.rearrange(before)
             refused, self._unseen_bytes = self._refusal(error, run, args, kwargs), unseen_bytes
             raise refused from None
-        best, self._largest = self._with_others(best, (run, shapes))
+        self._measures = run is None
+        if run is None:
+            self._largest = (None, shapes)
+        elif self.measured:
+            best, self._largest = self._decide_measured(run), (None, shapes)
+        else:
+            best, self._largest = self._with_others(best, (run, shapes))
         self.carry_out(best)
         self.dry_runs.append((shapes, run))
         self.planned = True
@@ -306,19 +316,21 @@ class Fitter:
         times: Times | None = None,
         machine: Machine | None = None,
         as_now: bool = False,
+        unknown_bytes: int = 0,
+        like: Plan | None = None,
     ) -> Arrangement:
         """The arrangement for what a dry run foresaw, as `decide`, in which there is room for every batch that was planned for,
-        and for this one.
+        and for this one. unknown_bytes: where none did.
 
         Raises:
             BudgetError: there is none.
         """
-        budget, more, attempts = self._wrapped.settings.memory_bytes, 0, 0
+        budget, more, attempts = self._wrapped.settings.memory_bytes, unknown_bytes, 0
         others = [other for other in (also, *(known for _, known in self.dry_runs)) if other is not None and other is not run]
         if self._wrapped.settings.plan is not None:
             others = []
         while True:
-            found, lacks = self.decide(run, more, times=times, machine=machine, as_now=as_now), 0
+            found, lacks = self.decide(run, more, times=times, machine=machine, as_now=as_now, like=like), 0
             for other in others:
                 try:
                     again = self.decide(other, like=found.plan)
@@ -330,6 +342,72 @@ class Fitter:
                 return found
             more += lacks if attempts < 16 else max(lacks, more)
             attempts += 1
+
+    # ---- batches that no dry run foresaw ----
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is one: then plans are made from what steps took."""
+        return any(run is None for _, run in self.dry_runs)
+
+    def learn_measured(self, highest_bytes: int, saved_bytes: dict[int, int]) -> None:
+        """A step was made that had so much in memory at most; blocks that were recomputed have saved so much."""
+        if not self.planned or not self.measured:
+            return
+        beside_bytes = highest_bytes - self._chunk_bytes() - self._kept_bytes(self._homes.arrangement.plan)
+        more = beside_bytes > self._measured_bytes
+        self._measured_bytes = max(self._measured_bytes, beside_bytes)
+        for number, n_bytes in saved_bytes.items():
+            self._saved_bytes[number] = max(self._saved_bytes.get(number, 0), n_bytes)
+        if not more and not self._measures:
+            return
+        with suppress(BudgetError):  # else the plan in use stays
+            try:
+                found = self._decide_measured()
+            except BudgetError:  # what was refused fits in no plan: others go on
+                self._refused_bytes = 0
+                found = self._decide_measured()
+            self.carry_out(found)
+            self._measures = False
+
+    def _refused_measured(self, needed_bytes: int) -> Batch:
+        """A step was not made that would have had so much in memory: the next one is under the safest plan again."""
+        beside_bytes = needed_bytes - self._chunk_bytes() - self._kept_bytes(self._homes.arrangement.plan)
+        self._refused_bytes, self._measures = max(self._refused_bytes, beside_bytes), True
+        with suppress(BudgetError):
+            self.carry_out(self.decide(None))
+        return self._largest
+
+    def _chunk_bytes(self) -> int:
+        """What the arrangement in use has in memory for chunks: also the gradients of those that stay, until step()."""
+        found = self._homes.arrangement
+        return found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
+
+    def _kept_bytes(self, plan: Plan) -> int:
+        """What its kept blocks save."""
+        return sum(self._saved_bytes.get(number, 0) for number, mode in enumerate(plan.block_modes) if mode == "keep")
+
+    def _decide_measured(self, also: DryRun | None = None) -> Arrangement:
+        """With an eighth more than steps took. Where all chunks are in memory blocks are kept in a half of what is left, where it
+        is known what they save: nobody knows what the next step does.
+
+        Raises:
+            BudgetError: not even the chunks can all be away.
+        """
+        settings, beside_bytes = self._wrapped.settings, max(self._measured_bytes, self._refused_bytes) * 9 // 8
+        found = self.decide_for_all(None, also, unknown_bytes=beside_bytes)
+        plan = found.plan
+        if plan.n_persist < plan.n_chunks or settings.plan is not None or settings.block_modes is not None:
+            return found
+        room, modes = (settings.memory_bytes - plan.peak_bytes) // 2, list(plan.block_modes)
+        for number in reversed(range(len(modes))):
+            n_bytes = self._saved_bytes.get(number, 0) * 9 // 8
+            if 0 < n_bytes <= room:
+                room, modes[number] = room - n_bytes, "keep"
+        kept = replace(plan, block_modes=tuple(modes))
+        with suppress(BudgetError):  # a batch that was foreseen may have no room then
+            return self.decide_for_all(None, also, unknown_bytes=beside_bytes + self._kept_bytes(kept) * 9 // 8, like=kept)
+        return found
 
     # ---- what steps tell ----
 
@@ -377,6 +455,8 @@ class Fitter:
         Raises:
             BudgetError: nothing fits any more. What was learned is forgotten, for the next step to show it again.
         """
+        if self.measured:
+            return self._refused_measured(needed_bytes)
         more = needed_bytes - self._homes.arrangement.plan.peak_bytes
         if not self._learns() or more <= 0:
             return None
@@ -455,7 +535,10 @@ class Fitter:
         return True
 
     def _plan_again(self) -> Batch:
-        best, self._largest = self._with_others(self.decide(self._largest[0]), self._largest)
+        if self.measured:
+            best = self._decide_measured()
+        else:
+            best, self._largest = self._with_others(self.decide(self._largest[0]), self._largest)
         self.carry_out(best)
         return self._largest
 
@@ -503,18 +586,6 @@ class Fitter:
             return self.decide(self._foresee(other, args, kwargs), wrapped=other)
 
         return refuse(error, "a step of this batch", anew=_anew(self._wrapped, arranged))
-
-    def replan_measured(self) -> None:
-        """After a step that no dry run foresaw: what it took beside states and slots is known now."""
-        peak = self._engine.stats()["peak_bytes"]
-        unknown = max(peak - self._homes.arrangement.static_bytes, 0)
-        if not self.planned or any(run is not None for _, run in self.dry_runs) or unknown <= self._measured_bytes:
-            return
-        self._measured_bytes = unknown
-        try:
-            self._homes.rearrange(self.decide(None, unknown_bytes=unknown * 9 // 8))
-        except BudgetError:
-            return  # the safest plan stays
 
     def forget_batches(self) -> None:
         """The next batch is planned for anew."""

@@ -224,6 +224,7 @@ class Session:
                 self.fitter.begin_step()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
+            self.runner.begin_pass(self.fitter.measured)
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
@@ -385,7 +386,7 @@ class Session:
         self.marks.mark()
         self.homes.adjust_headroom(self.marks.highest_bytes)
         try:
-            self.fitter.replan_measured()
+            self.fitter.learn_measured(self.marks.planned_bytes, self.runner.saved_bytes())
             if self._tells:
                 self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
             if timed:

@@ -1,0 +1,125 @@
+"""Models that no dry run foresees, as what they compute decides what they do: what their steps took is planned with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from nets import Block, Chain
+from torch import nn
+from twins import MIB, adamw
+
+import protrain
+
+pytestmark = pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class Deciding(Chain):
+    """41 MiB of states; numbers decide from a length of `least` on. Wide, the loss takes 4 KiB for each row, several times."""
+
+    block = Block
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:  # type: ignore[override]
+        if len(x) >= self.least and x.sum().item() > 1e9:
+            x = -x
+        y = super().forward(x, loss=False)
+        return (y.repeat(1, 4).exp() if wide else y).square().mean()
+
+
+Step = tuple[int, bool]  # rows, and whether the loss is wide
+
+
+def train(model: nn.Module, optimizer: Any, steps: Sequence[Step]) -> tuple[list[float | None], list[protrain.Status]]:
+    """Losses, None where a step was refused, and what there was after each step."""
+    losses: list[float | None] = []
+    seen: list[protrain.Status] = []
+    generator = torch.Generator().manual_seed(1)
+    for rows, wide in steps:
+        x, loss = torch.randn(rows, 256, generator=generator), None
+        try:
+            loss = model(x, wide)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        except protrain.BudgetError:
+            losses.append(None)
+        del loss
+        optimizer.zero_grad()
+        if not isinstance(optimizer, torch.optim.AdamW):
+            seen.append(protrain.status(model))
+    return losses, seen
+
+
+def both(steps: Sequence[Step], memory: int, least: int = 0, refused: int = 0) -> list[protrain.Status]:
+    """The same numbers as plain torch, but for steps that were refused."""
+    model: Any = Deciding(least)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    losses, seen = train(model, optimizer, steps)
+    protrain.unwrap(model)
+    assert losses.count(None) == refused
+    plain = Deciding(least)
+    made = [step for step, loss in zip(steps, losses, strict=True) if loss is not None]
+    if not refused:
+        assert losses == train(plain, adamw(plain), made)[0]
+    assert all(status.peak_memory_bytes <= memory for status in seen)
+    return seen
+
+
+def is_ample(status: protrain.Status) -> bool:
+    return status.plan.n_persist == status.plan.n_chunks and set(status.plan.block_modes) == {"keep"}
+
+
+def test_blocks_are_kept_where_memory_is_ample() -> None:
+    """Once a step under the safest plan has shown what they save."""
+    seen = both([(512, False)] * 4, 1 << 30)
+    assert is_ample(seen[0])
+    assert seen[0].plan.peak_bytes == seen[-1].plan.peak_bytes
+
+
+@pytest.mark.parametrize("memory", [32, 60, 68, 76])
+def test_blocks_are_kept_in_a_half_of_what_is_left(memory: int) -> None:
+    """Which they never pass, and with no chunk on disk."""
+    seen = both([(1024, False)] * 4, memory * MIB)
+    modes, plan = seen[-1].plan.block_modes, seen[-1].plan
+    assert modes.count("keep") in {32: (0,), 60: range(8), 68: range(1, 8), 76: range(1, 9)}[memory]
+    assert plan.n_persist == plan.n_chunks or "keep" not in modes
+    assert plan.peak_bytes <= memory * MIB
+
+
+def test_a_longer_batch_runs_under_the_safest_plan_and_memory_is_used_again() -> None:
+    """After it, and after one that is longer in one direction and needs less in all."""
+    seen = both([(64, False)] * 2 + [(512, False)] + [(64, False)] * 2, 1 << 30)
+    assert all(map(is_ample, seen))
+    assert seen[1].plan.peak_bytes < seen[2].plan.peak_bytes == seen[-1].plan.peak_bytes
+
+
+def test_what_was_refused_runs_under_the_safest_plan() -> None:
+    """And is planned with from then on, where chunks can make room for it; where they cannot the others go on as before."""
+    light, wide = (1024, False), (1024, True)
+    seen = both([light, light, wide, wide, light, wide, light, wide], 48 * MIB, refused=1)
+    assert seen[-1].plan.n_persist < seen[1].plan.n_persist
+    seen = both([light, light, wide, light, light], 28 * MIB, refused=1)
+    assert seen[-1].plan.peak_bytes == seen[1].plan.peak_bytes
+
+
+def test_some_batches_are_foreseen_and_others_are_not() -> None:
+    """Where those that are fill the memory, the first that is not runs under the safest plan all the same."""
+    for memory in (60 * MIB, 1 << 30):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seen = both([(128, False)] * 3 + [(2048, False)] * 2 + [(128, False), (2048, False)], memory, least=1024)
+        assert sum("cannot foresee" in str(one.message) for one in caught) == 1
+        assert is_ample(seen[2])
+    assert is_ample(seen[-1])
