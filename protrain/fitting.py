@@ -1,7 +1,7 @@
 """Fitting: an arrangement for each batch, made before its first operation, that keeps to the budget.
 
 Before any batch is known there is one for the states alone. A batch larger than those before is foreseen by a dry run, and
-planned for from memory, as are all that came before it; one of a model that cannot run without data makes its first step under the
+planned for from memory, as are all that came before it; one of a model that cannot run without data makes its first step by the
 safest plan, and what that took is planned with from then on. What a block saves its recomputation shows: where all chunks are in
 memory blocks are kept, the last ones first, in a half of what is left.
 
@@ -184,6 +184,7 @@ class Fitter:
         self._loss_bytes, self._loss_of = 0, 0  # what the loss takes, as `DryRun.loss_bytes`, made of so many bytes of outputs
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
+        self._beyond_known = False  # and the loss was known before
         self._several_hold = 0  # forwards before a backward, before the last of them
         self._holds_output = True  # the program, while backward runs
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
@@ -425,9 +426,11 @@ class Fitter:
         unseen_bytes, more_bytes = self._unseen_bytes, self._more_loss_of(run)
         fits, self._refused = True, 0
         if not self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches):
-            self._knows_loss, self._unseen_bytes = True, 0
-            self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
-            if unseen_bytes > 0 or self._more_loss_of(run) != more_bytes:
+            if not self._beyond_known or (loss_bytes or 0) > self._loss_bytes:  # else steps differ, and another one was refused
+                self._unseen_bytes = 0
+                self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
+            self._knows_loss, self._beyond_known = True, False
+            if unseen_bytes > self._unseen_bytes or self._more_loss_of(run) != more_bytes:
                 fits = self._plan_as_now()
         more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
         if more > 0:
@@ -461,6 +464,7 @@ class Fitter:
         if not self._learns() or more <= 0:
             return None
         self._unseen_bytes += more << self._refused
+        self._beyond_known |= self._knows_loss
         self._refused, self._knows_loss = self._refused + 1, False
         try:
             return self._plan_again()
