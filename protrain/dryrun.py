@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -26,11 +27,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from . import fakes, keycaches, randomness
@@ -319,6 +320,7 @@ class _Meter(TorchDispatchMode):
         self.absorbed: list[tuple[_Segment, _Segment]] = []  # an end and the segment that it became a part of
         self.counts = True  # what is made
         self.sum: _Sum | None = None  # until the next operation
+        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of the program that are no part of the model
         self.thread = get_ident()  # whose operations are seen
         self.unseen = False  # whether a block ran on another
 
@@ -413,6 +415,23 @@ class _Meter(TorchDispatchMode):
         finally:
             self.counts = True
 
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor that the program has beside the model, as a constant of a module. It is only read.
+
+        Raises:
+            DryRunError: it is to be trained.
+        """
+        if isinstance(tensor, FakeTensor) or not tensor.dim():
+            return tensor
+        if tensor.requires_grad:
+            raise DryRunError("its forward reads a tensor that requires a gradient and is no part of it")
+        if id(tensor) not in self.own:
+            made = _fake(tensor)
+            self.own[id(tensor)] = tensor, made
+            self.known[made.untyped_storage()._cdata] = None
+            self.known_values.know(made, tensor)
+        return self.own[id(tensor)][1]
+
     def _read(self, inputs: Sequence[Any]) -> None:
         chunks: list[int] = []
         for tensor in tensors_in(inputs):
@@ -450,8 +469,11 @@ class _Meter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # two calls of three: autograd asks where a tensor is
             return args[0].fake_device
         self.settle()
-        result = fakes.call(self.known_values, self.workspace, func, args, kwargs or {})
         inputs = [*args, *(kwargs or {}).values()]
+        if func not in _LIFTS and any(type(tensor) is not FakeTensor and tensor.dim() for tensor in tensors_in(inputs)):
+            args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs or {}))
+            inputs = [*args, *kwargs.values()]
+        result = fakes.call(self.known_values, self.workspace, func, args, kwargs or {})
         if not func.is_view:
             self._read(inputs)
         outputs = list(tensors_in([result]))
@@ -469,6 +491,10 @@ class _Meter(TorchDispatchMode):
             segment.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*tensors_in(inputs), *outputs))
             segment.flops += flops_of(func.overloadpacket, args, kwargs or {}, result)
         return result
+
+
+#: What makes a tensor that a program writes number by number one of the others.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 
 
 def _becomes(gradient: torch.Tensor, total: torch.Tensor) -> bool:
@@ -510,6 +536,10 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
+#: Of which there are no copies.
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
 @dataclass
 class _Twin:
     model: nn.Module
@@ -545,7 +575,10 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
     for module in model.modules():
         own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
-            note(value, True)
+            for tensor in keycaches.tensors_held(value):
+                note(tensor, tensor is value)  # what an object has was made by the program, which counts nowhere
+            if isinstance(value, LOCKS):
+                memo[id(value)] = value
             if isinstance(value, torch.Generator):  # whose own way of being copied makes a tensor
                 memo[id(value)] = value.clone_state()
         for name in _HOOKS:
@@ -606,7 +639,7 @@ def _starts(output: Any) -> list[torch.Tensor]:
 
 
 def _output_tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    return [tensor for leaf in tree_flatten(output)[0] for tensor in keycaches.tensors_held(leaf)]
 
 
 def _loss_outside(output: torch.Tensor) -> torch.Tensor:
@@ -936,12 +969,22 @@ def _fake_batch(twin: _Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> t
         return made
 
     def convert_leaf(leaf: Any) -> Any:
-        return convert(leaf) if isinstance(leaf, torch.Tensor) else keycaches.with_tensors(leaf, convert)
+        held = list(keycaches.tensors_held(leaf))
+        if not held or isinstance(leaf, torch.Tensor):
+            return convert(leaf) if held else keycaches.with_tensors(leaf, convert)
+        return copy.deepcopy(leaf, {id(tensor): convert(tensor) for tensor in held})  # an object, as of a dataclass
 
     converted = tree_map(convert_leaf, (args, kwargs))
     sizes = (min(real.nbytes(), own_bytes) for real, own_bytes in storages.values())
     twin.fixed_bytes += sum(round_bytes(size) for size in sizes if size)
     return converted  # type: ignore[no-any-return]
+
+
+def _as_now(leaf: Any) -> Any:
+    """Of an object that has tensors, or a cache, a copy."""
+    if isinstance(leaf, torch.Tensor) or next(keycaches.tensors_held(leaf), None) is None:
+        return keycaches.as_now(leaf)
+    return copy.copy(leaf)
 
 
 def _phase(keep: _Segment, recompute: _Segment, swap: _Segment | None, own_accesses: int) -> Phase:
@@ -1082,7 +1125,7 @@ def dry_run(
         compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
 
         def in_mode(mode: str) -> _Run:
-            given, named = tree_map(keycaches.as_now, (fake_args, fake_kwargs))  # containers of its own
+            given, named = tree_map(_as_now, (fake_args, fake_kwargs))  # containers of its own
             with _own_parametrizations():
                 return _run_step(twin, given, named, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace)
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from . import _core
+from . import _core, keycaches
 from .activations import no_outer_hooks, release_failed_backward
 from .counting import counted, counted_alone
 from .dryrun import SMALL_UNSEEN_BYTES, DryRun, DryRunError, dry_forward, dry_run
@@ -57,7 +57,8 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
         PlanError: one is nested. It has no shape to plan for, and one of layout jagged hides from parameters on disk that they
             are read: its class runs each operation with the functions of all other classes turned off.
     """
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    tensors = [tensor for leaf in leaves for tensor in keycaches.tensors_held(leaf)]
     nested = next((tensor for tensor in tensors if tensor.is_nested), None)
     if nested is not None:
         raise PlanError(

@@ -110,6 +110,23 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
     return made
 
 
+def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
+    caches, which layers change, and of protrain are left out, and modules and classes are not looked into."""
+    kind = _class()
+    left_out = (kind is not None and isinstance(value, kind)) or type(value).__module__.startswith("protrain.")
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not depth or left_out or isinstance(value, nn.Module | type | str | int | float | None) or callable(value):
+        return
+    elif isinstance(value, dict | list | tuple | set):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from tensors_held(entry, depth - 1)
+    elif hasattr(value, "__dict__"):
+        for entry in vars(value).values():
+            yield from tensors_held(entry, depth - 1)
+
+
 def settle(pairs: list[tuple[Any, Any]]) -> None:
     """The forward is over: of layers that it left alone the copies go, which would keep what those hold."""
     kind = _class()

@@ -51,6 +51,13 @@ _COPYING = (_aten._to_copy.default, _aten.clone.default)
 _OF_NONE = (_aten.isnan.default, _aten.isinf.default)
 
 
+def _is_of_all(operation: Any, args: Sequence[Any]) -> bool:
+    """What is true of each number that can be computed with: it is itself, and not infinite (torch.isfinite asks so)."""
+    if operation is _aten.eq.Tensor:
+        return args[0] is args[1]
+    return bool(operation is _aten.ne.Scalar and isinstance(args[1], float) and math.isinf(args[1]))
+
+
 def _is_whole(kind: torch.dtype) -> bool:
     return not kind.is_floating_point and not kind.is_complex
 
@@ -70,8 +77,12 @@ class KnownValues:
         self._of = WeakIdKeyDictionary()
         self._answers = 0
         for fake, real in given:
-            if _is_whole(real.dtype) and real.layout == torch.strided and _small([real]) and _has_data(real):
-                self._of[fake] = _really(functools.partial(_copy, real))
+            self.know(fake, real)
+
+    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """What the fake tensor stands for, where that is followed."""
+        if _is_whole(real.dtype) and real.layout == torch.strided and _small([real]) and _has_data(real):
+            self._of[fake] = _really(functools.partial(_copy, real))
 
     def call(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
         """The result of an operation on fake tensors. run: what calls it on them."""
@@ -87,8 +98,9 @@ class KnownValues:
                 self._forget(operation, args, kwargs)
             if operation in _CHOOSING:
                 self._make_up(operation, args, kwargs, result)
-            if operation in _OF_NONE:
-                self._of[result] = _really(lambda: torch.zeros((), dtype=torch.bool).expand(result.shape))
+            if operation in _OF_NONE or _is_of_all(operation, args):
+                answer = operation not in _OF_NONE
+                self._of[result] = _really(lambda: torch.tensor(answer).expand(result.shape))
             return result
         if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operation.tags):
             self._answers += 1

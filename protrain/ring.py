@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .compute import Accelerator
-from .dryrun import _HOOKS, _is_the_models_own, _output_tensors, _put_forward_back
+from .dryrun import _HOOKS, LOCKS, _is_the_models_own, _output_tensors, _put_forward_back
 from .errors import PlanError
 from .materialise import _transformers_buffers
 from .sizes import KIB, MIB
@@ -187,6 +187,8 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 moves = id(value) in buffer_ids or value.device.type == "meta"
                 memo[id(value)] = _other_tensor(value, known.get(id(value)), ring.device, moves)
+            elif isinstance(value, LOCKS):
+                memo[id(value)] = value
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:

@@ -6,14 +6,16 @@ import copy
 import ctypes
 import logging
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
 from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, _Segment, dry_run
+from protrain.fitting import shapes_of
 from protrain.planning import _phases
 from protrain.sizes import stash_least_bytes
 from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
@@ -949,6 +952,62 @@ class Masked(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         return self.both(self.words(ids), self.words(ids), tgt_mask=mask).square().mean()
+
+
+MEAN, PLACES, CALLS = torch.full((64,), 0.5), torch.arange(64), torch.zeros(1)
+
+
+@dataclass
+class Given:
+    x: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Odd(nn.Module):
+    """Written as many are: it reads constants of its module, has a lock, keeps a table in an object of its own, is given one and
+    gives one, and looks whether its numbers are finite."""
+
+    def __init__(self, loss: bool) -> None:
+        super().__init__()
+        self.layer, self.lock, self.has = nn.Linear(64, 64), threading.Lock(), SimpleNamespace(table=torch.ones(64))
+        self.loss = loss
+
+    def forward(self, given: Given) -> Given:
+        CALLS.add_(1)
+        with self.lock:
+            given.x = self.layer((given.x - MEAN)[:, PLACES[PLACES < 32].repeat(2)] * self.has.table)
+        if not torch.isfinite(given.x).all():
+            raise ValueError("not finite")
+        given.loss = given.x.square().mean() if self.loss else None
+        return given
+
+
+def test_objects_constants_and_locks_are_no_hindrance(arena: _core.Engine, disk: Path) -> None:
+    model, x = Odd(True), torch.randn(512, 64)
+    given = Given(x)
+    predicted = predict(model, (given,)).keep_peak_bytes
+    assert given.x is x, "what is given is only read"
+    assert CALLS == 0, "and so is what the program has beside the model"
+    real = real_peak(arena, model, (Given(x),), {}, False)
+    assert real <= predicted + (16 << 10)
+    assert predicted <= 1.05 * real + (16 << 10)
+    assert protrain.plan(model, (given,), memory=1 << 30, disk=disk).step_seconds > 0
+    assert given.x is x
+    assert shapes_of((given,), {}) == ((512, 64),)
+    assert predict(Odd(False), (given,)).outside_bytes == x.nbytes
+    with pytest.raises(DryRunError, match="no part of it"):
+        predict(Reading(model.layer.weight), (x,))
+
+
+class Reading(nn.Module):
+    """Reads a parameter of another model."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(64, 64), lambda: weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.read()
 
 
 @pytest.mark.parametrize("build", [Drawing, Masked])
