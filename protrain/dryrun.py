@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -621,7 +621,7 @@ def _one_line(error: BaseException) -> str:
 
 def _starts(output: Any) -> list[torch.Tensor]:
     """What backward starts from: the loss where there is one, or several, which are added up then; else every float output that
-    requires a gradient."""
+    requires a gradient. A single number behind other outputs is the loss where it is made of them."""
 
     def is_loss(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
@@ -635,7 +635,21 @@ def _starts(output: Any) -> list[torch.Tensor]:
     elif isinstance(output, (tuple, list)) and output:
         first = output[0]
     leaves = [leaf for leaf in _output_tensors(output) if leaf.requires_grad and leaf.is_floating_point()]
-    return [leaf for leaf in leaves if is_loss(leaf)] if is_loss(first) else leaves
+    losses = [leaf for leaf in leaves if is_loss(leaf)]
+    return losses if is_loss(first) or (losses and _made_of(losses, leaves)) else leaves
+
+
+def _made_of(losses: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether all the outputs are among what the losses were computed from."""
+    wanted = {output.grad_fn for output in outputs}
+    seen = {loss.grad_fn for loss in losses}
+    queue = deque(seen)
+    while queue and not wanted <= seen:
+        for node, _ in getattr(queue.popleft(), "next_functions", ()):
+            if node is not None and node not in seen:
+                seen.add(node)
+                queue.append(node)
+    return wanted <= seen
 
 
 def _output_tensors(output: Any) -> list[torch.Tensor]:

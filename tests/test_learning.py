@@ -129,37 +129,44 @@ def test_cross_entropy_is_foreseen(loss: Loss) -> None:
 
 
 class Losses(Scores):
-    """Gives a small loss and a large one, or the large one behind what it is of."""
+    """Gives a small loss and a large one, or the large one behind what it is of, or the small one behind what it is not of."""
 
-    def __init__(self, named: bool) -> None:
+    def __init__(self, gives: str) -> None:
         super().__init__()
-        self.small, self.named = nn.Linear(WIDTH, 2), named
+        self.small, self.gives = nn.Linear(WIDTH, 2), gives
 
-    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        scores, x = super().forward(ids), self.small(self.words(ids))
-        if self.named:
+    def forward(self, ids: torch.Tensor) -> Any:
+        scores, small = super().forward(ids), self.small(self.words(ids)).square().mean()
+        if self.gives == "both":
+            return {"class": small, "words": plain(scores, ids)}
+        if self.gives == "named":
             return {"scores": scores, "loss": plain(scores, ids)}
-        return {"class": x.square().mean(), "words": plain(scores, ids)}
+        return (scores, plain(scores, ids)) if self.gives == "behind" else (scores, small)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_losses_of_a_model_are_found_by_name_and_added_up(named: bool) -> None:
+@pytest.mark.parametrize("gives", ["both", "named", "behind", "beside"])
+def test_losses_of_a_model_are_found_and_added_up(gives: str) -> None:
     """One that is not the first output is no output of which the program makes another; several are the step's, and not the
-    first alone."""
+    first alone. A penalty beside scores is not the loss."""
     given = batches(4)
 
     def step(model: nn.Module, number: int) -> float:
         output = model(given[number])
-        loss = output["loss"] if named else output["class"] + output["words"]
+        if gives == "both":
+            loss = output["class"] + output["words"]
+        elif gives == "beside":
+            loss = plain(output[0], given[number]) + output[1]
+        else:
+            loss = output["loss"] if gives == "named" else output[1]
         loss.backward()
         return float(loss.item())
 
     with pytest.raises(protrain.BudgetError) as refused:
-        protrain.plan(Losses(named), given[0], memory=MIB)
-    plain_model = Losses(named)
+        protrain.plan(Losses(gives), given[0], memory=MIB)
+    plain_model = Losses(gives)
     want = train_with(plain_model, adamw(plain_model), step, 4)
     for memory in (refused.value.smallest_bytes, 1 << 30):
-        model: Any = Losses(named)
+        model: Any = Losses(gives)
         model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
