@@ -22,13 +22,14 @@ from .calibration import measure_device, measure_machine
 from .compiled import check_compiled
 from .compute import Accelerator, Compute, choose
 from .counting import counted, counted_alone
-from .dryrun import DryRun, DryRunError, dry_run
+from .dryrun import dry_run
 from .errors import BudgetError, DiskError, Error, PlanError, StepError
 from .footprint import Footprint
 from .foreign import Foreign
 from .hooks import KEY
 from .layout import describe, make_layout
 from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
+from .phases import DryRun, DryRunError
 from .planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Machine, Profile, Times

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from .dryrun import recomputes
 from .observed import DiskWork, waits_of
+from .phases import recomputes
 from .planning import Forecast
 from .profiles import Machine, Speed, Times
 from .timeline import COMPUTE, RECOMPUTE, Pass, Raw, both, length, union

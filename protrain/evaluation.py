@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from .dryrun import SMALL_UNSEEN_BYTES, DryRunError
 from .fitting import Fitter, Shapes
 from .homes import Homes
+from .phases import SMALL_UNSEEN_BYTES, DryRunError
 from .planning import Arrangement
 from .running import inside_transform
 from .wrapped import Wrapped

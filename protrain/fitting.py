@@ -28,9 +28,10 @@ import torch
 from . import _core, keycaches
 from .activations import no_outer_hooks, release_failed_backward
 from .counting import counted, counted_alone
-from .dryrun import SMALL_UNSEEN_BYTES, DryRun, DryRunError, dry_forward, dry_run
+from .dryrun import dry_forward, dry_run
 from .errors import BudgetError, PlanError
 from .homes import Homes
+from .phases import SMALL_UNSEEN_BYTES, DryRun, DryRunError
 from .planning import Anew, Arrangement, Plan, arrange, refuse
 from .profiles import Machine, Times
 from .sizes import default_memory_bytes, format_bytes

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .dryrun import DryRun
 from .flops import ordinary_seconds
+from .phases import DryRun
 from .profiles import Machine, Times
 from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union
 

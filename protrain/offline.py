@@ -27,10 +27,10 @@ from torch import nn
 
 from . import _core
 from .blocks import find_blocks
-from .dryrun import DryRun, DryRunError
 from .errors import BudgetError, PlanError
 from .hardware import Hardware, load_hardware
 from .layout import chunk_size, describe, pack
+from .phases import DryRun, DryRunError
 from .planning import Plan, anew_from_profiles, check_modes, plan_from_profile, refuse
 from .profiles import Profile, Times
 from .repetition import dry_run_alike

@@ -38,11 +38,11 @@ from .confirming import (
     sum_of,
 )
 from .device_clock import DeviceClock
-from .dryrun import DryRun
 from .errors import BudgetError, DeviceError, DiskError
 from .fitting import Fitter, Shapes, covers, elements
 from .homes import Homes
 from .observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
+from .phases import DryRun
 from .planning import Plan
 from .profiles import Machine, Times
 from .requests import with_memory

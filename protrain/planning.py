@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import _core
-from .dryrun import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from .errors import BudgetError, PlanError
 from .footprint import Footprint
 from .layout import Chunks, Layout, chunk_size, pack
+from .phases import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from .profiles import LANES, Machine, Overhead, Profile, Times
 from .reading import parse, typed
 from .requests import with_memory, with_requests

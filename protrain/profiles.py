@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from .dryrun import DryRun
 from .errors import PlanError
 from .footprint import Footprint
+from .phases import DryRun
 from .reading import parse, typed
 
 #: In the order of csrc/profile/profile.h.

@@ -31,15 +31,17 @@ from . import keycaches, randomness
 from .compiled import eager, has_compiled
 from .compute import Accelerator, Compute
 from .counting import uncounted
-from .dryrun import _HOOKS, DryRun, _one_line, _output_tensors, _starts, as_begun, as_given, watch_backward
 from .errors import Error
 from .fakes import nothing_left_out
 from .modulestate import Beginning
 from .parameters import DisableTorchFunction
+from .passes import as_begun, as_given, output_tensors, starts_of, watch_backward
+from .phases import DryRun
 from .profiles import Times
 from .ring import Ring, copy_batch, make_twin
 from .sizes import format_bytes
 from .timeline import _tensors
+from .twin import HOOKS, one_line
 
 #: Of blocks that are alike so many run.
 RUN_OF_ALIKE = 4
@@ -107,7 +109,7 @@ def _describe(block: nn.Module) -> tuple[Hashable, tuple[int, ...]]:
     for name, module in block.named_modules():
         parts.append((name, type(module)))
         for key, value in module.__dict__.items():
-            if key == "_modules" or key in _HOOKS:
+            if key == "_modules" or key in HOOKS:
                 continue
             parts.append(key)
             if type(value) is int:
@@ -166,7 +168,7 @@ def _find_through(leaves: list[Any], output: Any) -> _Through | None:
             rest.append((leaf, None))
         elif isinstance(value, torch.Tensor):  # attention weights, for instance: what they lead to runs, if without this block
             rest.append((-1, value.detach()))
-        elif _output_tensors(value):
+        elif output_tensors(value):
             return None
         else:
             rest.append((-1, value))
@@ -304,7 +306,7 @@ class _Rehearsal:
         args, kwargs = tree_map(keycaches.as_now, (args, kwargs))
         with torch.enable_grad():
             output = self.twin(*args, **kwargs)
-            starts = _starts(output)
+            starts = starts_of(output)
             if not starts:
                 raise RehearsalError("no output of the model requires a gradient; call it with labels, or unfreeze parameters")
             seeds = [None if start.numel() == 1 else torch.ones_like(start) for start in starts]
@@ -500,7 +502,7 @@ def _rehearse_once(
         raise
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
-        raise RehearsalError(str(error) if isinstance(error, Error) else _one_line(error)) from error
+        raise RehearsalError(str(error) if isinstance(error, Error) else one_line(error)) from error
 
 
 def rehearse(

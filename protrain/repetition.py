@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dryrun import DryRun, Phase, Rounding, dry_run
+from .dryrun import dry_run
 from .layout import Chunks
+from .phases import DryRun, Phase, Rounding
 from .workspace import Workspace, workspace_bytes
 
 #: Blocks that run: the first, three of the middle, the last.

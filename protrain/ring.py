@@ -24,10 +24,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .compute import Accelerator
-from .dryrun import _HOOKS, LOCKS, _is_the_models_own, _output_tensors, _put_forward_back
 from .errors import PlanError
 from .materialise import _transformers_buffers
+from .passes import output_tensors
 from .sizes import KIB, MIB
+from .twin import HOOKS, LOCKS, is_the_models_own, put_forward_back
 
 #: The ring is so many times as large as the caches that hold what was used last.
 RING_OF_CACHES = 4
@@ -189,14 +190,14 @@ def make_twin(model: nn.Module, ring: Ring) -> tuple[nn.Module, dict[int, Any]]:
                 memo[id(value)] = _other_tensor(value, known.get(id(value)), ring.device, moves)
             elif isinstance(value, LOCKS):
                 memo[id(value)] = value
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks = module.__dict__.get(name)
             if hooks is not None:
-                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if _is_the_models_own(v))
+                memo[id(hooks)] = OrderedDict((k, v) for k, v in hooks.items() if is_the_models_own(v))
     memo.pop(id(None), None)
     twin = copy.deepcopy(model, memo)
     for module in model.modules():
-        _put_forward_back(module, memo[id(module)])
+        put_forward_back(module, memo[id(module)])
     return twin, memo
 
 
@@ -207,7 +208,7 @@ def copy_batch(batch: Any, memo: dict[int, Any], device: torch.device) -> Any:
         PlanError: a tensor of it is neither there nor on the CPU.
     """
     own = dict(memo)
-    for tensor in _output_tensors(batch):
+    for tensor in output_tensors(batch):
         if id(tensor) not in own:
             if tensor.device.type != "cpu" and tensor.device != device:
                 there = "" if device.type == "cpu" else f" or on {device}"

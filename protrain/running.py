@@ -26,9 +26,9 @@ from .activations import (
 )
 from .compiled import frozen, functions_behind, grad_fns, has_compiled
 from .device_stash import DeviceStash, Stashed
-from .dryrun import recomputes
 from .errors import PlanError, StepError
 from .parameters import ChunkParameter, DisableTorchFunction
+from .phases import recomputes
 from .residency import Residency
 from .sizes import stash_least_bytes
 from .timeline import BlockClock

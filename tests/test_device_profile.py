@@ -22,7 +22,7 @@ from twins import MIB, adamw, assert_equal, run
 import protrain
 from protrain import api, calibration, compute, pacing
 from protrain.device_clock import DeviceClock
-from protrain.dryrun import DryRun
+from protrain.phases import DryRun
 from protrain.profiles import Machine, Speed
 
 MS = 1_000_000

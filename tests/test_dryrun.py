@@ -29,8 +29,10 @@ import protrain
 from protrain import _core, workspace
 from protrain.blocks import find_blocks
 from protrain.counting import counted_alone
-from protrain.dryrun import UNSEEN_BYTES, DryRun, DryRunError, _Segment, dry_run
+from protrain.dryrun import UNSEEN_BYTES, dry_run
 from protrain.fitting import shapes_of
+from protrain.meter import Segment
+from protrain.phases import DryRun, DryRunError
 from protrain.planning import _phases
 from protrain.sizes import stash_least_bytes
 from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
@@ -1054,12 +1056,12 @@ def test_what_cannot_be_foreseen_is_an_error() -> None:
 
 def test_a_segment_rises_above_the_lowest_moment_before() -> None:
     """What goes early leaves room that a later rise needs, however low the peak is."""
-    segment = _Segment(0, True, 100, 100)
+    segment = Segment(0, True, 100, 100)
     for lowest, live in ((100, 110), (40, 90), (60, 95)):
         segment.lowest = min(segment.lowest, lowest)
         segment.rise(live)
     assert (segment.peak, segment.working) == (110, 55)
-    end = _Segment(-1, True, 70, 70, pending=True)
+    end = Segment(-1, True, 70, 70, pending=True)
     end.rise(105)
     segment.absorb(end)
     assert (segment.peak, segment.working, segment.lowest) == (110, 65, 40)

@@ -16,7 +16,8 @@ from twins import adamw
 import protrain
 from protrain import _core, knownvalues
 from protrain.blocks import find_blocks
-from protrain.dryrun import DryRunError, dry_run
+from protrain.dryrun import dry_run
+from protrain.phases import DryRunError
 
 WIDTH, WORDS = 64, 100
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.dryrun import DryRun, Phase
 from protrain.observed import ACTIVATIONS, PARAMETERS, READ, UPDATING, WRITE, DiskWork, disk_work, drag_seconds, observe
+from protrain.phases import DryRun, Phase
 from protrain.profiles import Machine, Speed
 from protrain.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, WAIT, Pass, Raw
 

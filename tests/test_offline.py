@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from protrain import _core, dryrun, offline
 from protrain.blocks import find_blocks
-from protrain.dryrun import DryRun, dry_run
+from protrain.dryrun import dry_run
 from protrain.errors import BudgetError, PlanError
 from protrain.hardware import Disk, Hardware, load_hardware, shipped_hardware
 from protrain.layout import describe, pack
@@ -27,6 +27,7 @@ from protrain.offline import (
     plan_offline,
     profile_offline,
 )
+from protrain.phases import DryRun
 from protrain.profiles import Profile
 from protrain.repetition import N_RUN, dry_run_alike
 

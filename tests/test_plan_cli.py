@@ -24,10 +24,10 @@ from protrain.cli import sweep
 from protrain.cli.main import commands
 from protrain.cli.plan import more_bytes
 from protrain.cli.words import CommandError, size_text
-from protrain.dryrun import DryRun, Phase
 from protrain.errors import BudgetError, Error
 from protrain.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
 from protrain.layout import pack
+from protrain.phases import DryRun, Phase
 from protrain.planning import MODES, WAITS, Forecast, Plan, plan_from_profile
 from protrain.profiles import LANES, Machine, Overhead, Profile, Speed, Times
 

@@ -19,7 +19,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import protrain
 from protrain import _core, rehearsal, ring
 from protrain.blocks import find_blocks
-from protrain.dryrun import DryRun, dry_run
+from protrain.dryrun import dry_run
+from protrain.phases import DryRun
 from protrain.profiles import Times
 from protrain.rehearsal import RehearsalError, rehearse
 
