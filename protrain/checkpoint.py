@@ -25,7 +25,7 @@ from .counting import uncounted
 from .errors import DiskError, PlanError, StepError
 from .loads import PARAMETERS, STATE
 from .materialise import weight_files
-from .optimizers import Optimizer, hyper_of, state_names
+from .optimizers import Optimizer, check_arrays, hyper_of, state_names
 from .precision import has_master, saved_config
 from .reading import open_file, parse, shown
 from .replacing import clear_leftovers, replaced
@@ -297,6 +297,9 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
     _check_groups(folder, groups, session.wrapped.groups, optimizer.defaults)
+    if session.foreign is None:
+        for number, (group, saved) in enumerate(zip(session.wrapped.groups, groups, strict=True)):
+            check_arrays(f"{folder}: param_groups[{number}]", session.wrapped.kind, group | saved, session.wrapped.n_states)
     bring = None
     if session.foreign is not None:
         bring = check_states(session, about["optimizer_state"], states.shape, states.tensor)

@@ -110,6 +110,20 @@ def state_names(hyper: Hyper) -> tuple[str, ...]:
     return (SGD_STATE if hyper.kind == SGD else ADAM_STATE)[: n_states_of(hyper)]
 
 
+def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_states: int) -> None:
+    """Whether there is a place for each array of state that a group with these values has. name: of the group, in an error.
+
+    Raises:
+        PlanError: there is none.
+    """
+    wanted = n_states_of(hyper_of(kind, group))
+    if wanted > n_states:
+        raise PlanError(
+            f"{name} needs {wanted} arrays of optimizer state, the model was wrapped with {n_states}: set amsgrad and momentum "
+            "before wrap"
+        )
+
+
 class Optimizer(torch.optim.Optimizer):
     """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
     know the class, else by the class's own step, parameter by parameter.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from . import _core
+from .errors import PlanError, StepError
 from .loads import STATE
-from .optimizers import hyper_of, state_names
+from .optimizers import Group, check_arrays, hyper_of, state_names
 from .values import Values
 
 
@@ -82,31 +84,65 @@ class States:
 
         Raises:
             ValueError: it is of other groups.
+            PlanError: it is of other parameters, or needs arrays that the model was not wrapped with; nothing was changed.
             DiskError: a value could not be read or put.
-            StepError: a step is under way, of an optimizer without a kernel.
+            StepError: a step is under way.
         """
         wrapped = self._wrapped
         if wrapped.foreign is not None:
             wrapped.foreign.load_state_dict(state_dict)
             return
-        saved = state_dict["param_groups"]
+        if self._engine.has_gradients():
+            raise StepError("optimizer.load_state_dict in the middle of a step: call step() or zero_grad() first")
+        saved = copy.deepcopy(state_dict["param_groups"])
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in wrapped.groups]:
             raise ValueError("optimizer.load_state_dict: the parameter groups are of other sizes than this optimizer's")
         order = [number for g in saved for number in g["params"]]
         owners = [p for g in wrapped.groups for p in g["params"]]
         states = state_dict["state"]
         found = {id(p): states[n] for n, p in zip(order, owners, strict=True) if n in states}
+        given = [{k: v for k, v in group.items() if k != "params"} for group in saved]
+        self._check(found, [group | values for group, values in zip(wrapped.groups, given, strict=True)])
         with self._values.loads.replacing(STATE) as half:
-            for group, given in zip(wrapped.groups, saved, strict=True):
-                group.update({k: v for k, v in given.items() if k != "params"})
-            self.import_optimizer(found, half)
+            for group, values in zip(wrapped.groups, given, strict=True):
+                group.update(values)
+            self._import(found, half)
 
-    def import_optimizer(self, states: dict[int, dict[str, Any]], half_loaded: bool = False) -> None:
-        """Optimizer state of torch's form, by id of the parameter. half_loaded: there may be state of no step (loads.py)."""
-        wrapped, values = self._wrapped, self._values
+    def import_optimizer(self, states: dict[int, dict[str, Any]]) -> None:
+        """Optimizer state of torch's form, by id of the parameter.
+
+        Raises:
+            PlanError: it is of other parameters; nothing was changed.
+        """
+        wrapped = self._wrapped
         if wrapped.foreign is not None:
             wrapped.foreign.import_state(states)
             return
+        self._check(states, wrapped.groups)
+        self._import(states, False)
+
+    def _check(self, states: dict[int, dict[str, Any]], groups: Sequence[Group]) -> None:
+        """Whether each array that is there is of its parameter's shape, and has a place.
+
+        Raises:
+            PlanError: one is not, or has none.
+        """
+        wrapped = self._wrapped
+        for number, group in enumerate(groups):
+            check_arrays(f"optimizer: group {number}", wrapped.kind, group, wrapped.n_states)
+        for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True):
+            state = states.get(id(p), {})
+            for name in (*state_names(hyper_of(wrapped.kind, groups[entry.group])), "master") if entry.group >= 0 else ():
+                value = dict.get(state, name)  # of one that is read on demand what stands for it
+                if isinstance(value, torch.Tensor) and value.shape != entry.shape:
+                    raise PlanError(
+                        f"optimizer: {name} of {entry.name} is of shape {tuple(value.shape)}, the parameter is of "
+                        f"{tuple(entry.shape)}"
+                    )
+
+    def _import(self, states: dict[int, dict[str, Any]], half_loaded: bool) -> None:
+        """half_loaded: there may be state of no step (loads.py)."""
+        wrapped, values = self._wrapped, self._values
         for number, (p, entry) in enumerate(zip(wrapped.params, wrapped.layout.entries, strict=True)):
             if entry.group < 0:
                 continue

@@ -13,6 +13,7 @@ import torch
 
 from . import _core, changes
 from .counting import uncounted
+from .errors import PlanError
 from .loads import Loads
 from .parameters import DisableTorchFunction
 from .precision import master, write_master
@@ -58,10 +59,17 @@ class Values:
                 write_master(self, number, value)
 
     def write(self, number: int, value: torch.Tensor, array: int = 0) -> None:
-        """Set a parameter as who writes to it does, or one of its arrays: a master goes on where its numbers round to these."""
+        """Set a parameter as who writes to it does, or one of its arrays: a master goes on where its numbers round to these.
+
+        Raises:
+            PlanError: the value is of another shape.
+        """
+        entry = self.wrapped.layout.entries[number]
+        if value.shape != entry.shape:
+            raise PlanError(f"parameter {entry.name} is of shape {tuple(entry.shape)}, it was given {tuple(value.shape)}")
         with self._turn, uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
             compute = self.wrapped.compute
-            tensor = compute.to_host(laid(value.detach().to(dtype=dtype), self.wrapped.layout.entries[number].strides))
+            tensor = compute.to_host(laid(value.detach().to(dtype=dtype), entry.strides))
             if tensor.numel():
                 self.engine.transfer(number, array, compute.on_host(tensor), True)

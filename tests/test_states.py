@@ -1,0 +1,125 @@
+"""An optimizer's state and a model's, given and taken while the model is wrapped: what does not fit is refused before anything is
+changed, and what a program holds is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import TIGHT, Chain, inputs, steps
+from torch import nn
+from twins import MIB, adamw, bits
+
+import protrain
+
+AMPLE = 200 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+class Wide(nn.Module):
+    """As wide in the middle as it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(256, width), nn.Linear(width, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x)).square().mean()
+        return y
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Of plain torch, after two steps."""
+    steps(inputs(2))(model, optimizer, True)
+    return optimizer
+
+
+@pytest.mark.parametrize("memory", [12 * MIB, AMPLE], ids=["disk", "memory"])
+def test_state_of_another_shape_is_refused(memory: int) -> None:
+    """As plain torch does in its next step; numbers beside the tensor would be read otherwise."""
+    narrow = trained(small := Wide(64), adamw(small))
+    model: Any = Wide(1024)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    with pytest.raises(protrain.PlanError, match=r"exp_avg of up\.weight is of shape \(64, 256\), the parameter is of \(1024, "):
+        optimizer.load_state_dict(narrow.state_dict())
+    plain = Wide(1024)
+    assert steps(inputs(2))(model, optimizer, False) == steps(inputs(2))(plain, adamw(plain), True)
+    protrain.unwrap(model)
+
+
+def test_wrapping_with_state_of_another_shape_is_refused() -> None:
+    narrow = trained(small := Wide(64), adamw(small))
+    model = Wide(1024)
+    optimizer = adamw(model)
+    optimizer.load_state_dict(narrow.state_dict())
+    with pytest.raises(protrain.PlanError, match=r"exp_avg of up\.weight is of shape"):
+        protrain.wrap(model, optimizer, memory=AMPLE)
+    assert optimizer.state
+    assert bits(model.up.weight) == bits(Wide(1024).up.weight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_with_more_arrays_than_the_model_was_wrapped_with_is_refused(precision: str, tmp_path: Path) -> None:
+    """In bf16 the array behind Adam's two is the master."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, amsgrad(model), memory=TIGHT, precision=precision)
+    batches = [x.to(next(model.parameters()).dtype) for x in inputs(3)]
+    steps(batches[:2])(model, optimizer, False)
+    state = optimizer.state_dict()
+    protrain.save(model, optimizer, tmp_path / "amsgrad")
+    protrain.unwrap(model)
+
+    losses = []
+    for refused in (False, True):
+        model = Chain()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, precision=precision)
+        steps(batches[:2])(model, optimizer, False)
+        if refused:
+            with pytest.raises(protrain.PlanError, match="group 0 needs 3 arrays of optimizer state, the model was"):
+                optimizer.load_state_dict(state)
+            with pytest.raises(protrain.PlanError, match=r"param_groups\[0\] needs 3 arrays of optimizer state"):
+                protrain.load(model, optimizer, tmp_path / "amsgrad")
+        assert not optimizer.param_groups[0]["amsgrad"]
+        losses.append(steps(batches[2:])(model, optimizer, False))
+        protrain.unwrap(model)
+    assert losses[0] == losses[1]
+
+
+def test_state_that_comes_in_the_middle_of_a_step_is_refused_and_changes_nothing() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(2))(model, optimizer, False)
+    state = optimizer.state_dict()
+    state["param_groups"][0] = state["param_groups"][0] | {"lr": 7.0}
+    model(inputs(3)[2]).backward()
+    with pytest.raises(protrain.StepError, match=r"optimizer\.load_state_dict in the middle of a step"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    optimizer.zero_grad()
+    plain = Chain()
+    plain_optimizer = trained(plain, adamw(plain))
+    assert steps(inputs(3)[2:])(model, optimizer, False) == steps(inputs(3)[2:])(plain, plain_optimizer, True)
+    protrain.unwrap(model)
+
+
+def test_a_state_dict_that_was_loaded_stays_the_programs() -> None:
+    """A schedule fills the rate that is a tensor."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3)), memory=TIGHT)
+    state = optimizer.state_dict()
+    state["param_groups"] = [group | {"lr": group["lr"].clone()} for group in state["param_groups"]]
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    assert state["param_groups"][0]["lr"] == torch.tensor(1e-3)
+    protrain.unwrap(model)
