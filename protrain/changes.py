@@ -66,10 +66,12 @@ def adopt(values: Values, only: int | None = None) -> None:
     taken over, and their strides, and their place is again that in their chunk.
 
     Raises:
-        PlanError: they are of another shape, type or device.
+        PlanError: they are of another shape, type or device, or their memory is another one.
         StepError: a step is under way.
     """
     params, layout = values.wrapped.params, values.wrapped.layout
+    if only is None:
+        _check_places(values)
     for number in range(len(params)) if only is None else (only,):
         p, entry = params[number], layout.entries[number]
         address = values.residency.address(number)
@@ -87,6 +89,22 @@ def adopt(values: Values, only: int | None = None) -> None:
             except BaseException:
                 p.data = given
                 raise
+
+
+def _check_places(values: Values) -> None:
+    """Whether torch has parameters where the engine has them. It moves the memory that a tensor shows to share it with other
+    processes, unseen by us, and what lay there with it.
+
+    Raises:
+        PlanError: it does not.
+    """
+    moved = values.residency.moved()
+    if moved is not None:
+        name = values.wrapped.layout.entries[values.wrapped.layout.members[moved][0]].name
+        raise PlanError(
+            f"the memory of parameter {name} was moved, as share_memory_() does and giving a parameter to another process: give "
+            f"away copies, p.detach().clone(); {_AGAIN}"
+        )
 
 
 def _take_over(values: Values, number: int, value: torch.Tensor) -> None:
@@ -172,6 +190,8 @@ def guard(
         for dtype in {own} | {buffer.dtype for buffer in module.buffers()}:
             probe = torch.empty(0, dtype=dtype, device=device)
             found = fn(probe)
+            if found.device.type == "cpu" and found.is_shared():
+                raise PlanError(f"a wrapped {type(module).__name__} cannot be put into shared memory: {_AGAIN}")
             if found.device != probe.device or (dtype == own and found.dtype != dtype):
                 raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")
         return type(module)._apply(module, fn, recurse)

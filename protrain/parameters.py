@@ -109,6 +109,8 @@ class ChunkTensor:
                 return func(*args, **kwargs)
         if func == _DATA_SET and isinstance(args[0], ChunkParameter):
             return owner.set_data(number, args[1])
+        if func is torch.Tensor.share_memory_:
+            raise PlanError("a parameter on disk cannot be put into shared memory: give away a copy, p.detach().clone()")
         if func in _EXPORTS:
             return _export(func, args, kwargs)
         if func in _DIFFERENTIATES and not any(True for _ in _chunk_tensors(args[:1])):

@@ -47,6 +47,7 @@ class Residency:
         self._device_clock = device_clock
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
+        self._begins: dict[int, int] = {}  # chunk -> where its region begins
         self._views = Views()
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
@@ -62,6 +63,7 @@ class Residency:
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
         self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
+        self._begins[chunk] = self._bases[chunk].data_ptr()
         in_memory = self._engine.in_memory(chunk)
         for index in self._layout.members[chunk]:
             p = self._params[index]
@@ -119,6 +121,10 @@ class Residency:
         entry = self._layout.entries[number]
         base = self._bases.get(entry.chunk)
         return None if base is None else base.data_ptr() + entry.offset_bytes
+
+    def moved(self) -> int | None:
+        """A chunk whose memory torch has put elsewhere since; None: there is none."""
+        return next((chunk for chunk, base in self._bases.items() if base.data_ptr() != self._begins[chunk]), None)
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""

@@ -123,3 +123,33 @@ def test_a_state_dict_that_was_loaded_stays_the_programs() -> None:
     optimizer.param_groups[0]["lr"].fill_(7.0)
     assert state["param_groups"][0]["lr"] == torch.tensor(1e-3)
     protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, AMPLE], ids=["disk", "memory"])
+def test_shared_memory_is_refused(memory: int) -> None:
+    """torch moves what is shared: the engine would update what nobody looks at any more."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    losses = steps(inputs(2))(model, optimizer, False)
+    for module in (model, model.blocks[0], nn.Sequential(model)):
+        with pytest.raises(protrain.PlanError, match="cannot be put into shared memory"):
+            module.share_memory()
+    if memory == TIGHT:
+        with pytest.raises(protrain.PlanError, match="a parameter on disk cannot be put into shared memory"):
+            model.head.weight.share_memory_()
+    losses += steps(inputs(4)[2:])(model, optimizer, False)
+    plain = Chain()
+    assert losses == steps(inputs(4))(plain, adamw(plain), True)
+    protrain.unwrap(model)
+
+
+def test_a_parameter_in_memory_that_was_shared_is_noticed() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=AMPLE)
+    steps(inputs(2))(model, optimizer, False)
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    model.head.weight.share_memory_()
+    with pytest.raises(protrain.PlanError, match=r"the memory of parameter .* was moved, as share_memory_\(\) does"):
+        model(inputs(1)[0])
+    protrain.unwrap(model)
+    assert {name: bits(value) for name, value in model.state_dict().items()} == before
