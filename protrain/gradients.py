@@ -7,6 +7,7 @@ what lies there in memory, so that the whole gradient is seen once and its norm 
 Invariants:
 - A parameter on disk whose gradient has left memory has no `.grad`, and looking at it is an error and not None (`check_access`).
 - Gradients that step() has used must be dropped before the next backward, as those of plain torch would be added to otherwise.
+- Where those that have left memory are dropped the others of their step are too: what is left would be a part of a gradient.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Gradients:
         self._task = -1  # the graph task of the pass under way
         self._used: set[int] = set()  # parameters in memory whose gradients the step under way takes
         self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
+        self._lost = False  # those of a step that was not made are gone, and nobody has begun another or called zero_grad
         self._norms: dict[int, torch.Tensor] = {}
 
     # ---- in backward ----
@@ -78,6 +80,7 @@ class Gradients:
 
     def _begin_pass(self, task: int) -> None:
         self._task = task
+        self._lost = False
         self._clock.watch_backward()
         if self.passes:
             self._engine.flush()
@@ -168,10 +171,13 @@ class Gradients:
         """Whether there is something to make a step of: a backward pass, or a gradient that none made.
 
         Raises:
-            StepError: there are those of the last step, which plain torch would use again.
+            StepError: there are those of the last step, which plain torch would use again, or those of a step that failed were
+                dropped.
         """
         if self.passes:
             return True
+        if self._lost:
+            raise StepError("the last step was not made, and its gradients are gone: run forward and backward again first")
         if self.leftover():
             raise StepError("the gradients of the last step are still there, and used: call optimizer.zero_grad() after step()")
         with DisableTorchFunction():
@@ -254,16 +260,21 @@ class Gradients:
 
     def forget(self) -> None:
         """The step under way is not made."""
+        lost = self._engine.has_gradients()
         self._engine.drop()
         self.passes = 0
         self._task = -1
         self.taken.clear()
         self._used = set()
         self._norms.clear()
+        if lost:
+            self.drop()
+        self._lost = lost
 
     def drop(self) -> None:
         """No parameter of the optimizer has a gradient any more, also where its chunk has left memory since it was made."""
         self._left.clear()
+        self._lost = False
         with DisableTorchFunction():
             for p, entry in zip(self._params, self._layout.entries, strict=True):
                 if entry.group >= 0:  # others are another optimizer's, or nobody's

@@ -153,3 +153,52 @@ def test_a_parameter_in_memory_that_was_shared_is_noticed() -> None:
         model(inputs(1)[0])
     protrain.unwrap(model)
     assert {name: bits(value) for name, value in model.state_dict().items()} == before
+
+
+def fail_in_step(model: Any, optimizer: Any) -> None:
+    """Four steps, and one that is not made: the rate changes when updates with the old one have begun."""
+    steps(inputs(4))(model, optimizer, False)
+    assert 0 < protrain.status(model).plan.n_persist < protrain.status(model).plan.n_chunks
+    model(inputs(5)[4]).backward()
+    optimizer.param_groups[0]["lr"] = 5e-4
+    with pytest.raises(protrain.StepError, match="this step was not made"):
+        optimizer.step()
+
+
+def test_a_step_that_failed_is_not_made_of_the_gradients_in_memory_alone() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    fail_in_step(model, optimizer)
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(protrain.StepError, match="its gradients are gone: run forward and backward again first"):
+            optimizer.step()
+    assert {name: bits(value) for name, value in model.state_dict().items()} == before
+    assert protrain.status(model).steps == 4
+    optimizer.zero_grad()
+    optimizer.step()  # of nothing, as in plain torch
+    protrain.unwrap(model)
+
+
+def test_nothing_of_a_step_that_failed_is_in_the_next() -> None:
+    """Without zero_grad() in between."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    fail_in_step(model, optimizer)
+    losses = steps(inputs(7)[5:])(model, optimizer, False)
+    plain = Chain()
+    plain_optimizer = adamw(plain)
+    steps(inputs(4))(plain, plain_optimizer, True)
+    plain_optimizer.param_groups[0]["lr"] = 5e-4
+    assert losses == steps(inputs(7)[5:])(plain, plain_optimizer, True)
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, AMPLE], ids=["disk", "memory"])
+def test_unwrapped_in_the_middle_of_a_step_there_are_all_gradients_or_none(memory: int) -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    steps(inputs(4))(model, optimizer, False)
+    model(inputs(1)[0]).backward()
+    protrain.unwrap(model)
+    assert {p.grad is None for p in model.parameters()} == {memory == TIGHT}
