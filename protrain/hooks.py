@@ -255,5 +255,8 @@ def _zero_grad(session: Session) -> Callable[..., None]:
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
         session.zero_grad()
+        with DisableTorchFunction():
+            for p in session.params:  # those that are no parameter of the optimizer's too
+                p.grad = None
 
     return zero_grad

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs, steps
+from nets import TIGHT, Chain, both, inputs, steps
 from torch import nn
 from twins import MIB, adamw, bits
 
@@ -202,3 +202,24 @@ def test_unwrapped_in_the_middle_of_a_step_there_are_all_gradients_or_none(memor
     model(inputs(1)[0]).backward()
     protrain.unwrap(model)
     assert {p.grad is None for p in model.parameters()} == {memory == TIGHT}
+
+
+def test_the_models_zero_grad_is_of_all_parameters() -> None:
+    """Also of those that another optimizer has."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for name, p in model.named_parameters() if "head" not in name], lr=1e-3, fused=True)
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        other = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        figures = []
+        for x in inputs(4):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            other.step()
+            model.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop, made)
