@@ -150,6 +150,20 @@ def check_parameters(wrapped: Wrapped) -> None:
                 raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
 
 
+def check_frozen(wrapped: Wrapped) -> None:
+    """Whether the optimizer has no more to train than it had at wrap.
+
+    Raises:
+        PlanError: a parameter was unfrozen; it is named.
+    """
+    thawed = next((number for number in wrapped.frozen if wrapped.params[number].requires_grad), None)
+    if thawed is not None:
+        raise PlanError(
+            f"parameter {wrapped.layout.entries[thawed].name} was frozen at wrap, so that it has no state, and is to be trained "
+            f"now: {_AGAIN}; or wrap the model with it unfrozen, and freeze it then"
+        )
+
+
 def check_load(engine: _core.Engine, metadata: dict[str, Any]) -> None:
     """Before load_state_dict changes a module.
 

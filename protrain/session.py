@@ -195,6 +195,8 @@ class Session:
         self.residency.release_node()
         self.homes.settle()
         changes.check_parameters(self.wrapped)
+        if torch.is_grad_enabled():
+            changes.check_frozen(self.wrapped)
         changes.adopt(self.values)
         if self.values.strides_changed:
             self.values.strides_changed = False
@@ -314,6 +316,7 @@ class Session:
     def _step(self) -> torch.Tensor | None:
         self._note_commit()
         self.residency.release_node()
+        changes.check_frozen(self.wrapped)
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
         found = self.gradients.to_use()

@@ -44,7 +44,7 @@ class Wrapped:
     n_states: arrays of optimizer state that the kernels keep beside each parameter; state_arrays: these and the master, counted
     in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none; compute:
     what computes; places: where the model's tensors go back to; buffer_bytes: what the model's buffers take of the budget, where
-    the CPU computes, although nobody here has allocated them.
+    the CPU computes, although nobody here has allocated them; frozen: those parameters of the optimizer that it does not train.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Wrapped:
         self.buffer_bytes = 0 if compute.separate else sum(_core.rounded_bytes(b.numel() * b.element_size()) for b in buffers)
         self.footprint = foreign.footprint if foreign else None
         self.number_of = {id(p): number for number, p in enumerate(params)}
+        owned = [self.number_of[id(p)] for group in groups for p in group["params"]]
+        self.frozen = [number for number in owned if layout.entries[number].group < 0]
         self.element_bytes = layout.dtype.itemsize
         self.n_states = max((n_states_of(hyper) for hyper in self.hypers()), default=0)
         self.state_arrays = state_arrays(self.n_states, layout.dtype)

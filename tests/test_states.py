@@ -223,3 +223,24 @@ def test_the_models_zero_grad_is_of_all_parameters() -> None:
         return figures
 
     both(Chain, loop, made)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, AMPLE], ids=["disk", "memory"])
+def test_what_was_frozen_at_wrap_is_not_left_untrained_unseen(memory: int) -> None:
+    """The optimizer has it, so plain torch trains it from then on. One that no optimizer has may be unfrozen."""
+    model: Any = Chain()
+    model.blocks[3].requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    parameters = [p for name, p in model.named_parameters() if name != "head.bias"]
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(parameters), memory=memory)
+    steps(inputs(2))(model, optimizer, False)
+    model.head.bias.requires_grad_(True)
+    steps(inputs(1))(model, optimizer, False)
+    model.blocks[3].requires_grad_(True)
+    with pytest.raises(protrain.PlanError, match=r"parameter blocks\.3\.norm_in\.weight was frozen at wrap"):
+        model(inputs(1)[0])
+    with pytest.raises(protrain.PlanError, match=r"parameter blocks\.3\.norm_in\.weight was frozen at wrap"):
+        optimizer.step()
+    with torch.no_grad():
+        model(inputs(1)[0])
+    protrain.unwrap(model)
