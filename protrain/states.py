@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class States:
     def __init__(self, values: Values) -> None:
         self._values, self._wrapped = values, values.wrapped
         self._engine: _core.Engine = values.engine
+        self._copies: dict[int, MutableMapping[int, torch.Tensor]] = {}  # by id of a state dict
 
     # ---- the model's ----
 
@@ -40,12 +42,24 @@ class States:
 
     def fill_state_dict(self, own: dict[str, int], state_dict: Any, prefix: str) -> None:
         """Each entry of a module's own parameters, by their names in it, becomes a full tensor; tied parameters share one."""
-        copies = state_dict.__dict__.setdefault("_protrain_copies", {}) if hasattr(state_dict, "__dict__") else {}
+        copies = self._copies_in(state_dict)
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
-                if number not in copies:
-                    copies[number] = self._values.get(number)
-                state_dict[prefix + leaf] = copies[number]
+                copy = copies.get(number)
+                state_dict[prefix + leaf] = copies[number] = self._values.get(number) if copy is None else copy
+
+    def _copies_in(self, state_dict: Any) -> MutableMapping[int, torch.Tensor]:
+        """Of parameters by number, as long as somebody has them: nothing of them is in the state dict but its entries, which a
+        program may drop or write to a file."""
+        try:
+            weakref.ref(state_dict)
+        except TypeError:  # a plain dict, whose end nobody tells
+            return {}
+        key = id(state_dict)
+        if key not in self._copies:
+            self._copies[key] = weakref.WeakValueDictionary()
+            weakref.finalize(state_dict, self._copies.pop, key, None).atexit = False
+        return self._copies[key]
 
     # ---- the optimizer's ----
 

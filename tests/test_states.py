@@ -3,6 +3,7 @@ changed, and what a program holds is its own."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from twins import MIB, adamw, bits
 
 import protrain
+from protrain.api import session_of
 
 AMPLE = 200 * MIB
 
@@ -243,4 +245,29 @@ def test_what_was_frozen_at_wrap_is_not_left_untrained_unseen(memory: int) -> No
         optimizer.step()
     with torch.no_grad():
         model(inputs(1)[0])
+    protrain.unwrap(model)
+
+
+class Tied(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.blocks[0].square.weight
+
+
+def test_a_state_dict_holds_nothing_but_its_entries() -> None:
+    """What is taken out of it is not in the file that it is written to; tied parameters share one tensor as long as it lives."""
+    model: Any = Tied()
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT)
+    for _ in range(2):
+        found = model.state_dict()
+        assert found["head.weight"] is found["blocks.0.square.weight"]
+        assert vars(found).keys() == vars(Tied().state_dict()).keys()
+        for name in list(found):
+            if not name.startswith("head"):
+                del found[name]
+        file = io.BytesIO()
+        torch.save(found, file)
+        assert len(file.getvalue()) < 2 * 4 * 257 * 256
+        del found
+    assert not session_of(model).states._copies
     protrain.unwrap(model)
