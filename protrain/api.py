@@ -614,7 +614,7 @@ def close_all() -> None:
 def _forked() -> None:
     """In a forked child nobody has a turn: what the parent's other threads were doing does not go on here."""
     for session in list(_open):
-        session.turn = threading.RLock()
+        session.turn = session.values.turn = threading.RLock()
 
 
 _core.install_allocator()

@@ -28,14 +28,14 @@ class Values:
     homes may be moving."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, turn: AbstractContextManager[Any]) -> None:
-        self.wrapped, self.engine, self.residency, self._turn = wrapped, engine, residency, turn
+        self.wrapped, self.engine, self.residency, self.turn = wrapped, engine, residency, turn
         self.masters_given: set[int] = set()
         self.strides_changed = False
         self.loads = Loads()
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter, or of another of its arrays, in ordinary memory and no budget."""
-        with self._turn:
+        with self.turn:
             return self._get(number, array)
 
     def _get(self, number: int, array: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Values:
         entry = self.wrapped.layout.entries[number]
         if value.shape != entry.shape:
             raise PlanError(f"parameter {entry.name} is of shape {tuple(entry.shape)}, it was given {tuple(value.shape)}")
-        with self._turn, uncounted(), DisableTorchFunction():
+        with self.turn, uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
             compute = self.wrapped.compute
             tensor = compute.to_host(laid(value.detach().to(dtype=dtype), entry.strides))
