@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,39 @@ def _states(session: Session) -> Iterator[tuple[int, int, str]]:
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, torch.Tensor) else list(value) if isinstance(value, tuple) else value
+    """A group's value as JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, torch.Tensor | numbers.Real) and not isinstance(value, bool) else value
+
+
+def _as_ours(value: Any, ours: Any) -> Any:
+    """A group's value, read from JSON, as one that stands where ours does."""
+    if isinstance(ours, torch.Tensor):
+        return torch.full_like(ours, value)
+    return tuple(value) if isinstance(value, list) and not isinstance(ours, list) else value
+
+
+def _plain_groups(session: Session) -> list[dict[str, Any]]:
+    """What stands in each group beside its parameters.
+
+    Raises:
+        PlanError: something of it cannot be written.
+    """
+    found: list[dict[str, Any]] = []
+    for number, group in enumerate(session.wrapped.groups):
+        found.append({key: _plain(value) for key, value in group.items() if key != "params" and session.foreign is None})
+        for key, value in found[-1].items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError, RecursionError):
+                raise PlanError(
+                    f"optimizer: {shown(key)} of group {number} is a {type(group[key]).__name__} that cannot be saved: take it "
+                    "out of the group"
+                ) from None
+    return found
 
 
 def save(
@@ -74,7 +107,8 @@ def save(
         progress: called after each tensor with the bytes that are written and the bytes in all.
 
     Raises:
-        PlanError, TypeError, ValueError: the model is not wrapped, the optimizer is not its own, or the folder is no path.
+        PlanError, TypeError, ValueError: the model is not wrapped, the optimizer is not its own or has in a group what is no
+            plain value, or the folder is no path.
         DiskError: the folder cannot be written, or holds what is no checkpoint; what was there before is still there.
         StepError: `extra` or `progress` made a step, or the last load failed half-way.
     """
@@ -88,6 +122,7 @@ def _save(
     session: Session, model: nn.Module, folder: str, extra: Callable[[Path], Any] | None, progress: Progress | None
 ) -> None:
     commits = session.engine.commits()
+    groups = _plain_groups(session)
     own = states_of(session) if session.foreign is not None else None
     size_bytes = 0
     try:
@@ -109,9 +144,7 @@ def _save(
                 "format": FORMAT,
                 "optimizer": session.wrapped.kind.__name__,
                 "steps": session.steps,
-                "param_groups": [
-                    {k: _plain(v) for k, v in group.items() if k != "params" and own is None} for group in session.wrapped.groups
-                ],
+                "param_groups": groups,
                 "param_steps": {
                     e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0 and own is None
                 },
@@ -332,7 +365,7 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
             for name, buffer in buffers.items():
                 buffer.copy_(weights.tensor(name))
         for group, saved in zip(session.wrapped.groups, groups, strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+            group.update({k: _as_ours(v, group.get(k)) for k, v in saved.items()})
         session.steps = int(about["steps"])
         state = bytearray.fromhex(about["torch_random_state"])
         torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())

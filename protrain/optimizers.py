@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .errors import PlanError
 from .footprint import Footprint, check_class, check_independent, measure
@@ -87,6 +88,9 @@ def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
     for option in ("differentiable",):
         if group.get(option):
             raise PlanError(f"optimizer: {option}=True is not supported")
+    for option in ("betas", "eps", "weight_decay", "momentum", "dampening"):
+        if not group.get("fused") and any(isinstance(value, torch.Tensor) for value in tree_leaves(group.get(option))):
+            raise PlanError(f"optimizer: {option} is of tensors, with which torch's loop rounds otherwise; give numbers")
     lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
     rounding = bool(group.get("fused")), isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32
     if kind is torch.optim.SGD:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from nets import TIGHT, Chain, both, inputs, steps
@@ -304,3 +305,56 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have(fresh_d
     saving.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     protrain.unwrap(model)
+
+
+def test_a_rate_that_is_a_tensor_is_one_after_a_load(tmp_path: Path) -> None:
+    """torch's loop computes with it in fp32."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-4), weight_decay=0.17)
+
+    plain = Chain()
+    want = steps(inputs(6))(plain, made(plain), True)
+    losses: list[Any] = []
+    for batches, memory in ((inputs(3), TIGHT), (inputs(6)[3:], AMPLE)):
+        model: Any = Chain()
+        model, optimizer = protrain.wrap(model, made(model), memory=memory)
+        if losses:
+            protrain.load(model, optimizer, tmp_path / "saved")
+            assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+        losses += steps(batches)(model, optimizer, False)
+        protrain.save(model, optimizer, tmp_path / "saved")
+        found = {name: bits(value) for name, value in model.state_dict().items()}
+        protrain.unwrap(model)
+    assert losses == want
+    assert found == {name: bits(value) for name, value in plain.state_dict().items()}
+
+
+def test_what_stands_in_groups_is_saved_or_refused_by_name(tmp_path: Path) -> None:
+    """Names of parameters, numbers of NumPy, lists and tuples; a function is no plain value."""
+    model: Any = Chain()
+    named = torch.optim.AdamW(model.named_parameters(), lr=float(numpy.float32(1e-3)))
+    named.param_groups[0] |= {"lr": numpy.float32(1e-3), "tags": ["a", "b"]}
+    model, optimizer = protrain.wrap(model, named, memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    before = optimizer.state_dict()["param_groups"]
+    protrain.save(model, optimizer, tmp_path / "saved")
+    optimizer.param_groups[0]["lr"] = 0.5
+    protrain.load(model, optimizer, tmp_path / "saved")
+    assert optimizer.state_dict()["param_groups"] == before
+    optimizer.param_groups[0]["scale"] = lambda rate: rate
+    with pytest.raises(protrain.PlanError, match="'scale' of group 0 is a function that cannot be saved"):
+        protrain.save(model, optimizer, tmp_path / "saved")
+    protrain.unwrap(model)
+
+
+def test_options_that_are_tensors_are_refused_where_torch_rounds_otherwise() -> None:
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    model = Chain()
+    with pytest.raises(protrain.PlanError, match="betas is of tensors"):
+        protrain.wrap(model, torch.optim.AdamW(model.parameters(), betas=betas), memory=TIGHT)
+
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), betas=betas, fused=True)
+
+    both(Chain, steps(inputs(3)), fused)
