@@ -129,7 +129,7 @@ class Gradients:
             raise PlanError(
                 f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense {wanted} gradients are supported"
             )
-        return laid(grad, entry.strides)
+        return laid(grad.resolve_neg(), entry.strides)
 
     def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
         """The sum of this step's gradients of one parameter: those on disk came first."""

@@ -70,6 +70,6 @@ class Values:
         with self.turn, uncounted(), DisableTorchFunction():
             dtype = torch.float32 if array else self.wrapped.layout.dtype
             compute = self.wrapped.compute
-            tensor = compute.to_host(laid(value.detach().to(dtype=dtype), entry.strides))
+            tensor = compute.to_host(laid(value.detach().resolve_neg().to(dtype=dtype), entry.strides))
             if tensor.numel():
                 self.engine.transfer(number, array, compute.on_host(tensor), True)

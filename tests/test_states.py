@@ -358,3 +358,40 @@ def test_options_that_are_tensors_are_refused_where_torch_rounds_otherwise() -> 
         return torch.optim.AdamW(model.parameters(), betas=betas, fused=True)
 
     both(Chain, steps(inputs(3)), fused)
+
+
+class Small(nn.Module):
+    """A parameter of one element beside a Chain, whose gradient autograd gives as the negative of what lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain, self.shift = Chain(), nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.chain(x, loss=False)
+        found = torch.complex(y.mean().reshape(1), self.shift).conj() * torch.complex(torch.ones(1), torch.ones(1))
+        return found.imag.sum() + y.square().mean()
+
+
+@pytest.mark.parametrize("memory", [TIGHT, AMPLE], ids=["disk", "memory"])
+def test_gradients_that_are_negative_views(memory: int) -> None:
+    """torch gives such a gradient away as it is, where it is of one element; a user may set one of any shape."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, plain: bool) -> list[Any]:
+        figures = steps(inputs(3))(model, optimizer, plain)
+        model(inputs(4)[3]).backward()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch._neg_view(torch.full(p.shape, 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+        return figures
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    seen = Small()
+    seen(inputs(1)[0]).backward()
+    assert seen.shift.grad is not None
+    assert seen.shift.grad.is_neg()
+    both(Small, loop, made, all_in_memory=memory == AMPLE, memory=memory)
