@@ -26,6 +26,9 @@ from .tensorfiles import TensorFile, unreadable
 
 SLICE_BYTES = 4 * MIB
 
+#: What parameters are read from. Numbers of fewer bits, or integers, stand for others, which factors beside them tell.
+WEIGHT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -288,7 +291,7 @@ def from_weights(session: Session, folder: str) -> None:
     """Read parameters from the safetensors files of a folder, slice by slice.
 
     Raises:
-        ValueError: the folder has no such files, lacks a parameter, or has it in another shape.
+        ValueError: the folder has no such files, lacks a parameter, or has it in another shape or as no plain numbers.
     """
     where = {name: file for file in map(TensorFile, weight_files(folder)) for name in file.entries}
     names = _names_of(session)
@@ -302,6 +305,9 @@ def from_weights(session: Session, folder: str) -> None:
         shape = file.entries[found].shape
         if shape != tuple(entry.shape):
             raise ValueError(f"weights: {found} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
+        dtype = file.entries[found].dtype
+        if dtype not in WEIGHT_TYPES:
+            raise ValueError(f"weights: {found} in {file.path} is of {dtype}, whose numbers alone are no parameter")
         with torch.no_grad(), DisableTorchFunction():
             target = session.params[entry.index].data
             if not shape:

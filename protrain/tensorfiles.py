@@ -43,6 +43,14 @@ SAVED_TYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
 }
 _OF_NAME = {name: dtype for dtype, name in SAVED_TYPES.items()}
 #: In `__metadata__`, whose values are text: a JSON object of each tensor's checksum, eight hexadecimal digits.
@@ -68,7 +76,11 @@ class Entry(NamedTuple):
 
 
 def entries(model: nn.Module) -> list[Entry]:
-    """The tensors of a model's state dict in its order, a tied one once. The model's parameters may be on any device."""
+    """The tensors of a model's state dict in its order, a tied one once. The model's parameters may be on any device.
+
+    Raises:
+        PlanError: one is of a type or a layout that no file holds.
+    """
     found: list[Entry] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):  # no state_dict: it would copy the whole model
@@ -79,7 +91,10 @@ def entries(model: nn.Module) -> list[Entry]:
         for name, tensor in saved.items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                found.append(Entry(f"{prefix}.{name}" if prefix else name, tuple(tensor.shape), tensor.dtype))
+                path = f"{prefix}.{name}" if prefix else name
+                if tensor.dtype not in SAVED_TYPES or tensor.layout != torch.strided:
+                    raise PlanError(f"model: {path} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved")
+                found.append(Entry(path, tuple(tensor.shape), tensor.dtype))
     return found
 
 
@@ -153,7 +168,7 @@ def _write_shard(path: Path, shard: list[Entry], source: Iterator[tuple[str, tor
                     f"and type {entry.dtype} was due; nothing was saved"
                 )
             sums[place] = entry.first_sum
-            for part in _in_order(tensor.detach()):
+            for part in _in_order(tensor.detach().resolve_conj().resolve_neg()):
                 for piece in pieces(part.view(torch.uint8).numpy().data):
                     sums[place] = _core.checksum(piece, sums[place])
                     file.write(piece)

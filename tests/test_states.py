@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from nets import TIGHT, Chain, both, inputs, steps
+from safetensors.torch import load_file, save_file
 from torch import nn
 from twins import MIB, adamw, bits
 
@@ -395,3 +396,50 @@ def test_gradients_that_are_negative_views(memory: int) -> None:
     assert seen.shift.grad is not None
     assert seen.shift.grad.is_neg()
     both(Small, loop, made, all_in_memory=memory == AMPLE, memory=memory)
+
+
+class Buffered(Chain):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("odd", buffer)
+
+
+ODD = {
+    "complex": torch.view_as_complex(torch.arange(8.0).view(4, 2)),
+    "conjugate": torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj(),
+    "uint16": torch.arange(5).to(torch.uint16),
+    "float8": torch.arange(4.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_buffers_of_any_type_of_safetensors_are_saved(name: str, tmp_path: Path) -> None:
+    model: Any = Buffered(ODD[name].clone())
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.save(model, optimizer, tmp_path / "saved")
+    want = ODD[name].resolve_conj()
+    assert load_file(tmp_path / "saved" / "model.safetensors")["odd"].view(torch.uint8).equal(want.view(torch.uint8))
+    model.odd = torch.zeros_like(want)
+    protrain.load(model, optimizer, tmp_path / "saved")
+    assert model.odd.view(torch.uint8).equal(want.view(torch.uint8))
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(3, dtype=torch.complex128), torch.eye(3).to_sparse()], ids=["type", "layout"])
+def test_a_buffer_that_no_file_holds_is_refused_by_name(buffer: torch.Tensor, tmp_path: Path) -> None:
+    model: Any = Buffered(buffer)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    with pytest.raises(protrain.PlanError, match=r"model: odd is a torch\..* which cannot be saved"):
+        protrain.save(model, optimizer, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
+    protrain.unwrap(model)
+
+
+def test_weights_of_numbers_that_stand_for_others_are_refused(tmp_path: Path) -> None:
+    """As those of a quantised model, whose factors nobody would multiply."""
+    tensors = {name: value.to(torch.float8_e4m3fn) for name, value in Wide(64).state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Wide(64)
+    with pytest.raises(ValueError, match=r"up\.weight in .* is of torch\.float8_e4m3fn"):
+        protrain.wrap(model, adamw(model), memory=AMPLE, weights=tmp_path)
