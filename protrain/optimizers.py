@@ -149,6 +149,19 @@ class Optimizer(torch.optim.Optimizer):
             raise PlanError("optimizer: the model was unwrapped; make a torch optimizer over its parameters again")
         return self._session
 
+    @property
+    def state(self) -> Any:
+        """Refused: it would be empty, whatever the state is, and what is done to it would change nothing."""
+        raise PlanError(
+            "optimizer.state: a wrapped optimizer's state lies where its parameters do; state_dict() gives copies of it, and "
+            "load_state_dict() takes another"
+        )
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._session is not None:  # torch's own constructor sets an empty one
+            _ = self.state
+
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         """Refused: a pickle, and a copy of what it would hold, is of the whole model's state at once."""
         raise PlanError(

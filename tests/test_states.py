@@ -443,3 +443,15 @@ def test_weights_of_numbers_that_stand_for_others_are_refused(tmp_path: Path) ->
         model = Wide(64)
     with pytest.raises(ValueError, match=r"up\.weight in .* is of torch\.float8_e4m3fn"):
         protrain.wrap(model, adamw(model), memory=AMPLE, weights=tmp_path)
+
+
+def test_the_state_of_a_wrapped_optimizer_is_not_found_empty() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    with pytest.raises(protrain.PlanError, match=r"optimizer\.state: .* state_dict\(\) gives copies of it"):
+        _ = optimizer.state[model.head.weight]
+    with pytest.raises(protrain.PlanError, match=r"load_state_dict\(\) takes another"):
+        optimizer.state = {}
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    protrain.unwrap(model)
