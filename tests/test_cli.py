@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 import transformers
 from ahead import Ahead
-from program import answer, interrupted, run
+from program import HUNG_SECONDS, answer, environment, interrupted, run
 from safetensors.torch import load_file
 
 from protrain import checkpoint, tensorfiles
@@ -280,6 +282,27 @@ def test_the_program_exits_so(
 ) -> None:
     result = ahead.result(request, lambda given: run(work, *SMALL, *given["arguments"]))
     assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (code, "", lines), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirections", "printed", "code", "errors"),
+    [
+        (">&-", "'steps'", 0, ""),
+        ("<&- >&- 2>&-", "'steps'", 0, ""),
+        (">/dev/full", "'steps'", 1, "protrain: stdout cannot be written: No space left on device\n"),
+        (">/dev/null", "'\\udcff \u280b'", 0, ""),
+    ],
+    ids=["closed", "all closed", "full", "ascii"],
+)
+def test_streams_that_take_nothing(redirections: str, printed: str, code: int, errors: str) -> None:
+    """No traceback, and no training that ends because of what it says."""
+    program = f"from protrain.cli import main; main._run = lambda: print({printed}) or 0; main.main()"
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-c", program],
+        env={**environment(), "PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, check=False, timeout=HUNG_SECONDS,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", errors)
 
 
 def test_an_impossible_budget_is_one_line_that_names_memory(work: Path) -> None:

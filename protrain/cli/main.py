@@ -7,6 +7,7 @@ are kept in `warnings_seen` and shown by the commands.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -17,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from protrain.cli import interrupt
-from protrain.cli.words import bench_options, message_of, model_options, plan_options, report_option
+from protrain.cli.words import CommandError, bench_options, message_of, model_options, plan_options, report_option
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -192,15 +193,33 @@ def activations(**words: Any) -> None:
 
 def main() -> None:
     """Run the command line on sys.argv and exit; never returns."""
+    _open_streams()
     interrupt.install()
     _quiet()
     code = _run()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (OSError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):  # nobody read it for a while
+            code = interrupt.pressed() or 130
+        elif not isinstance(error, BrokenPipeError):
+            code = code or _fail(CommandError(f"stdout cannot be written: {error.strerror or error}"))
         code = code or 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains when it flushes at its end
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Streams that were closed lead nowhere, and their numbers are no other file's; a letter that an encoding lacks is shown as
+    its number."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run() -> int:
