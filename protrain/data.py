@@ -14,6 +14,7 @@ import os
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for name in paths:
         path = Path(name)
-        if path.is_dir():
+        if name and path.is_dir():
             found = [
                 file
                 for file in sorted(path.rglob("*"))
@@ -63,9 +64,11 @@ def text_files(paths: Sequence[str]) -> list[Path]:
             if not found:
                 raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
             files.extend(found)
-        elif not path.exists():
+        elif not name or not path.exists():
             raise DataError(f"no file or folder {name!r}; give existing text with --data")
-        elif path.stat().st_size == 0 and path.is_file():
+        elif not path.is_file():
+            raise DataError(f"{name!r} is a pipe or a device, which cannot be read twice; give a file with text")
+        elif path.stat().st_size == 0:
             raise DataError(f"the file {name!r} is empty; give a file with text")
         elif not _is_text(path):
             raise DataError(f"the file {name!r} is not UTF-8 text; give text")
@@ -190,15 +193,34 @@ def encode(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], vocab_size
     Raises DataError where the tokenizer gives an id that the model does not have.
     """
     tokens = array("H" if vocab_size <= 1 << 16 else "I")
-    for group in _groups(files):
-        for ids in _encode_group(tokenizer, group):
-            if ids and max(ids) >= vocab_size:
-                raise DataError(
-                    f"the tokenizer gives the id {max(ids)}, the model's vocabulary ends at {vocab_size - 1}; "
-                    "take the tokenizer of this model"
-                )
-            tokens.extend(ids)
+    with _whole(tokenizer):
+        for group in _groups(files):
+            for ids in _encode_group(tokenizer, group):
+                if ids and max(ids) >= vocab_size:
+                    raise DataError(
+                        f"the tokenizer gives the id {max(ids)}, the model's vocabulary ends at {vocab_size - 1}; "
+                        "take the tokenizer of this model"
+                    )
+                tokens.extend(ids)
     return np.frombuffer(tokens, dtype=np.uint16 if tokens.typecode == "H" else np.uint32) if tokens else np.zeros(0, np.uint16)
+
+
+@contextmanager
+def _whole(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Inside, no text is cut or padded, which a tokenizer's file may ask for: it keeps what its last call asked for."""
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    truncation, padding = (backend.truncation, backend.padding) if backend is not None else (None, None)
+    if truncation is not None:
+        backend.no_truncation()
+    if padding is not None:
+        backend.no_padding()
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
 
 
 def _groups(files: Iterable[Path]) -> Iterator[list[tuple[str, bool]]]:

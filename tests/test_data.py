@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from protrain import data
 
@@ -78,6 +80,20 @@ def test_each_file_ends_with_the_end_token(tmp_path: Path, monkeypatch: pytest.M
     assert tokenizer.decode(tokens[: len(tokens) // 2 - 1].tolist()) == TEXT
 
 
+def test_a_tokenizer_that_cuts_and_pads_gives_all_of_a_text(file: Path, tmp_path: Path) -> None:
+    """Its file has what its last call asked for, which stays in it."""
+    tokenizer = data.train_tokenizer([file], config())
+    whole = data.encode(tokenizer, [file], 300)
+    assert len(whole) > 16
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(["a", "b c"], truncation=True, max_length=16, padding="max_length")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for one in (tokenizer, loaded):
+        assert np.array_equal(data.encode(one, [file], 300), whole)
+        assert (one.backend_tokenizer.truncation["max_length"], one.backend_tokenizer.padding["length"]) == (16, 16)
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(file: Path) -> None:
     tokenizer = data.train_tokenizer([file], config(400))
     with pytest.raises(data.DataError, match="vocabulary ends at 259"):
@@ -130,6 +146,20 @@ def test_a_named_file_that_is_no_text_is_refused_by_name(
     with pytest.raises(data.DataError, match=words) as caught:
         data.text_files([str(file), str(path)])
     assert str(path) in str(caught.value)
+
+
+def test_what_cannot_be_read_twice_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginning of a pipe would be lost where it is looked at, and one that nobody writes to be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for name, words in (
+        ("pipe", "'pipe' is a pipe or a device"),
+        ("/dev/null", "'/dev/null' is a pipe or a device"),
+        ("", "no file"),
+    ):
+        with pytest.raises(data.DataError, match=words):
+            data.text_files([name])
 
 
 def test_bad_utf8_far_into_a_file_is_refused(tmp_path: Path) -> None:
