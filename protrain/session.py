@@ -441,6 +441,13 @@ class Session:
         self.wrapped.settings = replace(self.wrapped.settings, accumulate=accumulate, max_grad_norm=max_grad_norm)
         self.fitter.forget_batches()
 
+    def lengthen_step(self, more: int) -> None:
+        """The step under way takes so many backward passes beside those that it had, of which none was to be its last."""
+        with self.turn:
+            passes, settings = self.gradients.passes, self.wrapped.settings
+            if passes < settings.accumulate != passes + more:
+                self.wrapped.settings = replace(settings, accumulate=passes + more)
+
     @property
     def predicted_peak_bytes(self) -> int:
         """Of a step under the arrangement in use."""

@@ -228,6 +228,22 @@ def test_an_optimizer_and_a_schedule_of_the_users_own(gpt2: Make, fresh_disk: Pa
     assert_twins(scenario)
 
 
+def test_a_stream_that_ends_in_the_middle_of_a_step(gpt2: Make, fresh_disk: Path) -> None:
+    """5 batches in windows of 2: what is left of each pass over them belongs to the next step, which has 3."""
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows(10))
+
+    def scenario(ours: bool) -> dict[str, Any]:
+        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, max_steps=5, gradient_accumulation_steps=2)
+        trainer.train_dataset = Stream()
+        trainer.train()
+        return finish(trainer)
+
+    assert_twins(scenario)
+
+
 # ---- other models ----
 
 

@@ -242,7 +242,11 @@ class ProTrainMixin:
             )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. All batches of a step come at once: they are the loader's, and count in no budget."""
+        """As the Trainer's. All batches of a step come at once: they are the loader's, and count in no budget. What the end of a
+        stream has left of a step, whose length the Trainer does not know, counts in the next one."""
+        session = self._protrain_session()
+        if session is not None:
+            session.lengthen_step(self.args.gradient_accumulation_steps)
         with uncounted():
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
