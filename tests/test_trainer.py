@@ -244,6 +244,34 @@ def test_a_stream_that_ends_in_the_middle_of_a_step(gpt2: Make, fresh_disk: Path
     assert_twins(scenario)
 
 
+@pytest.mark.parametrize("anew", [False, True], ids=["once", "each time"])
+def test_an_optimizer_that_a_subclass_makes(gpt2: Make, fresh_disk: Path, anew: bool) -> None:
+    """As transformers has it, without a call of the method that it overrides; and training again."""
+
+    class Mine:
+        model: Any
+        optimizer: Any
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None or anew:
+                self.optimizer = adamw(self.model, lr=5e-4)
+            return self.optimizer
+
+    class Plain(Mine, transformers.Trainer):
+        pass
+
+    class Ours(Mine, ProTrainTrainer):
+        pass
+
+    def scenario(ours: bool) -> dict[str, Any]:
+        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, kinds=(Plain, Ours), max_steps=2)
+        trainer.train()
+        trainer.train()
+        return finish(trainer)
+
+    assert_twins(scenario)
+
+
 # ---- other models ----
 
 

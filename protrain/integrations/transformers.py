@@ -102,6 +102,12 @@ class ProTrainMixin:
         self._protrain_wrap()
         return self.optimizer
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, which asks for it when there is an optimizer: one by a create_optimizer that overrides ours, too."""
+        if training and self.optimizer is not None:
+            self._protrain_wrap()
+        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
+
     def _protrain_wrap(self) -> None:
         accumulate = self.args.gradient_accumulation_steps
         norm = float(self.args.max_grad_norm or 0.0)
@@ -111,6 +117,8 @@ class ProTrainMixin:
             if (session.wrapped.settings.accumulate, session.wrapped.settings.max_grad_norm) != (accumulate, norm):
                 session.change_step(accumulate, norm)
             return
+        if api.find_session(self.model) is not None:  # with an optimizer that another has taken the place of
+            api.unwrap(self.model)
         options = dict(self._protrain)
         if takes_bf16(self.args):
             options["precision"] = "bf16"
