@@ -668,6 +668,29 @@ def test_a_model_on_meta_is_read_from_its_files(gpt2: Make, fresh_disk: Path) ->
     assert_twins(scenario)
 
 
+def test_a_model_on_meta_that_is_made_anew_is_not_that_of_an_earlier_checkpoint(gpt2: Make, fresh_disk: Path) -> None:
+    source = gpt2()
+
+    def meta() -> Any:
+        with torch.device("meta"):
+            return type(source)(source.config)
+
+    @torch.no_grad()
+    def fill(module: torch.nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            p.fill_(0.01)
+
+    args = arguments(fresh_disk / "out", save_strategy="steps", save_steps=1, max_steps=2)
+    given = {"memory": MEMORY, "disk": str(fresh_disk), "param_init_fn": fill}
+    trainer = ProTrainTrainer(model_init=meta, args=args, train_dataset=rows(24), protrain=given)
+    found = []
+    for checkpoint in (None, str(fresh_disk / "out" / "checkpoint-1"), None):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found.append(weights(trainer.model))
+    assert found[0] == found[1] == found[2]
+    protrain.unwrap(trainer.model)
+
+
 # ---- adapters ----
 
 

@@ -169,6 +169,7 @@ class ProTrainMixin:
             BudgetError: the states, or a step of one batch, do not fit protrain's memory.
         """
         self._protrain_refused, self._protrain_told = None, False
+        self._protrain_weights = None  # a model that was made anew is not that of an earlier checkpoint
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError:
