@@ -71,7 +71,8 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     nothing but the files of a model.
 
     Raises:
-        DiskError: it is a file, a folder with files of others, the current folder or one above it, or no name at all.
+        DiskError: it is a file, a folder with files of others, a mount point, the current folder or one above it, or no name at
+            all.
     """
     name = os.fspath(folder)
     if not name:
@@ -81,6 +82,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         return
     if not target.is_dir():
         raise DiskError(f"{name} is a file; name a folder", errno=errno.ENOTDIR, filename=name)
+    if _is_mount_point(target):
+        raise DiskError(
+            f"{name} is a mount point, whose place no other folder can take; name a folder inside of it",
+            errno=errno.EBUSY,
+            filename=name,
+        )
     if _is_above_current(target):
         raise DiskError(
             f"{name} is the current folder, or one above it, and would be replaced as a whole; name another folder",
@@ -102,6 +109,16 @@ def check_target(folder: str | os.PathLike[str]) -> None:
             errno=errno.ENOTEMPTY,
             filename=name,
         )
+
+
+def _is_mount_point(folder: Path) -> bool:
+    """Whether a file system begins there, or a folder of one is bound there."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return os.path.ismount(folder)
+    points = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split(b" ")[4]) for line in lines)
+    return os.fsencode(folder) in points
 
 
 def _is_above_current(folder: Path) -> bool:

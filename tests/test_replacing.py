@@ -69,6 +69,16 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, way: str)
     assert names(target.parent) == ["b"]
 
 
+def test_a_mount_point_is_refused() -> None:
+    """It could not change places with what was written."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for point in [one for one in points if os.path.isdir(one) and "\\" not in one][:20]:
+        with pytest.raises(protrain.DiskError, match=f"^{point} is a mount point.*name a folder inside of it") as caught:
+            replacing.check_target(point)
+        assert caught.value.errno == errno.EBUSY
+    assert not replacing._is_mount_point(Path(__file__).parent)
+
+
 def test_a_dead_runs_folder_goes_with_the_next_one(tmp_path: Path, way: str) -> None:
     target = tmp_path / "checkpoint"
     write(target, "old")
