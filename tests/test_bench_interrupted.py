@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import transformers
 
 from protrain.cli import bench, bench_activations, bench_peers
+from protrain.cli.words import CommandError
 
 MIB = 1 << 20
 PLAN = {"n_persist": 3, "n_chunks": 3}
@@ -110,3 +112,20 @@ def test_the_curve_is_drawn_of_what_was_measured(
     *found, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert [one["name"] for one in found] == summary["configurations"] == ["swap", "keep"]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_is_shown_where_the_curve_cannot_be_written(
+    tiny: str, stop_at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bench_activations, "_free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr("protrain.cli.bench_plot.write_file", full)
+    stop_at(1 << 20)
+    words = bench_activations.Words(tiny, 64 * MIB, 32, 1, 1, 0, 0, None, str(tmp_path / "curve.png"), False)
+    with pytest.raises(CommandError, match=r"--out .*curve\.png' cannot be written: No space left on device"):
+        bench_activations.run(words)
+    assert "time to keep's is the median" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 from standin import StandIn
 
 from protrain import compute
+from protrain.cli import plan as plan_command
 from protrain.cli import sweep
 from protrain.cli.main import commands
 from protrain.cli.plan import more_bytes
@@ -585,6 +587,31 @@ def test_a_sweep_is_a_table_json_lines_and_a_picture(tmp_path: Path, monkeypatch
     assert png_size(tmp_path / "a.png")[0] == 1350
     text = said(*words)
     assert all(re.search(r"\s+".join(map(re.escape, filter(None, row))), text) for row in sweep.rows(plans))
+
+
+@pytest.mark.parametrize("words", [("--sweep", "--out", "a.png"), ("--memory", "64MiB", "--save-profile", "p.json")])
+def test_what_was_planned_is_shown_where_a_file_cannot_be_written(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes, and the disk may be full only now."""
+    pytest.importorskip("matplotlib")
+    from protrain import timeline
+    from protrain.cli import plan_plot
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    profile = profile_of()
+    source = plan_command.Source("a model", ("--memory", ""), lambda _: profile, plan_from_profile, 64 * MIB)
+    monkeypatch.setattr(plan_command, "_source", lambda *_: source)
+    monkeypatch.setattr(timeline, "write_file", full)
+    monkeypatch.setattr(plan_plot, "write_file", full)
+    result = CliRunner().invoke(commands, ["plan", *words])
+    assert isinstance(result.exception, CommandError)
+    assert f"{words[-2]} '{words[-1]}' cannot be written: No space left on device" in str(result.exception)
+    assert result.stdout.startswith("a model, ")
+    assert len(result.stdout.splitlines()) > 5
 
 
 @pytest.fixture(scope="module")

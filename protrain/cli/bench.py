@@ -19,7 +19,7 @@ from typing import Any
 
 from protrain.cli import interrupt
 from protrain.cli.report import Page, Recorded, Side, check_report, machine_facts, write
-from protrain.cli.words import CommandError, duration_text, size_text
+from protrain.cli.words import CommandError, duration_text, size_text, writing
 
 WARM_STEPS = 3  # of protrain: the first plans, the first two update in step()
 LATE_SECONDS = 20.0  # after Ctrl-C: at most, for the steps that are under way
@@ -111,13 +111,14 @@ def run(words: Words) -> None:
             for child in children.values():
                 child.end()
     recorded = result["protrain"].pop("recorded", None)
-    if words.report is not None and recorded is not None:
-        write(words.report, _page(words, result, Recorded.from_fields(recorded)))
     if words.as_json:
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
     else:
         _print(words, result)
-        if words.report is not None and recorded is not None:
+    if words.report is not None and recorded is not None:
+        with writing("--report", words.report):
+            write(words.report, _page(words, result, Recorded.from_fields(recorded)))
+        if not words.as_json:
             print(f"report in {words.report}")
     if result["interrupted"]:
         end_early(f"after {result['rounds']} of {words.rounds} rounds", words.as_json)

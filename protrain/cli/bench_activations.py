@@ -22,7 +22,7 @@ from protrain.cli import interrupt, machine
 from protrain.cli.bench import LATE_SECONDS, WARM_STEPS, WRITE_SECONDS, Child, end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
-from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text
+from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text, writing
 
 KEEP = "keep"
 
@@ -114,16 +114,22 @@ def run(words: Words) -> None:
             if words.as_json:
                 print(json.dumps(asdict(measured)), flush=True)
     summary = _summary(words, found)
-    if words.out is not None:
-        from protrain.cli.bench_plot import draw
-
-        draw(words.out, found, summary)
-    if words.report is not None:
-        write(words.report, _page(words, found, bench.recorded))
     if words.as_json:
         print(json.dumps(summary), flush=True)
     else:
         _print(found, summary)
+    if words.out is not None:
+        from protrain.cli.bench_plot import draw
+
+        with writing("--out", words.out):
+            draw(words.out, found, summary)
+    if words.report is not None:
+        with writing("--report", words.report):
+            write(words.report, _page(words, found, bench.recorded))
+    if not words.as_json:
+        for done, name in (("drawn to", words.out), ("report in", words.report)):
+            if name is not None:
+                print(f"{done} {name}")
     if bench.interrupted:
         end_early(f"with {len(found)} of {len(wanted)} configurations measured", words.as_json)
 
@@ -346,7 +352,3 @@ def _print(found: list[Measured], summary: dict[str, Any]) -> None:
     )
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
     print("time to keep's is the median over rounds; 2/8: the first 2 of 8 blocks, the others keep")
-    if summary["out"] is not None:
-        print(f"drawn to {summary['out']}")
-    if summary["report"] is not None:
-        print(f"report in {summary['report']}")

@@ -74,16 +74,18 @@ def run(context: click.Context) -> None:
     if own.save_profile is not None:
         check_file("--save-profile", own.save_profile)
     source = _source(words, own, words.precision if "precision" in given else None)
-    if own.sweep:
-        _sweep(words, own, source)
-    else:
-        _plan(words, own, source)
-    if own.save_profile is not None and not words.as_json:
-        print(f"profile saved to {own.save_profile}")
+    profile = _sweep(words, own, source) if own.sweep else _plan(words, own, source)
+    if own.save_profile is not None:
+        from protrain.timeline import write_file
+
+        with writing("--save-profile", own.save_profile):
+            write_file(own.save_profile, profile.to_json().encode())
+        if not words.as_json:
+            print(f"profile saved to {own.save_profile}")
 
 
-def _plan(words: Words, own: PlanWords, source: Source) -> None:
-    """For one budget."""
+def _plan(words: Words, own: PlanWords, source: Source) -> Profile:
+    """For one budget; returns what it was made from."""
     budget = source.budget_bytes
     with naming(*source.numbers_from), _progress(words) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
@@ -93,7 +95,6 @@ def _plan(words: Words, own: PlanWords, source: Source) -> None:
         except (BudgetError, PlanError):
             source.again(budget)
             raise
-        _save(own, profile)
         more = source.plan(profile, budget + more_bytes(budget))  # also past what the machine has: it says what to buy
     if words.as_json:
         from protrain.cli.train import fields_of
@@ -102,10 +103,12 @@ def _plan(words: Words, own: PlanWords, source: Source) -> None:
     else:
         print(f"{source.title}, budget {size_text(budget)}")
         print(plan.explain(more))
+    return profile
 
 
-def _sweep(words: Words, own: PlanWords, source: Source) -> None:
-    """For a dozen budgets. All have chunks of the size that the smallest asks for, so that they compare."""
+def _sweep(words: Words, own: PlanWords, source: Source) -> Profile:
+    """For a dozen budgets; returns what they are made from. All have chunks of the size that the smallest asks for, so that they
+    compare."""
     from protrain.cli import sweep
 
     ceiling = source.ceiling_bytes or sweep.ENDLESS_BYTES
@@ -113,18 +116,10 @@ def _sweep(words: Words, own: PlanWords, source: Source) -> None:
         say("reading the profile" if own.profile else "measuring the model and the machine")
         first = source.profile_for(source.budget_bytes)
         profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
-        _save(own, profile)
         say("planning")
         plans = sweep.sweep(lambda budget: source.plan(profile, budget), ceiling)
     sweep.show(f"{source.title}, chunks of {size_text(profile.chunk_bytes)}", plans, words.as_json, own.out)
-
-
-def _save(own: PlanWords, profile: Profile) -> None:
-    from protrain.timeline import write_file
-
-    if own.save_profile is not None:
-        with writing("--save-profile", own.save_profile):
-            write_file(own.save_profile, profile.to_json().encode())
+    return profile
 
 
 def more_bytes(budget_bytes: int) -> int:

@@ -91,21 +91,21 @@ def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
 
     if not plans:
         raise CommandError("--sweep: no budget works")
+    if as_json:
+        from protrain.cli.train import fields_of
+
+        for plan in plans:
+            print(json.dumps({**fields_of(plan), "limit": limit_of(plan)}), flush=True)
+    else:
+        print(title)
+        _print(plans)
     if out is not None:
         from protrain.cli.plan_plot import draw
 
         with writing("--out", out):
             draw(out, title, plans)
-    if as_json:
-        from protrain.cli.train import fields_of
-
-        for plan in plans:
-            print(json.dumps({**fields_of(plan), "limit": limit_of(plan)}))
-        return
-    print(title)
-    _print(plans)
-    if out is not None:
-        print(f"drawn to {out}")
+        if not as_json:
+            print(f"drawn to {out}")
 
 
 def rows(plans: list[Plan]) -> list[list[str]]:
