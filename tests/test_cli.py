@@ -22,10 +22,11 @@ from program import HUNG_SECONDS, answer, environment, interrupted, run
 from safetensors.torch import load_file
 
 from protrain import checkpoint, tensorfiles
+from protrain.api import Status
 from protrain.cli import export, machine, model, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
-from protrain.errors import PlanError
+from protrain.errors import PlanError, StepError
 
 MIB = 1 << 20
 
@@ -347,6 +348,25 @@ def test_a_trace_has_the_last_three_steps(work: Path, tmp_path: Path) -> None:
     assert steps_of(file) == ["step 2", "step 3", "step 4"]
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert f"trace: {file}" in result.stdout
+
+
+def test_a_step_of_more_events_than_are_kept_ends_no_training(
+    work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with many passes. The report is written, without lanes."""
+
+    def gone(_status: Any) -> Any:
+        raise StepError("timeline: not all events of step 1 are kept any more")
+
+    monkeypatch.setattr(Status, "timeline", gone)
+    files = ("--trace", tmp_path / "trace.json", "--report", tmp_path / "report.html")
+    code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, "--memory", "64MiB", "--json", *files)
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    assert "trace.json' was not written: a step has more events than are kept; give a smaller --accumulate" in errors
+    *steps, last = map(json.loads, printed.splitlines())
+    assert len(steps) == 3
+    assert (last["trace"], last["report"]) == (None, str(tmp_path / "report.html"))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_another_budget_gives_the_same_losses(work: Path) -> None:

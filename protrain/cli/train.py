@@ -253,17 +253,20 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     except BaseException:
         with contextlib.suppress(CommandError):  # the error that is under way is the one to tell
             tracer.write()
+        with contextlib.suppress(CommandError):
             if reporter is not None:
                 reporter.write(ended_early=True)
         raise
     failure: CommandError | None = None
-    try:
-        tracer.write()
-        if reporter is not None:
-            reporter.write()
-    except CommandError as error:
-        failure = error  # the training is over all the same, and the model saved
-    written = (words.trace, words.report) if failure is None else (None, None)
+    written: list[str | None] = []
+    for name, write_file in ((words.trace, tracer.write), (words.report, reporter.write if reporter is not None else None)):
+        try:
+            if write_file is not None:
+                write_file()
+            written.append(name)
+        except CommandError as error:
+            failure = failure or error  # the training is over all the same, and the model saved
+            written.append(None)
     display.finish(
         Summary(
             losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status,
@@ -374,11 +377,17 @@ class _Tracer:
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS)
+        self._lost = False  # whether a step had more events than are kept
 
     def after(self, status: Any) -> None:
         """After a step."""
+        from protrain.errors import StepError
+
         if self._file is not None:
-            self._timelines.append(status.timeline())
+            try:
+                self._timelines.append(status.timeline())
+            except StepError:
+                self._lost = True
 
     def write(self) -> None:
         """Raises CommandError."""
@@ -387,6 +396,10 @@ class _Tracer:
         if self._file is not None and self._timelines:
             with writing("--trace", self._file):
                 write_file(self._file, chrome_trace(self._timelines).encode())
+        elif self._lost:
+            raise CommandError(
+                f"--trace {self._file!r} was not written: a step has more events than are kept; give a smaller --accumulate"
+            )
 
 
 class _Reporter:
