@@ -266,6 +266,15 @@ def test_wrong_words_are_2_with_the_usage(
         (["--trace", "nowhere/trace.json"], "nowhere/trace.json"),
         (["--out", "inner", "--trace", "inner/trace.json"], "inner/trace.json"),
         (["--out", "inner", "--report", "inner/report.html"], "inner/report.html"),
+        (["--out", "inner", "--trace", "./inner"], "--trace './inner' is --out or inside of it"),
+        (["--out", "inner", "--disk", "inner/disk"], "--disk 'inner/disk' is inside of --out"),
+        (["--trace", "one.html", "--report", "./one.html"], "--trace 'one.html' and --report are one file"),
+        (["--trace", ""], "--trace '' names no file"),
+        (["--trace", "text.txt/"], "--trace 'text.txt/' names no file"),
+        (["--disk", ""], "--disk '' is no folder"),
+        (["--data", ""], "no file or folder ''"),
+        (["--out", "\udcff"], "--out '\\udcff' is no UTF-8"),
+        (["--out", "/proc"], "--out: /proc is a mount point"),
     ],
 )
 def test_an_error_is_1_with_one_line(

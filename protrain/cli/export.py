@@ -23,6 +23,10 @@ from protrain.tensorfiles import Progress, Told, entries, write_tensors
 
 def check_target(folder: str) -> None:
     """Whether a folder can be made there, which is tried, and would replace nothing but a model. Raises CommandError."""
+    try:
+        os.fsencode(os.path.realpath(folder)).decode()
+    except UnicodeDecodeError:
+        raise CommandError(f"--out {folder!r} is no UTF-8, in which alone tokenizers can be saved; give another name") from None
     above = Path(os.path.realpath(folder)).parent
     while not os.path.lexists(above) and above != above.parent:
         above = above.parent

@@ -94,9 +94,7 @@ def prepare(words: Words) -> Setup:
     if words.trace is not None:
         check_file("--trace", words.trace)
     check_report(words.report)
-    for option, file in (("--trace", words.trace), ("--report", words.report)):
-        if file is not None and words.out is not None and _is_inside(file, words.out):
-            raise CommandError(f"{option} {file!r} is inside of --out, a folder of the model alone; give a file elsewhere")
+    _check_apart(words)
     _check_disk(words.disk)
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
@@ -110,12 +108,23 @@ def prepare(words: Words) -> Setup:
     return Setup(files, config, folder, has_weights(folder), seq)
 
 
-def _is_inside(file: str, folder: str) -> bool:
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(file)).parents
+def _check_apart(words: Words) -> None:
+    """Whether no file or folder is in the way of another one, which would be found when all is over. Raises CommandError."""
+    trace, report, disk = (Path(os.path.realpath(name)) if name else None for name in (words.trace, words.report, words.disk))
+    if trace is not None and trace == report:
+        raise CommandError(f"--trace {words.trace!r} and --report are one file; give two names")
+    if words.out is None:
+        return
+    out = Path(os.path.realpath(words.out))
+    for option, given, path in (("--trace", words.trace, trace), ("--report", words.report, report)):
+        if path is not None and (path == out or out in path.parents):
+            raise CommandError(f"{option} {given!r} is --out or inside of it, a folder of the model alone; give a file elsewhere")
+    if disk is not None and out in disk.parents:
+        raise CommandError(f"--disk {words.disk!r} is inside of --out, a folder of the model alone; give a folder elsewhere")
 
 
 def _check_disk(folder: str | None) -> None:
-    if folder is not None and os.path.lexists(folder) and not os.path.isdir(folder):
+    if folder is not None and not os.path.isdir(folder) and (not folder or os.path.lexists(folder)):
         raise CommandError(f"--disk {folder!r} is no folder; give a folder on a disk")
 
 

@@ -83,6 +83,8 @@ class Finite(click.FloatRange):
 
 def check_file(option: str, name: str) -> None:
     """Whether a file can be written there, tried before anything slow begins; what is there stays. Raises CommandError."""
+    if not os.path.basename(name):
+        raise CommandError(f"{option} {name!r} names no file; give the name of a file to write")
     folder = os.path.dirname(os.path.realpath(name))
     try:
         if os.path.lexists(name) and not stat.S_ISREG(os.stat(name).st_mode):
