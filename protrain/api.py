@@ -33,6 +33,7 @@ from .phases import DryRun, DryRunError
 from .planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
 from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .profiles import Machine, Profile, Times
+from .reading import given_as
 from .rehearsal import OtherWayError, RehearsalError, rehearse
 from .session import Session
 from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
@@ -111,7 +112,7 @@ def find_session(model: Any) -> Session | None:
 
 def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}; give a torch.nn.Module")
+        raise TypeError(f"model is {given_as(model)}; give a torch.nn.Module")
     if KEY in model.__dict__ or any(KEY in module.__dict__ for module in model.modules()):
         raise PlanError("model is wrapped already; unwrap it first")
     _check_not_shared(model)
@@ -278,7 +279,7 @@ def wrap(
     if param_init_fn is not None and weights is not None:
         raise ValueError("param_init_fn and weights are both given; give one of them")
     if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn is {param_init_fn!r}; give a function of a module")
+        raise TypeError(f"param_init_fn is {given_as(param_init_fn)}; give a function of a module")
     on_meta = next((name for name, p in named if p.device.type == "meta"), None)
     if on_meta and param_init_fn is None and weights is None:
         raise PlanError(f"model: parameter {on_meta} is on meta; give param_init_fn or weights")

@@ -178,7 +178,7 @@ def check_class(optimizer: torch.optim.Optimizer) -> None:
         if attribute not in _OWN and _reaches(value):
             raise PlanError(
                 f"optimizer is {name}; its {attribute} holds parameters, a module or an optimizer, by which its step may reach "
-                f"the whole model: that is not supported"
+                f"the whole model: that is not supported; where it stands around another one (accelerator.prepare), wrap that"
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise PlanError("optimizer: differentiable=True is not supported")

@@ -33,6 +33,7 @@ from .layout import chunk_size, describe, pack
 from .phases import DryRun, DryRunError
 from .planning import Plan, anew_from_profiles, check_modes, plan_from_profile, refuse
 from .profiles import Profile, Times
+from .reading import given_as
 from .repetition import dry_run_alike
 from .sizes import check_count, format_bytes, parse_bytes
 from .strides import dense_like
@@ -102,7 +103,7 @@ def _built(model_or_config: Any, dtype: torch.dtype) -> nn.Module:
     if isinstance(model_or_config, nn.Module):
         return _on_meta(model_or_config, dtype).train()
     if not hasattr(model_or_config, "model_type"):
-        raise TypeError(f"model is {model_or_config!r}; give a torch.nn.Module, or a config of transformers")
+        raise TypeError(f"model is {given_as(model_or_config)}; give a torch.nn.Module, or a config of transformers")
     from transformers import AutoModelForCausalLM
 
     try:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import PlanError
 from .footprint import Footprint, check_class, check_independent, measure
+from .reading import given_as
 
 if TYPE_CHECKING:
     from .session import Session
@@ -53,7 +54,7 @@ def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
     if isinstance(optimizer, Optimizer):
         raise PlanError("optimizer is one that wrap returned; make a torch optimizer over the model's parameters again")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is {optimizer!r}; give a torch.optim optimizer over the model's parameters")
+        raise TypeError(f"optimizer is {given_as(optimizer)}; give a torch.optim optimizer over the model's parameters")
     if not has_kernel(optimizer):
         check_class(optimizer)
     return type(optimizer)

@@ -18,7 +18,7 @@ from .footprint import Footprint
 from .layout import Chunks, Layout, chunk_size, pack
 from .phases import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from .profiles import LANES, Machine, Overhead, Profile, Times
-from .reading import parse, typed
+from .reading import given_as, parse, typed
 from .requests import with_memory, with_requests
 from .sizes import format_bytes
 
@@ -168,7 +168,7 @@ def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
     if block_modes is None:
         return None
     if isinstance(block_modes, str) or not hasattr(block_modes, "__iter__"):
-        raise TypeError(f"block_modes is {block_modes!r}; give a list of {', '.join(MODES)}, one for each block")
+        raise TypeError(f"block_modes is {given_as(block_modes)}; give a list of {', '.join(MODES)}, one for each block")
     modes = list(block_modes)
     for number, mode in enumerate(modes):
         if mode not in MODES:
@@ -186,7 +186,7 @@ def check_numbers(plan: Any) -> None:
         PlanError: one of its numbers is none, or below zero.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is {plan!r}; give a protrain.Plan or None")
+        raise TypeError(f"plan is {given_as(plan)}; give a protrain.Plan or None")
     for name in (f.name for f in fields(plan) if f.type == "int"):
         value, least = getattr(plan, name), 1 if name == "chunk_bytes" else 0
         if type(value) is not int or (value < least and name != "n_persist"):  # which is looked at with the model

@@ -132,3 +132,8 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def given_as(value: Any) -> str:
+    """What stands in the place of something else, in a word or two: models and tensors are shown in a thousand lines."""
+    return shown(value) if value is None or isinstance(value, str | int | float | type) else f"of type {type(value).__name__}"

@@ -66,6 +66,45 @@ def test_arguments_that_are_beyond_what_the_core_takes(arguments: dict[str, Any]
     assert type(model.weight) is nn.Parameter
 
 
+def test_what_stands_in_the_place_of_something_else_is_told_in_a_line() -> None:
+    """A state dict, an optimizer or parameters would be shown in a thousand."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for arguments, message in (
+        ((optimizer, model), "model is of type AdamW; give a torch.nn.Module"),
+        ((model.state_dict(), optimizer), "model is of type OrderedDict; give a torch.nn.Module"),
+        ((None, optimizer), "model is None; give a torch.nn.Module"),
+        (
+            (model, list(model.parameters())),
+            "optimizer is of type list; give a torch.optim optimizer over the model's parameters",
+        ),
+        (
+            (model, torch.optim.AdamW),
+            "optimizer is <class 'torch.optim.adamw.AdamW'>; give a torch.optim optimizer over the model",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            protrain.wrap(*arguments, memory="16MiB")
+    with pytest.raises(TypeError, match=r"^plan is of type dict; give a protrain\.Plan or None$"):
+        protrain.wrap(model, optimizer, memory="16MiB", plan={"weights": torch.zeros(1000)})  # type: ignore[arg-type]
+
+
+def test_an_optimizer_around_another_one_is_told_from_it() -> None:
+    """As accelerate's: what it stands around is to be wrapped."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> Any:
+            return self.optimizer.step(closure)
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(protrain.PlanError, match=r"^optimizer is Around; .*another one \(accelerator\.prepare\), wrap that$"):
+        protrain.wrap(model, Around(torch.optim.AdamW(model.parameters())), memory="16MiB")
+
+
 @pytest.mark.parametrize("call", [protrain.save, protrain.load])
 @pytest.mark.parametrize("folder", [None, 3, b"/tmp/name", "a\0b"])
 def test_folders_that_are_no_paths(call: Any, folder: Any, disk: Path) -> None:
