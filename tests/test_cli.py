@@ -211,6 +211,20 @@ def test_the_doctor_measures_the_disk_and_leaves_nothing(work: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_file_system_of_a_folder_is_that_of_its_nearest_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its device number is no mount's, as on Btrfs, and where the mount's name has letters beside ASCII, or spaces."""
+    folder = tmp_path / "a b" / "ü"
+    folder.mkdir(parents=True)
+    point = str(folder).replace(" ", "\\040")
+    lines = ["1 0 0:1 / / rw - overlay o rw", f"2 1 0:2 / {point} rw - ext4 e rw", f"3 1 0:3 / {point} rw - btrfs b rw"]
+    lines.append(f"4 1 0:4 / {point}x rw - xfs x rw")
+    monkeypatch.setattr(Path, "read_bytes", lambda _: ("\n".join(lines) + "\n").encode())
+    assert machine.file_system(str(folder))[0] == "btrfs"
+    device = os.stat(tmp_path).st_dev
+    lines[0] = f"1 0 {os.major(device)}:{os.minor(device)} / / rw - overlay o rw"
+    assert machine.file_system(str(tmp_path))[0] == "overlay"
+
+
 def test_memory_is_what_the_kernel_says() -> None:
     total, available = machine.memory()
     assert 0 < available <= total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -52,14 +53,14 @@ def file_system(folder: str) -> tuple[str, int]:
     """The type of a folder's file system and the bytes free there for this user."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    kind, longest = "unknown", -1
+    found = [("unknown", (False, -1))]  # a folder's number is not its mount's where that has subvolumes, as Btrfs
     real = os.path.realpath(folder)
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
         left, _, right = line.partition(" - ")
-        fields = left.split()
-        point = fields[4].encode().decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and (fields[2] == number or kind == "unknown") and len(point) >= longest:
-            kind, longest = right.split()[0], len(point)
+        fields = left.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+        if real == point or real.startswith(point.rstrip("/") + "/"):
+            found.append((right.split(" ")[0], (fields[2] == number, len(point))))
+    kind, _ = max(reversed(found), key=lambda mount: mount[1])  # of several at one point the last is seen
     space = os.statvfs(folder)
     return kind, space.f_bavail * space.f_frsize
