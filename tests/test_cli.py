@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from protrain import checkpoint, tensorfiles
 from protrain.api import Status
-from protrain.cli import export, machine, model, train, words
+from protrain.cli import display, export, machine, model, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError, StepError
@@ -223,6 +223,14 @@ def test_the_file_system_of_a_folder_is_that_of_its_nearest_mount(tmp_path: Path
     device = os.stat(tmp_path).st_dev
     lines[0] = f"1 0 {os.major(device)}:{os.minor(device)} / / rw - overlay o rw"
     assert machine.file_system(str(tmp_path))[0] == "overlay"
+
+
+def test_a_terminal_that_cannot_draw_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel would be shown there when all is over."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, kind in (("dumb", "_Plain"), ("xterm", "_Live")):
+        monkeypatch.setenv("TERM", name)
+        assert type(display.make_display("a training", 3, None, as_json=False)).__name__ == kind
 
 
 def test_memory_is_what_the_kernel_says() -> None:

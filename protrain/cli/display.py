@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +66,8 @@ def make_display(title: str, steps: int, budget_bytes: int | None, as_json: bool
     """The display for this stdout. Args: steps, in all; budget_bytes, None where the library chooses it."""
     if as_json:
         return _Json()
-    return _Live(title, steps, budget_bytes) if sys.stdout.isatty() else _Plain(title, steps, budget_bytes)
+    live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")  # on which nothing can be drawn in place
+    return _Live(title, steps, budget_bytes) if live else _Plain(title, steps, budget_bytes)
 
 
 class _Json:
