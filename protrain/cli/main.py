@@ -67,7 +67,8 @@ def train(**words: Any) -> None:
 @plan_options
 @click.pass_context
 def plan(context: click.Context, /, **_: Any) -> None:
-    """Show how a training would be laid out and how long a step would take, without training. Takes train's words.
+    """Show how a training would be laid out and how long a step would take, without training. Takes train's words, but those of
+    what is written.
 
     The model is measured here, without its states; or planned for from a profile (--profile), or for a described machine
     (--hardware). --json prints the plan's fields, with --sweep a line for each budget.
