@@ -122,6 +122,22 @@ def test_buffers_are_those_of_transformers() -> None:
     assert all(torch.equal(found[name], buffer) for name, buffer in theirs.named_buffers())
 
 
+@pytest.mark.parametrize(("kind", "names"), [("gpt_neo", {"bias"}), ("openai-gpt", {"position_ids"})])
+def test_buffers_of_numbers_that_are_whole_are_those_of_transformers(kind: str, names: set[str]) -> None:
+    """Masks and positions, which have no NaN to tell that nobody computed them."""
+    config = transformers.AutoConfig.for_model(kind)
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300}
+    sizes |= {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
+    for name, value in {**sizes, "max_position_embeddings": 64, "n_positions": 64, "window_size": 16}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    wanted = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
+    found = dict(model.build(copy.deepcopy(config)).named_buffers())
+    assert found.keys() == wanted.keys()
+    assert names <= {name.rpartition(".")[2] for name in wanted}
+    assert not [name for name, buffer in wanted.items() if not torch.equal(found[name], buffer)]
+
+
 def test_weights_depend_on_the_seed_alone() -> None:
     one, same, other = real(small(), 1), None, real(small(), 2)
     torch.rand(100)

@@ -133,14 +133,18 @@ def _compute_buffers(module: nn.Module, around: list[nn.Module]) -> None:
     names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.device.type == "meta"]
     if not names:
         return
-    for name in names:
-        buffer = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
-        module._buffers[name] = buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.fill_(0)
-    with torch.no_grad(), _done(list(around[-1].parameters())):
-        _owner(around)._init_weights(module)
-    for name in names:
-        buffer = module._buffers[name]  # type: ignore[assignment]
-        if not buffer.is_floating_point() or bool(torch.isnan(buffer).any()):
+
+    def computed(mark: int) -> list[Any]:
+        """What they are when they were NaN, or this where a type has none, before."""
+        for name in names:
+            buffer = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+            module._buffers[name] = buffer.fill_(float("nan") if buffer.is_floating_point() else mark)
+        with torch.no_grad(), _done(list(around[-1].parameters())):
+            _owner(around)._init_weights(module)
+        return [module._buffers[name] for name in names]
+
+    for name, one, other in zip(names, computed(0), computed(1), strict=True):
+        if bool(torch.isnan(other).any()) if other.is_floating_point() else not torch.equal(one, other):
             raise CommandError(
                 f"the buffer {name!r} of {type(module).__name__} cannot be computed without its model's weights; "
                 "this type of model is not supported"
