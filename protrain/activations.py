@@ -196,16 +196,14 @@ class BlockHabits:
     """What is known of how a block's forward treats what it is given.
 
     in_place: whether it changes its inputs, so that a recomputation needs copies of them; None: not known yet, and one forward
-    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is. numpy: whether it draws from
-    NumPy's global generator, as its first forward tells; None: there was none yet.
+    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is. large: see ModuleState.
     """
 
-    __slots__ = ("compiled", "in_place", "large", "numpy")
+    __slots__ = ("compiled", "in_place", "large")
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
         self.in_place: bool | None = None
-        self.numpy: bool | None = None
         self.large: set[str] = set()
 
 
@@ -246,7 +244,7 @@ class Frame:
             others += vars(parent).values()
         self.state: Any = ModuleState(self.block, self.habits.large, others, compared=not self.compute.separate)
         self.random_state = _random_state(self.compute), random.getstate()
-        self.numpy_state = numpy_state() if self.habits.numpy is not False else None
+        self.numpy_state = numpy_state()
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.surroundings = surroundings.now()
@@ -260,9 +258,7 @@ class Frame:
         """Forward is over: copies of what it left alone go."""
         self.state.settle()
         keycaches.settle(self.caches)
-        if self.habits.numpy is None:
-            self.habits.numpy = not same_numpy_state(self.numpy_state)
-        if not self.habits.numpy:
+        if same_numpy_state(self.numpy_state):
             self.numpy_state = None
         if self.habits.compiled:
             self.code = [type(node) for node in functions_behind(result, self.ends)]

@@ -514,6 +514,24 @@ def test_parameters_of_functional_call_are_those_of_the_recomputation(only: str,
     assert_equal(run(Chain, loop, memory=1 << 30, block_modes=[mode] * 8), run(Chain, loop), 1 << 30)
 
 
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_a_block_may_begin_to_draw_from_numpy_at_any_step(mode: str) -> None:
+    class Augments(Block):
+        draws = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * float(np.random.random()) if self.draws else x)
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, plain: bool) -> list[Any]:
+        figures = steps(inputs(1))(model, optimizer, plain)
+        for block in model.blocks:
+            block.draws = True
+        return figures + steps(inputs(2))(model, optimizer, plain)
+
+    make = chain_of(Augments)
+    assert_equal(run(make, seeded(loop), memory=1 << 30, block_modes=[mode] * 8), run(make, seeded(loop)), 1 << 30)
+
+
 def test_numpys_numbers_are_not_drawn_by_who_looks_ahead() -> None:
     class Drops(Chain):
         def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
