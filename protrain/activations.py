@@ -504,6 +504,15 @@ def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
     )
 
 
+def n_backwards() -> int:
+    """So many backward passes run inside one another on this thread."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None:
+        found += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def check_not_nested(allowed: int) -> None:
     """Whether the backward pass under way is not inside another one: its gradients would be a part of those of the step's pass.
 

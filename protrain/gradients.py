@@ -98,7 +98,7 @@ class Gradients:
         if task != self._task:
             self._begin_pass(task)
         entry, settings = self._layout.entries[number], self._wrapped.settings
-        self._residency.release_node()
+        self._residency.release_nodes()
         self._engine.stash_go_on()
         if self._engine.in_memory(entry.chunk) or entry.count == 0:
             return

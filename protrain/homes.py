@@ -73,7 +73,7 @@ class Homes:
 
     def _change(self, arrangement: Arrangement) -> None:
         old = self.arrangement
-        self._residency.release_node()
+        self._residency.release_nodes()
         if self._runner.device_stash is not None:
             self._runner.device_stash.settle()
         self._engine.drop()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from . import _core
-from .activations import SavedParameter, check_version
+from .activations import SavedParameter, check_version, n_backwards
 from .device_clock import DeviceClock
 from .parameters import DisableTorchFunction, Owner, enchain, release
 from .views import Views
@@ -38,6 +39,15 @@ def _storage_address(tensor: torch.Tensor) -> int:
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
+@dataclass(eq=False)
+class _Node:
+    """A node of the graph, by its mark, of a graph task, and the chunks that are held for it."""
+
+    mark: object | None
+    task: int
+    chunks: set[int] = field(default_factory=set)
+
+
 class Residency:
     """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
 
@@ -53,8 +63,7 @@ class Residency:
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
         self.own_slots = 0  # that were made since slots were
         self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
-        self._node: object | None = None  # the mark of the node whose chunks are held
-        self._node_chunks: set[int] = set()
+        self._nodes: list[_Node] = []  # whose chunks are held: each waits for a backward that runs inside of it, but for the last
         self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
         self._unlent: set[int] = set()  # those of them that are in their slots
 
@@ -210,20 +219,17 @@ class Residency:
         entry = self._layout.entries[saved.number]
         chunk = entry.chunk
         self._bind_rest()
-        node = _mark_of_node()
-        if node is not self._node:
-            self.release_node()
-            self._node = node
+        node = self._come_to(_mark_of_node())
         with DisableTorchFunction():
             owner = saved.owner()
             if owner is not None:
                 check_version(owner._version, saved.version, saved.size)
             if not self._engine.in_memory(chunk) and torch.is_grad_enabled():
                 return self._copy_of(saved)  # this backward has a graph of its own, which holds on to what it is given
-            if chunk not in self._node_chunks and not self._engine.in_memory(chunk):
+            if chunk not in node.chunks and not self._engine.in_memory(chunk):
                 if not self._demand(chunk):
                     return self._copy_of(saved)  # the slot is taken by what this same node reads
-                self._node_chunks.add(chunk)
+                node.chunks.add(chunk)
             base = self._bases[chunk]
             self._address_chunk[base.data_ptr()] = chunk
             return saved.over(base, entry.offset_bytes)
@@ -234,12 +240,33 @@ class Residency:
         self._engine.transfer(saved.number, 0, self._compute.on_host(copy), False)
         return saved.over(self._compute.to_device(copy), 0)
 
-    def release_node(self) -> None:
-        """The node of the graph whose parameters are held in place is done."""
-        for chunk in self._node_chunks:
+    def _come_to(self, mark: object | None) -> _Node:
+        """The node of this mark runs; those that do not run any more give up their chunks. One whose backward makes another
+        backward, as functions that recompute by hand do, goes on behind that with what it was given."""
+        if self._nodes and self._nodes[-1].mark is mark:
+            return self._nodes[-1]
+        task, n_outer = torch._C._current_graph_task_id(), len(self._nodes) - 1
+        if self._nodes and self._nodes[-1].task != task:
+            n_outer = max(n_backwards() - self._compute.backward_depth, 0)
+        while len(self._nodes) > n_outer + 1:
+            self._release_last()
+        if len(self._nodes) == n_outer + 1 and self._nodes and self._nodes[-1].mark is not mark:
+            self._release_last()
+        if not self._nodes or self._nodes[-1].mark is not mark:
+            self._nodes.append(_Node(mark, task))
+        return self._nodes[-1]
+
+    def _release_last(self) -> None:
+        node = self._nodes[-1]
+        for chunk in node.chunks:
             self._engine.unuse(chunk)
-        self._node_chunks.clear()
-        self._node = None
+        node.chunks.clear()
+        self._nodes.pop()
+
+    def release_nodes(self) -> None:
+        """The nodes of the graph whose parameters are held in place are done."""
+        while self._nodes:
+            self._release_last()
 
     # ---- recomputation ----
 
@@ -247,25 +274,27 @@ class Residency:
     def node_waits(self) -> Iterator[None]:
         """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that
         the node was given, which are in them again when it is over."""
-        if _mark_of_node() is not self._node:
-            self.release_node()
-        node, waiting = self._node, self._node_chunks
+        node = self._come_to(_mark_of_node())
+        nodes, waiting = self._nodes, node.chunks
         places = {chunk: self._bases[chunk].data_ptr() for chunk in waiting}
-        self._node, self._node_chunks, self._waiting, self._unlent = None, set(), waiting, set(waiting)
+        self._nodes, node.chunks = [], set()
+        self._waiting, self._unlent = waiting, set(waiting)
         try:
             yield
-            self.release_node()
+            self.release_nodes()
             for chunk in waiting - self._unlent:
                 if not self._demand(chunk) or self._bases[chunk].data_ptr() != places[chunk]:
                     raise RuntimeError(f"the slot of chunk {chunk} went to another while its block was recomputed")
                 self._unlent.add(chunk)
                 self._address_chunk[places[chunk]] = chunk
-            self._node, self._node_chunks = node, waiting
+            node.chunks = waiting
         except BaseException:
             for chunk in self._unlent:
                 self._engine.unuse(chunk)
             raise
         finally:
+            self.release_nodes()
+            self._nodes = nodes
             self._waiting, self._unlent = set(), set()
 
     def _lend(self, chunks: Sequence[int]) -> bool:

@@ -192,7 +192,7 @@ class Session:
         self.driver = threading.get_ident()
         self._note_commit()
         self.wrapped.compute.count(self.engine, True)
-        self.residency.release_node()
+        self.residency.release_nodes()
         self.homes.settle()
         changes.check_parameters(self.wrapped)
         if torch.is_grad_enabled():
@@ -315,7 +315,7 @@ class Session:
 
     def _step(self) -> torch.Tensor | None:
         self._note_commit()
-        self.residency.release_node()
+        self.residency.release_nodes()
         changes.check_frozen(self.wrapped)
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
@@ -406,7 +406,7 @@ class Session:
     def forget(self) -> None:
         """Drop the gradients and updates of a step that is not made."""
         self.runner.forget()
-        self.residency.release_node()
+        self.residency.release_nodes()
         self.gradients.forget()
         self._began, self.clock.in_backward = None, False
         self.clock.forget()

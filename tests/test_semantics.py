@@ -400,6 +400,51 @@ def test_functions_that_recompute_by_hand(mode: str | None) -> None:
     both(HandmadeChain, steps(inputs(3)), **({"block_modes": [mode] * 8} if mode else {}))
 
 
+class Asks(torch.autograd.Function):
+    """Its backward asks for a gradient through other layers, and goes on with the weight that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, others: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.others = others
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            z = y
+            for other in ctx.others:
+                z = other(z)
+            (found,) = torch.autograd.grad(z.square().mean(), y)
+        return grad @ weight + found, grad.t() @ x, None
+
+
+class AsksBlock(Block):
+    others: tuple[nn.Module, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Asks.apply(self.norm_in(x), self.square.weight, self.others)
+        return super().forward(x) + y
+
+
+class AsksChain(Chain):
+    block = AsksBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            other, third = self.blocks[(number + 3) % 8], self.blocks[(number + 5) % 8]
+            block.others = (other.up, other.down, third.square)
+
+
+@pytest.mark.parametrize("mode", [None, "swap", "checkpoint"])
+def test_what_a_function_saved_is_still_there_behind_a_backward_inside_of_its_own(mode: str | None) -> None:
+    """Whatever chunks that one brings into the same slots."""
+    both(AsksChain, steps(inputs(3)), memory=10 * MIB, **({"block_modes": [mode] * 8} if mode else {}))
+
+
 def test_hooks_of_users_on_parameters() -> None:
     """A hook that changes a gradient is obeyed."""
 
