@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import _core, keycaches, randomness, surroundings
@@ -459,13 +460,14 @@ def run_checkpointed(
 
 @contextmanager
 def no_outer_hooks() -> Iterator[None]:
-    """What runs inside is seen by no saved-tensor hooks of others."""
+    """What runs inside is seen by no saved-tensor hooks of others, and by no dispatch modes, which count what runs, for one."""
     outer: list[Hooks] = []
     while (hooks := _top(True)) is not None:
         _pop()
         outer.append(hooks)
     try:
-        yield
+        with _disable_current_modes():
+            yield
     finally:
         for pack, unpack in reversed(outer):
             _push(pack, unpack)

@@ -154,9 +154,11 @@ def check_frozen(wrapped: Wrapped) -> None:
     """Whether the optimizer has no more to train than it had at wrap.
 
     Raises:
-        PlanError: a parameter was unfrozen; it is named.
+        PlanError: a parameter was unfrozen, or given a gradient; it is named.
     """
-    thawed = next((number for number in wrapped.frozen if wrapped.params[number].requires_grad), None)
+    with DisableTorchFunction():
+        frozen = [(number, wrapped.params[number]) for number in wrapped.frozen]
+        thawed = next((number for number, p in frozen if p.requires_grad or p.grad is not None), None)
     if thawed is not None:
         raise PlanError(
             f"parameter {wrapped.layout.entries[thawed].name} was frozen at wrap, so that it has no state, and is to be trained "

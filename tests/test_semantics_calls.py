@@ -20,6 +20,7 @@ from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from twins import MIB, adamw, bits
 
 import protrain
@@ -333,6 +334,60 @@ def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any) -> 
         del block.adapter
     steps(inputs(3)[2:])(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(3))
+
+
+@pytest.mark.parametrize("by", ["forward", "parts", "hand"])
+def test_parameters_of_the_optimizer_that_were_frozen_at_wrap_are_not_left_untrained(by: str) -> None:
+    """Plain torch trains them from when they are thawed, or given a gradient: nothing is kept here for that."""
+    model: Any = Chain()
+    model.blocks[2].requires_grad_(False)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    before, p = state_of(model), model.blocks[2].up.bias
+    frozen = r"parameter blocks\.2\.\S+ was frozen at wrap.*: call protrain\.unwrap\(model\), change it, and wrap it again"
+    if by == "hand":
+        p.grad = torch.ones_like(p)
+    else:
+        model.blocks[2].requires_grad_(True)
+    if by == "parts":
+        x = inputs(1)[0]
+        for block in model.blocks:
+            x = block(x)
+        x.sum().backward()
+    with pytest.raises(protrain.PlanError, match=frozen):
+        _ = model(inputs(1)[0]) if by == "forward" else optimizer.step()
+    with torch.no_grad():
+        model(inputs(1)[0])
+    model.zero_grad()
+    p.grad = None
+    assert state_of(model) == before
+    model.requires_grad_(True)
+    model = protrain.unwrap(model)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    assert state_of(model)["blocks.2.up.bias"] != before["blocks.2.up.bias"]
+    protrain.unwrap(model)
+
+
+def test_what_is_foreseen_is_seen_by_no_mode_of_users() -> None:
+    """A counter of operations counts those of the step alone."""
+
+    def counts(wrap: bool) -> list[int]:
+        model: Any = Chain()
+        optimizer: Any = adamw(model)
+        if wrap:
+            model, optimizer = protrain.wrap(model, optimizer, memory=1 << 30, block_modes=["keep"] * 8)
+        found = []
+        for x in inputs(2):
+            with FlopCounterMode(display=False) as counter:
+                loss = model(x)
+            found.append(counter.get_total_flops())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert counts(True) == counts(False)
 
 
 # ---- other wrappers ----
