@@ -39,6 +39,7 @@ from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import ChunkTensor, DisableTorchFunction, mark_views
 from .randomness import numpy_state, same_numpy_state
+from .strides import copies, storage_of
 
 if TYPE_CHECKING:
     from .compute import Compute
@@ -141,13 +142,16 @@ def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
-def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool) -> Any:
+def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool, copied: bool) -> Any:
     """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input. views: those that are
-    views will be views again, on which compiled code can depend."""
+    views will be views again, on which compiled code can depend. copied: they may be changed in place, so those that lie in one
+    memory stay in it."""
     leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
     taken: dict[int, Any] = {}
+    plain = {id(leaf): leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()}
+    memory = collections.Counter(storage_of(leaf) for leaf in plain.values()) if copied else {}
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and id(leaf) not in taken and not leaf.is_inference():
+        if id(leaf) in plain and id(leaf) not in taken and memory.get(storage_of(leaf), 1) == 1:
             base = leaf._base if views else None
             taken[id(leaf)] = leaf
             if base is None or (type(base) is torch.Tensor and base.dtype == leaf.dtype and base.numel() == leaf.numel()):
@@ -166,13 +170,13 @@ def _bring_inputs(inputs: Any) -> Any:
 def _copied_inputs(inputs: Any, views: bool) -> Any:
     """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
     leaves, spec = tree_flatten(inputs)
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
     with torch.no_grad():
-        plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
-        copies = {id(leaf): leaf.clone() for leaf in plain if views or leaf._base is None}
-    for leaf in leaves:
-        if id(leaf) in copies:
-            copies[id(leaf)].requires_grad_(leaf.requires_grad)
-    return tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
+        made = copies(leaf for leaf in plain if views or leaf._base is None)
+    for leaf in plain:
+        if id(leaf) in made:
+            made[id(leaf)].requires_grad_(leaf.requires_grad)
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -189,8 +193,10 @@ def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
 def _no_leaves(inputs: Any) -> Any:
     """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
     leaves, spec = tree_flatten(inputs)
-    clones = {id(leaf): leaf.clone() for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad}
-    return tree_unflatten([clones.get(id(leaf), leaf) for leaf in leaves], spec)
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
+    trained = {storage_of(leaf) for leaf in plain if leaf.requires_grad}
+    made = copies(leaf for leaf in plain if storage_of(leaf) in trained)
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 class BlockHabits:
@@ -237,7 +243,8 @@ class Frame:
         views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
         inputs = _copied_inputs(self.given, views) if copied else self.given
         self.copied = copied
-        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled)  # None: recomputed
+        # None: the block was recomputed
+        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled, copied)
         self.versions = _versions(tree_leaves(self.inputs))
         self.compute = runner.compute
         others = list(leaves)

@@ -9,10 +9,14 @@ holes becomes contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 Strides = tuple[int, ...]
+
+#: torch's memory begins at multiples of it.
+ALIGNED_BYTES = 64
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -39,6 +43,54 @@ def laid(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
     if not tensor.numel() or all(own == wanted for size, own, wanted in pairs if size != 1):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same for tensors whose elements lie in one memory, and for no others."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor() and tensor.numel() > 0
+    return tensor.untyped_storage().data_ptr() if plain else id(tensor)
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By their ids, copies of tensors that lie in memory as these do: what operations choose, and how sums round, hangs on it.
+    Copies of those that share memory share it too."""
+    groups: dict[Any, dict[int, torch.Tensor]] = {}
+    for tensor in tensors:
+        lazy = tensor.is_conj() or tensor.is_neg()
+        key = id(tensor) if lazy else (storage_of(tensor), tensor.dtype)
+        groups.setdefault(key, {})[id(tensor)] = tensor
+    found: dict[int, torch.Tensor] = {}
+    for group in groups.values():
+        members = list(group.values())
+        if len(members) == 1 and _lies_as_made(members[0]):
+            found[id(members[0])] = members[0].clone()
+        else:
+            found |= _copies_together(members)
+    return found
+
+
+def _lies_as_made(tensor: torch.Tensor) -> bool:
+    """Whether a clone of the tensor lies as it does, or may lie as it likes."""
+    if storage_of(tensor) == id(tensor) or tensor.is_conj() or tensor.is_neg():
+        return True
+    begins = tensor.storage_offset() * tensor.element_size() % ALIGNED_BYTES == 0
+    return begins and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _copies_together(members: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """All lie in one copy of the memory that they lie in."""
+    size_bytes = members[0].element_size()
+    first = min(int(tensor.storage_offset()) for tensor in members)
+    first -= first * size_bytes % ALIGNED_BYTES // size_bytes
+    end = max(int(tensor.storage_offset()) + (_span(tensor)[1] - _span(tensor)[0]) // size_bytes for tensor in members)
+    source = next((tensor for tensor in members if tensor.requires_grad), members[0])
+    whole = source.as_strided((end - first,), (1,), first).clone()
+    found = {}
+    with torch.enable_grad():  # a view that is made without gradients may not be changed in place with them
+        for tensor in members:
+            piece = whole.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) - first)
+            found[id(tensor)] = piece if tensor.requires_grad or not whole.requires_grad else piece.detach()
+    return found
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -514,6 +514,72 @@ def test_parameters_of_functional_call_are_those_of_the_recomputation(only: str,
     assert_equal(run(Chain, loop, memory=1 << 30, block_modes=[mode] * 8), run(Chain, loop), 1 << 30)
 
 
+class Sums(Block):
+    """Over all of what it is given, the order of which is that of memory. `writes`: changes it in place."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        scale = torch.tanh(x.sum() * 0.01)
+        if self.writes:
+            x.mul_(1.25)
+        y = x if y is None else y
+        return super().forward(x) * scale + torch.tanh(y.sum(-1, keepdim=True))
+
+
+class SumsAndWrites(Sums):
+    writes = True
+
+
+class Adds(Block):
+    """What is trained to what is not, which is seen through another tensor."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x.add_(self.norm_in.bias + 0.5)
+        return super().forward(x) * torch.tanh(y.sum(-1, keepdim=True))
+
+
+class Parts(Chain):
+    """Blocks that are given a part of a tensor."""
+
+    block = Sums
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = torch.tanh(block(torch.cat([x, 0.5 * x], -1)[:, 1:257]))
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+class PartsWritten(Parts):
+    block = SumsAndWrites
+
+
+class Twice(Chain):
+    """Blocks that are given a tensor and what lies in its memory."""
+
+    block = SumsAndWrites
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        for number, block in enumerate(self.blocks):
+            x = x * 1 if number else x.clone()
+            x = block(x, (x[:, 5:100], x.detach(), x.view(-1, 256))[number % 3])
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+class TwiceAdded(Twice):
+    block = Adds
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("make", [Parts, PartsWritten, Twice, TwiceAdded])
+def test_copies_of_inputs_lie_as_these_do(make: Callable[[], nn.Module], mode: str) -> None:
+    """And those of tensors that share memory share it: what a block changes in place is seen through the others."""
+    loop = steps(inputs(3, rows=201))
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
+
+
 @pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
 def test_a_block_may_begin_to_draw_from_numpy_at_any_step(mode: str) -> None:
     class Augments(Block):
