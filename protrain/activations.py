@@ -264,6 +264,9 @@ class Frame:
 
     def settle(self, result: Any) -> None:
         """Forward is over: copies of what it left alone go."""
+        if self.inputs is None:  # it has asked for what it had saved
+            self.given, self.given_versions = None, []
+            return
         self.state.settle()
         keycaches.settle(self.caches)
         if same_numpy_state(self.numpy_state):
@@ -289,6 +292,8 @@ class Frame:
             return found
         record = Recomputed(self, tensor)
         self.saved.append(weakref.ref(record))
+        if self.inputs is None:  # forward goes on behind a backward of its own, for which it was recomputed: the rest stays
+            record.tensor = tensor.detach()
         return record
 
     def unpack(self, saved: Any) -> torch.Tensor:

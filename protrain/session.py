@@ -150,7 +150,7 @@ class Session:
         return self.model.training or self._trains_in_eval is True or kwargs.get("labels") is not None
 
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        training = self._is_training()
+        training, stashing = self._is_training(), self.runner.stashing
         self._depth += 1
         try:
             if not training:
@@ -182,7 +182,7 @@ class Session:
             raise
         finally:
             self._depth -= 1
-            self.runner.stashing = False
+            self.runner.stashing = stashing
 
     def _may_move(self) -> bool:
         """Whether nobody looks at parameters where they lie: neither a forward that runs nor one whose backward may come."""
@@ -209,7 +209,8 @@ class Session:
         begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
         if begins:
             self._batches.clear()
-        self.runner.modes = self.homes.arrangement.plan.block_modes
+        if self._depth <= 1:
+            self.runner.modes = self.homes.arrangement.plan.block_modes
         may_move = self._may_move()
         if torch.is_grad_enabled():
             self._graphs, self._in_eval = True, not self.model.training

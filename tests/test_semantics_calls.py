@@ -369,6 +369,46 @@ def test_parameters_of_the_optimizer_that_were_frozen_at_wrap_are_not_left_untra
     protrain.unwrap(model)
 
 
+class Forces(Block):
+    """A gradient of its own is a part of what it gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(torch.tanh(self.up(y)).square().sum(), y, create_graph=True)
+        return super().forward(nn.functional.dropout(x, 0.1)) + 0.1 * force
+
+
+class ForcesChain(Chain):
+    block = Forces
+
+
+@pytest.mark.parametrize("mode", ["swap", "checkpoint", "checkpoint_swap"])
+def test_blocks_that_take_gradients_in_their_forward(mode: str) -> None:
+    both(ForcesChain, steps(inputs(3)), memory=40 * MIB, block_modes=[mode] * 8)
+
+
+class Twofold(Chain):
+    """Its forward calls itself, without gradients, before its blocks run."""
+
+    def forward(self, x: torch.Tensor, *, skip: Any = (), loss: bool = True) -> torch.Tensor:
+        if not loss:
+            return super().forward(x, skip=skip, loss=False)
+        with torch.no_grad():
+            target = self(x, skip=range(1, 8), loss=False)
+        y = super().forward(x, loss=False)
+        return (y - target).square().mean()
+
+
+def test_a_forward_inside_of_a_forward_leaves_its_blocks_their_modes() -> None:
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = steps(inputs(2, rows=256))(model, optimizer, plain)
+        assert plain or session_of(model).engine.stats()["stash_record_count"] > 0
+        return figures
+
+    both(Twofold, loop, all_in_memory=True, memory=1 << 30, block_modes=["swap"] * 8)
+
+
 def test_what_is_foreseen_is_seen_by_no_mode_of_users() -> None:
     """A counter of operations counts those of the step alone."""
 
