@@ -151,7 +151,7 @@ def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[
         meter.unseen |= get_ident() != meter.thread
         meter.mark(number, False)
         meter.read_together(chunks)
-        keycaches.note(args, kwargs)
+        keycaches.note(number, args, kwargs)
         kept: list[torch.Tensor] = []  # as large as what forward puts others in the place of, which its recomputation needs
         if recomputes(mode):
             beginning = Beginning(block)

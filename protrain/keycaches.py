@@ -5,7 +5,8 @@ encoder and a decoder, not be made again at all.
 
 A model of transformers keeps keys for generation unless it is told not to, also in training, where nobody has use for them. To
 turn that off is not the same: attention reads them where the cache has put them together, and what lies otherwise other kernels
-serve, which round otherwise. So layers are given the cache, and what a block has added goes when it is through (`dropped`).
+serve, which round otherwise. So layers are given the cache, and what a block has added goes when it is through (`dropped`). A
+model that runs a block twice reads there what the first time added: its keys stay.
 """
 
 from __future__ import annotations
@@ -23,8 +24,19 @@ from torch import nn
 
 Held = list[tuple[Any, Any]]  # what a cache is made of, and copies of each part
 
-#: By their ids, the caches that blocks of the forward that runs were given, as they were; None: they are kept.
-_dropping: ContextVar[dict[int, Held] | None] = ContextVar("_dropping", default=None)
+
+class Dropping:
+    """Of a forward that runs. found: by their ids, the caches that its blocks were given, as they were; ran: numbers of blocks,
+    each with the id of a cache that it was given; read_again: one was given the same cache twice, so what is added stays."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Held] = {}
+        self.ran: set[tuple[int, int]] = set()
+        self.read_again = False
+
+
+#: None: what is added to caches stays.
+_dropping: ContextVar[Dropping | None] = ContextVar("_dropping", default=None)
 
 
 def are_of_no_use(model: nn.Module) -> bool:
@@ -35,33 +47,39 @@ def are_of_no_use(model: nn.Module) -> bool:
 
 
 @contextmanager
-def dropped(kwargs: Mapping[str, Any], wanted: bool = True) -> Iterator[None]:
+def dropped(kwargs: Mapping[str, Any], wanted: bool = True) -> Iterator[Dropping]:
     """Inside, blocks of a model that is called with these arguments leave caches as they found them, unless the caller asked for
     one, or gave one. wanted: whether they are to."""
     given = any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values", "cache"))
-    token = _dropping.set({} if wanted and not given else None)
+    dropping = Dropping()
+    token = _dropping.set(dropping if wanted and not given else None)
     try:
-        yield
+        yield dropping
     finally:
         _dropping.reset(token)
 
 
-def note(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A block is given these arguments."""
-    noted, kind = _dropping.get(), _class()
-    if noted is not None and kind is not None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, kind) and id(value) not in noted:
-                noted[id(value)] = [(value, None), *_parts(value, kind)]
+def note(number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Block `number` is given these arguments. Returns whether it reads what it has added to a cache before, and what is gone."""
+    dropping, kind = _dropping.get(), _class()
+    if dropping is None or kind is None or dropping.read_again:
+        return False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, kind):
+            if id(value) not in dropping.found:
+                dropping.found[id(value)] = [(value, None), *_parts(value, kind)]
+            dropping.read_again |= (number, id(value)) in dropping.ran
+            dropping.ran.add((number, id(value)))
+    return dropping.read_again
 
 
 def drop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """The block is through: what it has added to caches goes."""
-    noted = _dropping.get()
-    if not noted:
+    dropping = _dropping.get()
+    if dropping is None or dropping.read_again:
         return
     for value in (*args, *kwargs.values()):
-        for part, before in noted.get(id(value), [])[1:]:
+        for part, before in dropping.found.get(id(value), [])[1:]:
             if isinstance(part, list):
                 part[:] = before
             elif len(part) != len(before) or any(before.get(name) is not now for name, now in part.items()):

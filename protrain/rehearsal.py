@@ -329,7 +329,7 @@ class _Rehearsal:
         if call >= len(self.calls) or self.calls[call][0] != number:
             raise OtherWayError(f"forward {call} of a block is not the one that it was in the dry run")
         clock.mark(number, False, call)
-        keycaches.note(args, kwargs)
+        keycaches.note(number, args, kwargs)
         output = self._forward(call, self.forwards[number], args, kwargs)
         keycaches.drop(args, kwargs)
         watch_backward(

@@ -276,14 +276,18 @@ class Runner:
 
         Raises:
             PlanError: hooks of others are around it, which its mode cannot be inside of.
-            StepError: another thread is inside of a block or of an operation.
+            StepError: another thread is inside of a block or of an operation, or it reads keys that were dropped.
         """
         thread = self.come_in()
         try:
             if self.frame is not None:
                 return forward(*args, **kwargs)  # it belongs to the block around it
             begin_ns = self._clock.now()
-            keycaches.note(args, kwargs)
+            if keycaches.note(number, args, kwargs):
+                raise StepError(
+                    f"block {self.blocks[number][0]} runs twice in one forward, and would read keys that it added to a cache and "
+                    "that were dropped: call the model again, from now on they stay, or pass use_cache"
+                )
             result = self._run_in_mode(number, forward, args, kwargs)
             keycaches.drop(args, kwargs)
             self._clock.forward_done(number, begin_ns, args, kwargs, result)

@@ -136,9 +136,12 @@ class Session:
             StepError: the last load failed half-way.
         """
         of_no_use = self._caches_are_of_no_use and self._is_training() and self._wants_no_cache(kwargs)
-        with self.turn, keycaches.dropped(kwargs, of_no_use):
-            self.values.loads.check("forward")
-            return self._run_model(forward, args, kwargs)
+        with self.turn, keycaches.dropped(kwargs, of_no_use) as dropping:
+            try:
+                self.values.loads.check("forward")
+                return self._run_model(forward, args, kwargs)
+            finally:
+                self._caches_are_of_no_use &= not dropping.read_again
 
     def _is_training(self) -> bool:
         """Whether a forward that begins now is taken for one of training. One in eval mode may be, in which `from_pretrained`

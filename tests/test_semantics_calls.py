@@ -21,7 +21,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from twins import MIB, adamw, bits
+from transformers import LlamaConfig, LlamaForCausalLM
+from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
 from protrain import activations
@@ -407,6 +408,56 @@ def test_a_forward_inside_of_a_forward_leaves_its_blocks_their_modes() -> None:
         return figures
 
     both(Twofold, loop, all_in_memory=True, memory=1 << 30, block_modes=["swap"] * 8)
+
+
+class Rounds(nn.ModuleList):
+    """Layers that a model runs twice, each with one number."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        return iter([*self._modules.values(), *self._modules.values()])
+
+
+class Looks(nn.Embedding):
+    """At values of its own, which nobody can foresee."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (1 if self.weight.detach().numpy().any() else 2)
+
+
+def rounds(foreseen: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=128,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.model.layers = Rounds(list(model.model.layers))
+    if not foreseen:
+        model.model.embed_tokens = Looks(128, 128)
+    return model
+
+
+@pytest.mark.parametrize("mode", [None, "keep", "checkpoint"])
+def test_keys_that_a_block_reads_in_a_second_round_are_there(mode: str | None, token_batches: Any) -> None:
+    memory, modes = (10 * MIB, None) if mode is None else (1 << 30, [mode] * 4)
+    loop = fit([batch % 128 for batch in token_batches(3)])
+    assert_equal(run(rounds, loop, memory=memory, block_modes=modes), run(rounds, loop), memory)
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+def test_keys_that_were_dropped_are_not_read_where_nothing_was_foreseen(token_batches: Any) -> None:
+    (ids,) = (batch % 128 for batch in token_batches(1))
+    model: Any = rounds(foreseen=False)
+    with uncounted():
+        want = rounds(foreseen=False)(input_ids=ids, labels=ids).loss.item()  # type: ignore[operator]
+    model, _ = protrain.wrap(model, adamw(model), memory=1 << 30)
+    with pytest.raises(protrain.StepError, match=r"layers\.0 runs twice in one forward, .* from now on they stay"):
+        model(input_ids=ids, labels=ids)
+    assert model(input_ids=ids, labels=ids).loss.item() == want
+    protrain.unwrap(model)
 
 
 def test_what_is_foreseen_is_seen_by_no_mode_of_users() -> None:
