@@ -39,7 +39,7 @@ from .errors import PlanError, StepError
 from .modulestate import ModuleState
 from .parameters import ChunkTensor, DisableTorchFunction, mark_views
 from .randomness import numpy_state, same_numpy_state
-from .strides import copies, storage_of
+from .strides import copied_bytes, copies, storage_of
 
 if TYPE_CHECKING:
     from .compute import Compute
@@ -239,7 +239,7 @@ class Frame:
         self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:
-            copied = runner.can_copy(sum(leaf.numel() * leaf.element_size() for leaf, _ in self.given_versions))
+            copied = runner.can_copy(copied_bytes(leaf for leaf, _ in self.given_versions))
         views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
         inputs = _copied_inputs(self.given, views) if copied else self.given
         self.copied = copied

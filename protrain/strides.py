@@ -54,19 +54,47 @@ def storage_of(tensor: torch.Tensor) -> int:
 def copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """By their ids, copies of tensors that lie in memory as these do: what operations choose, and how sums round, hangs on it.
     Copies of those that share memory share it too."""
-    groups: dict[Any, dict[int, torch.Tensor]] = {}
+    found: dict[int, torch.Tensor] = {}
+    for group in _sharing(tensors):
+        if len(group) == 1 and _lies_as_made(group[0]):
+            found[id(group[0])] = group[0].clone()
+        else:
+            found |= _copies_together(group)
+    return found
+
+
+def copied_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What `copies` of them take."""
+    found = 0
+    for group in _sharing(tensors):
+        if len(group) == 1 and _lies_as_made(group[0]):
+            found += group[0].numel() * group[0].element_size()
+        else:
+            first, end = _reach(group)
+            found += (end - first) * group[0].element_size()
+    return found
+
+
+def _sharing(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Each tensor once, with those between whose elements it has some. What is far apart in one memory, as rows of a data set,
+    is apart here."""
+    memories: dict[Any, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
         lazy = tensor.is_conj() or tensor.is_neg()
         key = id(tensor) if lazy else (storage_of(tensor), tensor.dtype)
-        groups.setdefault(key, {})[id(tensor)] = tensor
-    found: dict[int, torch.Tensor] = {}
-    for group in groups.values():
-        members = list(group.values())
-        if len(members) == 1 and _lies_as_made(members[0]):
-            found[id(members[0])] = members[0].clone()
-        else:
-            found |= _copies_together(members)
-    return found
+        memories.setdefault(key, {})[id(tensor)] = tensor
+    for memory in memories.values():
+        members = list(memory.values())
+        if len(members) == 1:
+            yield members
+            continue
+        together: list[torch.Tensor] = []
+        for tensor in sorted(members, key=torch.Tensor.storage_offset):
+            if together and tensor.storage_offset() >= _reach(together)[1]:
+                yield together
+                together = []
+            together.append(tensor)
+        yield together
 
 
 def _lies_as_made(tensor: torch.Tensor) -> bool:
@@ -77,13 +105,18 @@ def _lies_as_made(tensor: torch.Tensor) -> bool:
     return begins and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def _copies_together(members: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """All lie in one copy of the memory that they lie in."""
+def _reach(members: list[torch.Tensor]) -> tuple[int, int]:
+    """Where the elements of tensors of one type lie in their memory: from the last aligned place before them to behind them."""
     size_bytes = members[0].element_size()
     first = min(int(tensor.storage_offset()) for tensor in members)
-    first -= first * size_bytes % ALIGNED_BYTES // size_bytes
     end = max(int(tensor.storage_offset()) + (_span(tensor)[1] - _span(tensor)[0]) // size_bytes for tensor in members)
-    source = next((tensor for tensor in members if tensor.requires_grad), members[0])
+    return first - first * size_bytes % ALIGNED_BYTES // size_bytes, end
+
+
+def _copies_together(members: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """All lie in one copy of the memory that they lie in."""
+    first, end = _reach(members)
+    source = max(members, key=lambda tensor: (tensor.untyped_storage().nbytes(), tensor.requires_grad))  # NumPy's end anywhere
     whole = source.as_strided((end - first,), (1,), first).clone()
     found = {}
     with torch.enable_grad():  # a view that is made without gradients may not be changed in place with them

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from twins import adamw, assert_equal, run
 
 import protrain
-from protrain import modulestate
+from protrain import modulestate, strides
 
 
 @pytest.fixture(autouse=True)
@@ -578,6 +578,26 @@ def test_copies_of_inputs_lie_as_these_do(make: Callable[[], nn.Module], mode: s
     """And those of tensors that share memory share it: what a block changes in place is seen through the others."""
     loop = steps(inputs(3, rows=201))
     assert_equal(run(make, loop, memory=1 << 30, block_modes=[mode] * 8), run(make, loop), 1 << 30)
+
+
+def test_copies_of_rows_that_lie_apart_have_no_others_between_them() -> None:
+    rows = torch.arange(4000.0).view(1000, 4)
+    parts = [rows[:4], rows[2:6], rows[-4:]]
+    made = strides.copies(parts)
+    assert all(torch.equal(made[id(part)], part) for part in parts)
+    assert {made[id(part)].untyped_storage().nbytes() for part in parts} == {6 * 16, 4 * 16}
+    assert strides.copied_bytes(parts) == 10 * 16
+    made[id(parts[0])].zero_()
+    assert not made[id(parts[1])][:2].any()
+
+
+def test_arrays_of_numpy_over_one_memory_are_copied() -> None:
+    """Whose tensors each have a storage of their own, which end where they do."""
+    numbers = np.arange(1000, dtype=np.float32)
+    parts = [torch.from_numpy(numbers[:10]), torch.from_numpy(numbers)]
+    made = strides.copies(parts)
+    assert all(torch.equal(made[id(part)], part) for part in parts)
+    assert made[id(parts[0])].data_ptr() == made[id(parts[1])].data_ptr()
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
