@@ -153,7 +153,8 @@ class Runner:
         self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
         self.stashing = self.filling = False
         self.unplanned = False
-        self._saved: list[dict[int, int]] | None = None  # of each pass, what blocks saved that were recomputed; None: nobody asks
+        self._saved: dict[int, int] | None = None  # in this pass, by blocks that were recomputed; None: nobody asks
+        self._most_saved: dict[int, int] = {}  # in one of the passes before
         self._commits_of: dict[int, int] = {}  # of each parameter by number: how many steps there were when one last changed it
         self.noted_commits = 0  # steps that the engine has made, and all that follows from them is done
 
@@ -188,10 +189,8 @@ class Runner:
 
     def begin_pass(self, measures: bool) -> None:
         """A forward of a training step begins. measures: what blocks save is to be known, as no dry run told."""
-        if not measures or self.compute.separate:
-            self._saved = None
-        else:
-            self._saved = [*(self._saved or ()), {}]
+        self._most_saved = self.saved_bytes()
+        self._saved = {} if measures and not self.compute.separate else None
 
     def bytes_in_use(self) -> int:
         """Without gradients, which the update lane takes when it comes to them; 0: nobody asks."""
@@ -202,15 +201,14 @@ class Runner:
 
     def note_saved(self, number: int, before_bytes: int) -> None:
         """Block `number` was recomputed, and so much was in use before."""
-        if self._saved:
-            saved = self._saved[-1]
-            saved[number] = saved.get(number, 0) + max(self.bytes_in_use() - before_bytes, 0)
+        if self._saved is not None:
+            self._saved[number] = self._saved.get(number, 0) + max(self.bytes_in_use() - before_bytes, 0)
 
     def saved_bytes(self) -> dict[int, int]:
-        """The step is over: of each block that was recomputed what it saved in a pass, at most."""
-        passes, self._saved = self._saved or [], None
-        numbers = {number for one in passes for number in one}
-        return {number: max(one.get(number, 0) for one in passes) for number in numbers}
+        """The step is over, or a pass: of each block that was recomputed what it saved in a pass, at most."""
+        before, now = self._most_saved, self._saved or {}
+        self._most_saved, self._saved = {}, None
+        return {number: max(before.get(number, 0), now.get(number, 0)) for number in before | now}
 
     def recompute_all(self) -> None:
         """No block of this forward keeps what it saves: those that would are recomputed; over a device those that swap too, for

@@ -123,3 +123,14 @@ def test_some_batches_are_foreseen_and_others_are_not() -> None:
         assert sum("cannot foresee" in str(one.message) for one in caught) == 1
         assert is_ample(seen[2])
     assert is_ample(seen[-1])
+
+
+def test_passes_of_steps_that_are_not_made_leave_nothing_behind() -> None:
+    model: Any = Deciding()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+    x = torch.randn(16, 256)
+    for _ in range(20):
+        model(x).backward()
+        optimizer.zero_grad()
+    assert len(protrain.session_of(model).runner._saved or ()) <= len(model.blocks)
+    protrain.unwrap(model)
