@@ -36,7 +36,15 @@ from .profiles import Machine, Profile, Times
 from .reading import given_as
 from .rehearsal import OtherWayError, RehearsalError, rehearse
 from .session import Session
-from .sizes import check_count, check_folder, default_disk_folder, default_memory_bytes, parse_bytes, warn_above_cgroup
+from .sizes import (
+    MOST_PASSES,
+    check_count,
+    check_folder,
+    default_disk_folder,
+    default_memory_bytes,
+    parse_bytes,
+    warn_above_cgroup,
+)
 from .strides import shared_memory
 from .timeline import StepTrace, Timeline
 from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
@@ -260,7 +268,7 @@ def wrap(
     groups = _check_optimizer(optimizer, named)
     compute = choose(named)
     budget, host_budget = _budgets(compute, memory, host_memory)
-    check_count(accumulate, "accumulate")
+    check_count(accumulate, "accumulate", MOST_PASSES)
     norm = _check_norm(max_grad_norm)
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)
@@ -487,7 +495,7 @@ def _foresee(
         groups = _check_optimizer(optimizer, named)
         if compute.separate:
             _check_over_device(optimizer)
-    check_count(accumulate, "accumulate")
+    check_count(accumulate, "accumulate", MOST_PASSES)
     norm = _check_norm(max_grad_norm)
     folder = _check_disk(disk)
     footprint = _footprint(optimizer, named, folder, budget, dtype) if optimizer is not None else None

@@ -16,12 +16,15 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 #: the bytes are worth, and all of them together are a small part of what a block saves.
 STASH_LEAST_ELEMENTS = 16 << 10
 
+#: Backward passes of a step (csrc/plan/request.c).
+MOST_PASSES = 1 << 16
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 
 
-def check_count(value: object, name: str) -> int:
-    """`value`, a whole number of at least 1, and of at most 2,147,483,648.
+def check_count(value: object, name: str, most: int = MOST_COUNT) -> int:
+    """`value`, a whole number of at least 1, and of at most this.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -30,8 +33,8 @@ def check_count(value: object, name: str) -> int:
         raise TypeError(f"{name} is {value!r}; give a whole number, at least 1")
     if value < 1:
         raise ValueError(f"{name} is {shown(value)}; give a whole number, at least 1")
-    if value > MOST_COUNT:
-        raise ValueError(f"{name} is {shown(value)}; give a whole number, at most {MOST_COUNT}")
+    if value > most:
+        raise ValueError(f"{name} is {shown(value)}; give a whole number, at most {most}")
     return value
 
 

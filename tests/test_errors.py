@@ -49,10 +49,11 @@ def test_every_status_of_the_core_has_its_exception() -> None:
         ({"memory": "9" * 30}, f"memory is '{'9' * 30}'; it must be at most"),
         ({"memory": "9" * 400}, f"memory is '{'9' * 56}...; it must be at most"),
         ({"memory": "0.1"}, "memory is '0.1'; it must be more than 0 bytes"),
-        ({"accumulate": (1 << 32) + 1}, "accumulate is 4294967297; give a whole number, at most 2147483648"),
+        ({"accumulate": 65537}, "accumulate is 65537; give a whole number, at most 65536"),
+        ({"accumulate": (1 << 32) + 1}, "accumulate is 4294967297; give a whole number, at most 65536"),
         ({"memory": 10**5000}, "memory is a number of 16610 bits; it must be at most"),  # more digits than Python prints
         ({"memory": -(10**5000)}, "memory is a number of 16610 bits; it must be more than 0"),
-        ({"accumulate": 1 << 70}, "accumulate is a number of 71 bits; give a whole number, at most 2147483648"),
+        ({"accumulate": 1 << 70}, "accumulate is a number of 71 bits; give a whole number, at most 65536"),
         ({"disk": "a\0b"}, r"disk is 'a\x00b'; give a path without null characters"),
         ({"disk": b"/tmp"}, "disk is b'/tmp'; give the path of a folder as str"),
         ({"weights": 3}, "weights is 3; give the path of a folder as str"),
@@ -64,6 +65,14 @@ def test_arguments_that_are_beyond_what_the_core_takes(arguments: dict[str, Any]
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         protrain.wrap(model, optimizer, **{"memory": "16MiB", **arguments})
     assert type(model.weight) is nn.Parameter
+
+
+def test_steps_that_are_beyond_what_the_core_plans() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^accumulate is 65537; give a whole number, at most 65536$"):
+        protrain.plan(model, torch.zeros(4, 2), memory="16MiB", accumulate=65537)
+    with pytest.raises(protrain.PlanError, match=r"^batch: a step of it needs more than 32\.00 TiB"):
+        protrain.plan(model, torch.zeros(1).expand(1 << 44, 2), memory="16MiB")
 
 
 def test_what_stands_in_the_place_of_something_else_is_told_in_a_line() -> None:

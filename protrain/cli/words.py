@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from protrain.reading import MOST_COUNT, MOST_INT
+from protrain.sizes import MOST_PASSES
 
 MIB = 1 << 20
 _UNITS = {
@@ -229,7 +230,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--accumulate",
-            type=click.IntRange(min=1, max=MOST_COUNT),
+            type=click.IntRange(min=1, max=MOST_PASSES),
             default=1,
             show_default=True,
             metavar="N",
