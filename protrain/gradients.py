@@ -30,19 +30,25 @@ UPDATE, SPILL, SPILL_TOTAL = 0, 1, 2  # ptn_gradient_use
 
 
 class Gradients:
-    """Of the step under way. passes: backward passes it had so far; taken: the parameters on disk that have a gradient."""
+    """Of the step under way. passes: backward passes it had so far; more: those it is to have beside the ones that were planned
+    for; taken: the parameters on disk that have a gradient."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, updates: Updates, clock: BlockClock) -> None:
         self._wrapped, self._layout, self._params = wrapped, wrapped.layout, wrapped.params
         self._engine, self._residency, self._updates, self._clock = engine, residency, updates, clock
         self._compute = wrapped.compute
-        self.passes = 0
+        self.passes = self.more = 0
         self.taken: set[int] = set()
         self._task = -1  # the graph task of the pass under way
         self._used: set[int] = set()  # parameters in memory whose gradients the step under way takes
         self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
         self._lost = False  # those of a step that was not made are gone, and nobody has begun another or called zero_grad
         self._norms: dict[int, torch.Tensor] = {}
+
+    @property
+    def wanted(self) -> int:
+        """So many passes the step has, at most."""
+        return self._wrapped.settings.accumulate + self.more
 
     # ---- in backward ----
 
@@ -69,11 +75,10 @@ class Gradients:
             StepError: as `before`.
         """
         check_not_nested(self._compute.backward_depth)
-        allowed = self._wrapped.settings.accumulate
-        if self.passes >= allowed:
+        if self.passes >= self.wanted:
             raise StepError(
-                f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={allowed}: call optimizer.step() "
-                f"first, or wrap with a larger accumulate"
+                f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={self.wanted}: call "
+                "optimizer.step() first, or optimizer.zero_grad() where one before it failed, or wrap with a larger accumulate"
             )
         if self.passes == 0 and self.leftover():
             raise StepError("the gradients of the last step are still there: call optimizer.zero_grad() after optimizer.step()")
@@ -85,7 +90,7 @@ class Gradients:
         if self.passes:
             self._engine.flush()
         self.passes += 1
-        if self.passes == self._wrapped.settings.accumulate:
+        if self.passes == self.wanted:
             self._updates.begin()
 
     def accumulated(self, number: int, p: torch.Tensor) -> None:
@@ -108,7 +113,7 @@ class Gradients:
             if grad is None:
                 return
             grad = self._dense(number, grad)
-            last = self.passes == settings.accumulate
+            last = self.passes == self.wanted
             use = UPDATE if last and self._updates.behind_backward else SPILL
             if last and settings.max_grad_norm is not None:
                 grad, use = self._total(number, grad), SPILL_TOTAL
@@ -254,6 +259,7 @@ class Gradients:
         self._used = set()
         self.taken.clear()
         self._norms.clear()
+        self.more = 0
         self.passes = 0  # last: until all of this is done no backward is another step's
 
     # ---- dropping ----
@@ -262,7 +268,7 @@ class Gradients:
         """The step under way is not made."""
         lost = self._engine.has_gradients()
         self._engine.drop()
-        self.passes = 0
+        self.passes = self.more = 0
         self._task = -1
         self.taken.clear()
         self._used = set()

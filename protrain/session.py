@@ -259,7 +259,7 @@ class Session:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
-        beyond_plan = self.gradients.passes >= self.wrapped.settings.accumulate  # gradients wait for a step
+        beyond_plan = self.gradients.passes >= self.gradients.wanted  # gradients wait for a step
         self._tells = self._tells and not beyond_plan
         if (beyond_plan or not under_way) and self.fitter.must_recompute():
             self.runner.recompute_all()
@@ -364,7 +364,7 @@ class Session:
             self.marks.update_begins()
             self.foreign.step(scale)
         else:
-            all_passes = gradients.passes >= settings.accumulate
+            all_passes = gradients.passes >= gradients.wanted
             self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken), steps=self.steps)
         return norm
 
@@ -445,12 +445,12 @@ class Session:
         self.wrapped.settings = replace(self.wrapped.settings, accumulate=accumulate, max_grad_norm=max_grad_norm)
         self.fitter.forget_batches()
 
-    def lengthen_step(self, more: int) -> None:
-        """The step under way takes so many backward passes beside those that it had, of which none was to be its last."""
+    def lengthen_step(self) -> None:
+        """The step under way takes as many backward passes as another one beside those that it had, if none of them was to be its
+        last. Plans are for the others."""
         with self.turn:
-            passes, settings = self.gradients.passes, self.wrapped.settings
-            if passes < settings.accumulate != passes + more:
-                self.wrapped.settings = replace(settings, accumulate=passes + more)
+            if self.gradients.passes < self.gradients.wanted:
+                self.gradients.more = self.gradients.passes
 
     @property
     def predicted_peak_bytes(self) -> int:

@@ -196,11 +196,12 @@ def test_the_steps_after_a_plan_correct_what_it_foretells(gpt2: Any, token_batch
     protrain.unwrap(model)
 
 
-@pytest.mark.parametrize("what", ["passes", "rates", "neither"])
+@pytest.mark.parametrize("what", ["passes", "more", "rates", "neither"])
 def test_steps_that_did_not_run_as_simulated_confirm_nothing(
     what: str, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer passes than were planned for, whose step is no departure; and updates in the open that were to be behind backward."""
+    """Fewer passes than were planned for, whose step is no departure; or more, where a stream ended in the middle of a step; and
+    updates in the open that were to be behind backward."""
     lane = Speed(1e11, 1e11, 0.0)
     machine = Machine(disk_read=lane, disk_write=lane, update=Speed(1e11, 1e11, 0.0), step_update_bytes_per_second=1e11)
     monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine)
@@ -215,7 +216,10 @@ def test_steps_that_did_not_run_as_simulated_confirm_nothing(
     planned = []
     for number in range(pacing.PROFILED_STEPS + pacing.CONFIRMING_STEPS + 1):
         fewer = what == "passes" and number >= pacing.PROFILED_STEPS
-        for ids in token_batches(passes - 1 if fewer else passes):
+        more = what == "more" and number >= pacing.PROFILED_STEPS
+        for place, ids in enumerate(token_batches(passes - fewer + more)):
+            if more and place == 1:
+                session_of(model).lengthen_step()
             loss_of(model, ids).backward()
         if what == "rates":
             optimizer.param_groups[0]["lr"] = 1e-4 * (1 + number % 2)

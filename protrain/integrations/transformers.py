@@ -255,7 +255,7 @@ class ProTrainMixin:
         stream has left of a step, whose length the Trainer does not know, counts in the next one."""
         session = self._protrain_session()
         if session is not None:
-            session.lengthen_step(self.args.gradient_accumulation_steps)
+            session.lengthen_step()
         with uncounted():
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
