@@ -473,6 +473,9 @@ def test_a_training_that_is_over_is_not_begun_again(
     monkeypatch.setattr(train, "_train", lambda *_: pytest.fail("it was begun"))
     code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 2, "--resume", "over")
     assert (code, errors) == (1, "protrain: --resume 'over' was saved after step 2; give more than --steps 2\n")
+    code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 3, "--resume", "over", "--out", "./over")
+    assert (code, len(errors.splitlines())) == (1, 1)
+    assert "--out './over' is the folder of --resume" in errors  # the checkpoint would be gone
 
 
 @pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])

@@ -86,6 +86,12 @@ def prepare(words: Words) -> Setup:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
     if words.save_every is not None and words.out is None:
         raise CommandError(f"--save-every {words.save_every} needs --out, the folder to save into")
+    goes_on_in = os.path.realpath(words.resume) if words.resume is not None and words.save_every is None else None
+    if words.out is not None and os.path.realpath(words.out) == goes_on_in:
+        raise CommandError(
+            f"--out {words.out!r} is the folder of --resume, where the model alone would take the checkpoint's place; give "
+            "--save-every, or another --out"
+        )
     files = text_files(words.data)
     if words.out is not None:
         from protrain.cli.export import check_target
