@@ -292,7 +292,8 @@ def wrap(
     if on_meta and param_init_fn is None and weights is None:
         raise PlanError(f"model: parameter {on_meta} is on meta; give param_init_fn or weights")
     if weights is not None:
-        materialise.weight_files(check_folder(weights, "weights"))
+        weights = check_folder(weights, "weights")
+        materialise.weight_files(weights)
     folder = _check_disk(disk)
     footprint = _footprint(optimizer, named, folder, budget, dtype)
     in_host, name = (host_memory, "host_memory") if compute.separate else (memory, "memory")
@@ -345,11 +346,11 @@ def _fill(
     session: Session,
     optimizer: torch.optim.Optimizer,
     param_init_fn: Callable[[nn.Module], Any] | None,
-    weights: str | os.PathLike[str] | None,
+    weights: str | None,
 ) -> None:
     session.begin_fill()
     if weights is not None:
-        materialise.from_weights(session, os.fspath(weights))
+        materialise.from_weights(session, weights)
     elif param_init_fn is not None:
         materialise.from_function(session, param_init_fn)
     else:

@@ -39,7 +39,7 @@ def check_count(value: object, name: str, most: int = MOST_COUNT) -> int:
 
 
 def check_folder(value: Any, name: str) -> str:
-    """The path of a folder as a str; whether there is one is not looked at.
+    """The path of a folder as a str, "~" in it the home folder; whether there is one is not looked at.
 
     Raises:
         TypeError, ValueError: it is no path.
@@ -49,7 +49,7 @@ def check_folder(value: Any, name: str) -> str:
         raise TypeError(f"{name} is {value!r}; give the path of a folder as str")
     if "\0" in path:
         raise ValueError(f"{name} is {path!r}; give a path without null characters")
-    return path
+    return os.path.expanduser(path)
 
 
 def parse_bytes(value: object, name: str = "memory") -> int:

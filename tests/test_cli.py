@@ -464,6 +464,20 @@ def test_a_training_that_goes_on_keeps_its_tokenizer(
     assert json.loads(printed.splitlines()[0])["loss"] == losses[0]  # one that was read back gives the same tokens
 
 
+def test_a_tilde_is_the_home_folder_in_all_words_that_are_paths(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no shell has put it there, as behind an equals sign."""
+    monkeypatch.setenv("HOME", str(work / "home"))
+    (work / "home").mkdir()
+    (work / "home" / "own.txt").write_text("home, sweet home\n" * 400)
+    words = ("--memory=64MiB", "--steps=1", "--out=~/run", "--disk=~/disk", "--trace=~/trace.json", "--data=~/own.txt")
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words)
+    assert code == 0, errors
+    assert {file.name for file in (work / "home").iterdir()} == {"own.txt", "run", "trace.json"}
+    assert not (work / "~").exists()
+
+
 def test_a_training_that_is_over_is_not_begun_again(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

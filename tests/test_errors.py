@@ -67,6 +67,23 @@ def test_arguments_that_are_beyond_what_the_core_takes(arguments: dict[str, Any]
     assert type(model.weight) is nn.Parameter
 
 
+def test_a_tilde_is_the_home_folder(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = disk / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    model = nn.Linear(2, 2)
+    model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory="16MiB", disk="~/below")
+    protrain.save(model, optimizer, "~/saved")
+    assert {file.name for file in home.iterdir()} == {"below", "saved"}
+    protrain.load(model, optimizer, Path("~/saved"))
+    protrain.unwrap(model)
+    with torch.device("meta"):
+        other = nn.Linear(2, 2)
+    other, _ = protrain.wrap(other, torch.optim.AdamW(other.parameters()), memory="16MiB", disk=home, weights="~/saved")
+    assert torch.equal(protrain.unwrap(other).weight, model.weight)
+
+
 def test_steps_that_are_beyond_what_the_core_plans() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^accumulate is 65537; give a whole number, at most 65536$"):

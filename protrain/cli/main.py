@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from protrain.cli import interrupt
-from protrain.cli.words import CommandError, bench_options, message_of, model_options, plan_options, report_option
+from protrain.cli.words import CommandError, PathName, bench_options, message_of, model_options, plan_options, report_option
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -37,7 +37,7 @@ def commands() -> None:
 @model_options
 @click.option(
     "--out",
-    type=click.Path(),
+    type=PathName(),
     metavar="FOLDER",
     help="Where the trained model and its tokenizer are saved, for from_pretrained. [default: nowhere]",
 )
@@ -45,11 +45,11 @@ def commands() -> None:
     "--save-every", type=click.IntRange(min=1), metavar="N", help="Save a checkpoint into --out every N steps. [default: never]"
 )
 @click.option(
-    "--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder. [default: start anew]"
+    "--resume", type=PathName(), metavar="FOLDER", help="Go on from the checkpoint in this folder. [default: start anew]"
 )
 @click.option(
     "--trace",
-    type=click.Path(),
+    type=PathName(),
     metavar="FILE",
     help="Write what compute, disk, updates and waits did in the last three steps, as a Chrome trace for ui.perfetto.dev; "
     "also after Ctrl-C. [default: no trace]",
@@ -81,7 +81,7 @@ def plan(context: click.Context, /, **_: Any) -> None:
 @commands.command(context_settings=_CONTEXT, short_help="Say what this machine offers and what it means.")
 @click.option(
     "--disk",
-    type=click.Path(),
+    type=PathName(),
     metavar="FOLDER",
     help="The folder to measure. [default: $PROTRAIN_DISK, else the temporary directory]",
 )
@@ -117,7 +117,7 @@ def doctor(disk: str | None, as_json: bool) -> None:
     "times. [default: all of the run]",
 )
 @click.option(
-    "--out", type=click.Path(), metavar="FOLDER", help="Write peers.json, peers.md and peers.png there. [default: nowhere]"
+    "--out", type=PathName(), metavar="FOLDER", help="Write peers.json, peers.md and peers.png there. [default: nowhere]"
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")
 @report_option("the comparison", "table, speed against memory, step times, settings, what did not run and why")
@@ -176,7 +176,7 @@ def step(**words: Any) -> None:
         )
     ],
 )
-@click.option("--out", type=click.Path(), metavar="FILE.png", help="Draw the curve, by matplotlib. [default: no picture]")
+@click.option("--out", type=PathName(), metavar="FILE.png", help="Draw the curve, by matplotlib. [default: no picture]")
 @click.option(
     "--json", "as_json", is_flag=True, help="JSON lines on stdout: one a configuration, then one of all. [default: a table]"
 )

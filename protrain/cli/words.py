@@ -72,6 +72,13 @@ class DeviceName(click.ParamType[str]):
         return str(value)
 
 
+class PathName(click.Path):
+    """A path. "~" is the home folder, also where no shell has seen that, as behind "--out="."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return os.path.expanduser(super().convert(value, param, ctx))
+
+
 class Finite(click.FloatRange):
     """A float inside a range; "nan" and "inf" are refused, which compare as no range expects."""
 
@@ -150,6 +157,7 @@ def model_options(command: _Command) -> _Command:
             "model_name",
             default="gpt2",
             show_default=True,
+            type=PathName(),
             metavar="NAME|FOLDER",
             help="A shipped config (gpt2, gpt2-bytes, gpt2-demo, gpt2-medium, gpt2-large, gpt2-xl, llama-small) or a folder with "
             "config.json; "
@@ -159,6 +167,7 @@ def model_options(command: _Command) -> _Command:
             "--data",
             "data",
             multiple=True,
+            type=PathName(),
             metavar="PATH",
             help="Text file, or folder of text files; may be given several times. "
             "[default: the sources of Python's standard library]",
@@ -223,7 +232,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--disk",
-            type=click.Path(),
+            type=PathName(),
             metavar="FOLDER",
             help="Folder for what does not fit memory; not a tmpfs. "
             "[default: $PROTRAIN_DISK, else below the temporary directory]",
@@ -262,7 +271,7 @@ def report_option(
     """--report of a command. Args: what, the report is about; parts, of its page."""
     return click.option(
         "--report",
-        type=click.Path(),
+        type=PathName(),
         metavar="FILE.html",
         help=f"Write a page about {what}: {parts}. Needs the extra report. Written after Ctrl-C too. [default: no report]",
     )
@@ -273,19 +282,20 @@ def plan_options(command: _Command) -> _Command:
     options = [
         click.option(
             "--profile",
-            type=click.Path(),
+            type=PathName(),
             metavar="FILE",
             help="Plan from this profile, which --save-profile wrote, for --memory or --sweep; no model is loaded. "
             "[default: the model is measured here, without its states]",
         ),
         click.option(
             "--save-profile",
-            type=click.Path(),
+            type=PathName(),
             metavar="FILE",
             help="Write what was measured, so that --profile gives the same plans elsewhere. [default: nowhere]",
         ),
         click.option(
             "--hardware",
+            type=PathName(),
             metavar="NAME|FILE",
             help="Plan for this machine, one that ships or a TOML file that describes one; nothing is measured. Precision is "
             "mixed where its device has memory of its own, unless --precision is given. [default: this machine]",
@@ -302,7 +312,7 @@ def plan_options(command: _Command) -> _Command:
             help="Plan for a dozen budgets, from the smallest that works to the largest of use. [default: for --memory alone]",
         ),
         click.option(
-            "--out", type=click.Path(), metavar="FILE.png", help="With --sweep: draw it, by matplotlib. [default: no picture]"
+            "--out", type=PathName(), metavar="FILE.png", help="With --sweep: draw it, by matplotlib. [default: no picture]"
         ),
     ]
     for option in reversed(options):
@@ -328,6 +338,7 @@ def bench_options(
             "model_name",
             default=model,
             show_default=True,
+            type=PathName(),
             metavar="NAME|FOLDER",
             help="A shipped config or a folder with config.json; random weights.",
         ),
@@ -355,7 +366,7 @@ def bench_options(
         ),
         click.option(
             "--disk",
-            type=click.Path(),
+            type=PathName(),
             metavar="FOLDER",
             help=f"Folder for {disk_help}. [default: $PROTRAIN_DISK, else below the temporary directory]",
         ),
