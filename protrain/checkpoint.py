@@ -80,11 +80,13 @@ def _plain_groups(session: Session) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for number, group in enumerate(session.wrapped.groups):
-        found.append({key: _plain(value) for key, value in group.items() if key != "params" and session.foreign is None})
-        for key, value in found[-1].items():
+        found.append({})
+        for key in group if session.foreign is None else ():
             try:
-                json.dumps(value)
-            except (TypeError, ValueError, RecursionError):
+                if key != "params":
+                    found[-1][key] = _plain(group[key])
+                    json.dumps(found[-1][key])
+            except (TypeError, ValueError, RuntimeError):
                 raise PlanError(
                     f"optimizer: {shown(key)} of group {number} is a {type(group[key]).__name__} that cannot be saved: take it "
                     "out of the group"

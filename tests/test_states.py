@@ -346,6 +346,10 @@ def test_what_stands_in_groups_is_saved_or_refused_by_name(tmp_path: Path) -> No
     optimizer.param_groups[0]["scale"] = lambda rate: rate
     with pytest.raises(protrain.PlanError, match="'scale' of group 0 is a function that cannot be saved"):
         protrain.save(model, optimizer, tmp_path / "saved")
+    for value, kind in ((torch.ones(3), "Tensor"), ((torch.ones(3),), "tuple")):
+        optimizer.param_groups[0]["scale"] = value
+        with pytest.raises(protrain.PlanError, match=f"'scale' of group 0 is a {kind} that cannot be saved"):
+            protrain.save(model, optimizer, tmp_path / "saved")
     protrain.unwrap(model)
 
 
