@@ -12,11 +12,13 @@ model that runs a block twice reads there what the first time added: its keys st
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -128,14 +130,22 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
     return made
 
 
+_WITHOUT_TENSORS = (
+    int, str, float, bytes, NoneType, type, nn.Module, FunctionType, BuiltinFunctionType, MethodType, functools.partial,
+)  # fmt: skip
+
+
+def _is_left_out(value: Any) -> bool:
+    kind = _class()
+    return (kind is not None and isinstance(value, kind)) or type(value).__module__.startswith("protrain.")
+
+
 def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
-    caches, which layers change, and of protrain are left out, and modules and classes are not looked into."""
-    kind = _class()
-    left_out = (kind is not None and isinstance(value, kind)) or type(value).__module__.startswith("protrain.")
+    caches, which layers change, and of protrain are left out, and modules, classes and functions are not looked into."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif not depth or left_out or isinstance(value, nn.Module | type | str | int | float | None) or callable(value):
+    elif not depth or isinstance(value, _WITHOUT_TENSORS) or _is_left_out(value):
         return
     elif isinstance(value, dict | list | tuple | set):
         for entry in value.values() if isinstance(value, dict) else value:

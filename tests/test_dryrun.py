@@ -1001,6 +1001,30 @@ def test_objects_constants_and_locks_are_no_hindrance(arena: _core.Engine, disk:
         predict(Reading(model.layer.weight), (x,))
 
 
+@dataclass
+class Called(Given):
+    """As batches of graphs, and transforms, are: an object that may be called."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.x
+
+
+class Calling(Odd):
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.transform = Called(torch.ones(64))
+
+    def forward(self, given: Given) -> Given:
+        given.x = self.transform(given.x)
+        return super().forward(given)
+
+
+def test_objects_that_may_be_called_are_seen() -> None:
+    x = torch.randn(512, 64)
+    assert shapes_of((Called(x),), {}) == ((512, 64),)
+    assert predict(Calling(), (Called(x),)).fixed_bytes >= x.nbytes
+
+
 class Reading(nn.Module):
     """Reads a parameter of another model."""
 
