@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from .fitting import Fitter, Shapes
+from .fitting import Fitter
 from .homes import Homes
 from .phases import SMALL_UNSEEN_BYTES, DryRunError
 from .planning import Arrangement
@@ -38,13 +38,15 @@ AS_EVAL = "as eval"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
+_Shapes = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class _Batch:
     """shapes of its tensors; kind: the model's mode, and what else is given that may change what a forward does, but for
     fractions."""
 
-    shapes: Shapes
+    shapes: _Shapes
     kind: tuple[Any, ...]
 
     @classmethod
@@ -60,7 +62,7 @@ class _Batch:
         words = (leaf if isinstance(leaf, bool | int | str) else type(leaf) for leaf in leaves)
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, len(args), *kwargs, *words))
 
-    def growth(self, known: Shapes) -> float:
+    def growth(self, known: _Shapes) -> float:
         """By how much a tensor is longer than a known one at most, in all directions together; infinite where they are of other
         kinds."""
         if [len(shape) for shape in self.shapes] != [len(shape) for shape in known]:
@@ -73,7 +75,7 @@ class _Batch:
 class _Known:
     """Of one kind of batch: what the last ones that were foreseen need, in bytes. possible: whether dry runs can tell."""
 
-    needs: dict[Shapes, int] = field(default_factory=dict)
+    needs: dict[_Shapes, int] = field(default_factory=dict)
     possible: bool = True
 
     def note(self, batch: _Batch, need_bytes: int) -> None:

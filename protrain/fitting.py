@@ -5,6 +5,10 @@ planned for from memory, as are all that came before it; one of a model that can
 safest plan, and what that took is planned with from then on. What a block saves its recomputation shows: where all chunks are in
 memory blocks are kept, the last ones first, in a half of what is left.
 
+Arguments that are no tensors may say what the model computes: whole numbers, strings and what is true or not, the words of a
+batch, are a part of what it is known by. A word that has had too many values, as a count of steps, is not looked at any more, and
+batches that were foreseen to need the same are one.
+
 What the program around the model does is not foreseen, only guessed. Where it makes the loss that is cross entropy, and a first
 step leaves room for one that takes more. It holds the model's output while backward runs, until a step shows that it does not. It
 runs one forward before each backward. Whatever a step held, or was refused, beyond that counts in later plans.
@@ -45,40 +49,56 @@ ROOM_FOR_LOSS = (4, 2, 0)
 LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
+#: Of a word among the arguments, so many values are told apart.
+MOST_VALUES = 8
 
-Shapes = tuple[tuple[int, ...], ...]
+#: Of a batch: the shape of each tensor among the arguments, and the words among them.
+Shapes = tuple[tuple[int, ...] | str, ...]
 Batch = tuple[DryRun | None, Shapes]
 _Found = TypeVar("_Found")
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of all tensors of a batch, in order.
+    """The shapes of all tensors of a batch, and its words: what else is given, true or not, a whole number, a string or None; in
+    order.
 
     Raises:
         PlanError: one is nested. It has no shape to plan for, and one of layout jagged hides from parameters on disk that they
             are read: its class runs each operation with the functions of all other classes turned off.
     """
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    tensors = [tensor for leaf in leaves for tensor in keycaches.tensors_held(leaf)]
-    nested = next((tensor for tensor in tensors if tensor.is_nested), None)
+    given = [("", args), *((f"{name}=", value) for name, value in kwargs.items())]
+    leaves = [(name, leaf) for name, value in given for leaf in torch.utils._pytree.tree_leaves(value)]
+    found: list[torch.Tensor | str] = []
+    for name, leaf in leaves:
+        found += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else keycaches.tensors_held(leaf)
+    nested = next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.is_nested), None)
     if nested is not None:
         raise PlanError(
             f"the model was given a nested tensor (of layout {nested.layout}), where training takes tensors of one shape: pass a "
             "padded one, as torch.nested.to_padded_tensor makes it, and a mask"
         )
-    return tuple(tuple(tensor.shape) for tensor in tensors)
+    return tuple(entry if isinstance(entry, str) else tuple(entry.shape) for entry in found)
 
 
 def covers(known: Shapes, shapes: Shapes) -> bool:
     """Whether a batch of these shapes needs no more than one of the known shapes."""
-    if len(known) != len(shapes):
-        return False
-    return all(len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True))
+    return len(known) == len(shapes) and all(map(_covers, known, shapes))
+
+
+def _covers(known: tuple[int, ...] | str, shape: tuple[int, ...] | str) -> bool:
+    if isinstance(known, str) or isinstance(shape, str):
+        return known == shape
+    return len(known) == len(shape) and all(x >= y for x, y in zip(known, shape, strict=True))
+
+
+def tensors_of(shapes: Shapes) -> list[tuple[int, ...]]:
+    """The shapes alone."""
+    return [shape for shape in shapes if not isinstance(shape, str)]
 
 
 def elements(shapes: Shapes) -> int:
     """Of all tensors of a batch."""
-    return sum(math.prod(shape) for shape in shapes)
+    return sum(map(math.prod, tensors_of(shapes)))
 
 
 def first_arrangement(wrapped: Wrapped) -> Arrangement:
@@ -176,6 +196,8 @@ class Fitter:
         self._wrapped, self._engine, self._homes = wrapped, engine, homes
         self.planned = False
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
+        self._values: dict[int, set[str]] = {}  # of the words among the arguments, by their places
+        self._same: dict[Shapes, Shapes] = {}  # batches that need what another one of other words needs
         self._measured_bytes = 0  # of steps that no dry run foresaw: beside chunks and what kept blocks save
         self._refused_bytes = 0  # the same of one that was refused
         self._saved_bytes: dict[int, int] = {}  # of blocks, as the recomputations of such steps showed it
@@ -248,12 +270,41 @@ class Fitter:
         wrapped = self._wrapped
         return host_room(wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
-    def knows(self, shapes: Shapes) -> bool:
-        """Whether a batch of these shapes needs no more than one that was planned for."""
-        return any(covers(known, shapes) for known, _ in self.dry_runs)
+    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+        """What a batch is known by: as `shapes_of`, without words that have had too many values.
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch:
-        """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided.
+        Raises:
+            PlanError: a tensor is nested.
+        """
+        found = list(shapes_of(args, kwargs))
+        for place, word in enumerate(found):
+            if isinstance(word, str):
+                values = self._values.setdefault(place, set())
+                if len(values) <= MOST_VALUES:
+                    values.add(word)
+                if len(values) > MOST_VALUES:
+                    found[place] = ""
+        return self._same.get(tuple(found), tuple(found))
+
+    def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
+        """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
+        for known, other in self.dry_runs:
+            if run is not None and run == other and tensors_of(known) == tensors_of(shapes):
+                self._same[shapes] = known
+                return True
+        return False
+
+    def knows(self, shapes: Shapes) -> bool:
+        """Whether a batch of these shapes needs no more than one that was planned for. Of a model that cannot be foreseen words
+        are not looked at: a first step under the safest plan for each would take time."""
+        alone = tuple(tensors_of(shapes))
+        return any(
+            covers(known, shapes) if run is not None else covers(tuple(tensors_of(known)), alone) for known, run in self.dry_runs
+        )
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch | None:
+        """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided. None: it
+        needs what another one did.
 
         Raises:
             BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
@@ -267,6 +318,8 @@ class Fitter:
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                 stacklevel=6,
             )
+        if self._homes.arrangement is before and self._is_same(shapes, run):
+            return None
         try:
             best = self._first(run)
         except BudgetError as error:
@@ -483,7 +536,7 @@ class Fitter:
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
         is about to be made of. Where that is worth it, a batch like the last is foreseen anew, and planned for."""
-        shapes, planned = shapes_of(args, kwargs), [known for known, _ in self.dry_runs]
+        shapes, planned = self.batch_of(args, kwargs), [known for known, _ in self.dry_runs]
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
         if little or not self._holds_output or planned != [shapes] or not self._learns():
             return None
@@ -504,7 +557,9 @@ class Fitter:
         with suppress(DryRunError):
             beside = MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
             workspace = self._workspace if self._wrapped.compute.separate else beside
-            self._later.append((shapes, self._foresee(self._wrapped, args, kwargs, workspace)))
+            run = self._foresee(self._wrapped, args, kwargs, workspace)
+            if not self._is_same(shapes, run):
+                self._later.append((shapes, run))
 
     def plan_later(self) -> Batch | None:
         """Between steps: plan for what came in the last one; returns the batch that decides where plans may be others now. Where
@@ -596,6 +651,7 @@ class Fitter:
     def forget_batches(self) -> None:
         """The next batch is planned for anew."""
         self.dry_runs.clear()
+        self._same.clear()
 
     # ---- forwards that no step was planned for ----
 

@@ -34,7 +34,7 @@ from .counting import counted
 from .device_clock import DeviceClock
 from .errors import BudgetError, DiskError, StepError
 from .evaluation import Evaluation
-from .fitting import Batch, Fitter, Shapes, first_arrangement, shapes_of
+from .fitting import Batch, Fitter, Shapes, first_arrangement
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import ModelHooks
@@ -250,15 +250,17 @@ class Session:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
-        shapes, under_way = shapes_of(args, kwargs), self.gradients.passes > 0
-        self._batches[shapes] += 1
+        shapes, under_way = self.fitter.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
                 self._tells = False
                 self.fitter.foresee_later(args, kwargs, shapes)
+                self._batches[shapes] += 1
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
+            shapes = self.fitter.batch_of(args, kwargs)  # it may need what another one does
+        self._batches[shapes] += 1
         beyond_plan = self.gradients.passes >= self.gradients.wanted  # gradients wait for a step
         self._tells = self._tells and not beyond_plan
         if (beyond_plan or not under_way) and self.fitter.must_recompute():

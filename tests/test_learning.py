@@ -13,6 +13,8 @@ from torch.nn import functional
 from twins import MIB, adamw
 
 import protrain
+from protrain import fitting
+from protrain.dryrun import dry_run
 
 WIDTH, WORDS = 192, 4096
 
@@ -355,6 +357,68 @@ def test_a_plan_has_room_for_all_shapes_that_were_planned_for(share: float) -> N
     expected_losses = train_with(plain_model, adamw(plain_model), step, len(given))
     losses, _ = trained(int(ample.peak_memory_bytes * share))
     assert losses == expected_losses
+
+
+class Tasks(Scores):
+    """The large task makes its loss of scores, 16 MiB of a batch, and the small one of hidden states."""
+
+    def forward(self, ids: torch.Tensor, task: str = "small", loops: int = 1, step: int = 0) -> torch.Tensor:
+        x = self.words(ids)
+        for _ in range(loops):
+            for block in self.blocks:
+                x = x + block(x)
+        return (self.head(x) if task == "large" else x).cos().square().mean() + step
+
+
+def trained_by_words(
+    words: list[dict[str, Any]], memory: int | None, given: torch.Tensor
+) -> tuple[list[float | None], list[protrain.Status]]:
+    """memory None: in plain torch."""
+    model: Any = Tasks()
+    optimizer: Any = adamw(model)
+    if memory is not None:
+        model, optimizer = protrain.wrap(model, optimizer, memory=memory)
+    seen = []
+
+    def step(model: nn.Module, number: int) -> float:
+        loss = model(given, **words[number])
+        loss.backward()
+        if memory is not None:
+            seen.append(protrain.status(model))
+        return float(loss.item())
+
+    losses = train_with(model, optimizer, step, len(words))
+    if memory is not None:
+        protrain.unwrap(model)
+    return losses, seen
+
+
+@pytest.mark.parametrize(
+    ("word", "memory"), [({"task": "large"}, 110 * MIB), ({"task": "large"}, 140 * MIB), ({"loops": 8}, 80 * MIB)]
+)
+def test_a_call_with_other_words_is_planned_for(word: dict[str, Any], memory: int) -> None:
+    """Its tensors have the same shapes; what it computes is more, and chunks have to make room for it."""
+    words, given = [{}, {}, word, word, {}, word], batches(1, 256)[0]
+    losses, seen = trained_by_words(words, memory, given)
+    assert losses == trained_by_words(words, None, given)[0]
+    assert max(status.peak_memory_bytes for status in seen) <= memory
+    assert seen[0].predicted_peak_bytes < seen[2].predicted_peak_bytes
+
+
+def test_words_that_need_the_same_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a count of steps is soon not looked at any more."""
+    made = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[2])
+        return dry_run(*args, **kwargs)
+
+    monkeypatch.setattr(fitting, "dry_run", counted)
+    words = [{"step": number} for number in range(14)]
+    losses, seen = trained_by_words(words, 1 << 30, batches(1)[0])
+    assert losses == trained_by_words(words, None, batches(1)[0])[0]
+    assert len(made) == fitting.MOST_VALUES + 1
+    assert seen[-1].plan.step_seconds > 0  # it was planned by time
 
 
 @pytest.mark.parametrize("held", [True, False])
