@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -131,7 +131,8 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 _WITHOUT_TENSORS = (
-    int, str, float, bytes, NoneType, type, nn.Module, FunctionType, BuiltinFunctionType, MethodType, functools.partial,
+    int, str, float, bytes, NoneType, type, nn.Module, ModuleType,
+    FunctionType, BuiltinFunctionType, MethodType, functools.partial,
 )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def _is_left_out(value: Any) -> bool:
 
 def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
-    caches, which layers change, and of protrain are left out, and modules, classes and functions are not looked into."""
+    caches, which layers change, and of protrain are left out; modules of both kinds, classes, functions are not looked into."""
     if isinstance(value, torch.Tensor):
         yield value
     elif not depth or isinstance(value, _WITHOUT_TENSORS) or _is_left_out(value):

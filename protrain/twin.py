@@ -6,6 +6,7 @@ The real model is only read: its values, gradients, flags, hooks and random stat
 from __future__ import annotations
 
 import copy
+import io
 import threading
 import types
 from collections import OrderedDict
@@ -60,6 +61,21 @@ def fake_of(tensor: torch.Tensor) -> torch.Tensor:
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
+def _apart(value: Any) -> Any:
+    """What the twin has in the place of something that cannot be copied and is to stay as it is: a file that is only written to,
+    as a log, and a generator. None: of anything else."""
+    if isinstance(value, io.IOBase) and not value.closed and value.writable() and not value.readable():
+        return io.StringIO() if isinstance(value, io.TextIOBase) else io.BytesIO()
+    if isinstance(value, types.GeneratorType):
+        return _refuse_generator()
+    return None
+
+
+def _refuse_generator() -> Iterator[Any]:
+    raise DryRunError("its forward asks a generator for more, which would not give it again")
+    yield
+
+
 @dataclass
 class Twin:
     model: nn.Module
@@ -97,8 +113,10 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
             for tensor in keycaches.tensors_held(value):
                 note(tensor, tensor is value)  # what an object has was made by the program, which counts nowhere
-            if isinstance(value, LOCKS):
+            if isinstance(value, (*LOCKS, types.ModuleType)):
                 memo[id(value)] = value
+            elif (other := _apart(value)) is not None:
+                memo[id(value)] = other
             if isinstance(value, torch.Generator):  # whose own way of being copied makes a tensor
                 memo[id(value)] = value.clone_state()
         for name in HOOKS:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from nets import Starting, steps
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_equal, run
 
@@ -1089,3 +1090,32 @@ def test_a_segment_rises_above_the_lowest_moment_before() -> None:
     end.rise(105)
     segment.absorb(end)
     assert (segment.peak, segment.working, segment.lowest) == (110, 65, 40)
+
+
+class Logging(nn.Module):
+    """Has what no copy can be made of, and uses it as told."""
+
+    def __init__(self, log: Any, numbers: Any = None, asks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.library, self.log, self.numbers, self.asks = functional, log, {"all": [numbers]}, asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("forward", file=self.log)
+        for block in self.blocks:
+            x = self.library.relu(block(x))
+        return x.square().mean() + (next(self.numbers["all"][0]) if self.asks else 0)
+
+
+def test_a_log_a_generator_and_a_library_of_a_model_hinder_no_dry_run_and_stay_as_they_are(tmp_path: Path) -> None:
+    numbers = (number for number in range(4))
+    with open(tmp_path / "log", "w", buffering=1) as log:
+        assert (
+            predict(Logging(log, numbers), (torch.randn(4, 32),)).phases == predict(Logging(None), (torch.randn(4, 32),)).phases
+        )
+        with pytest.raises(DryRunError, match="generator"):
+            predict(Logging(log, numbers, asks=True), (torch.randn(4, 32),))
+    assert next(numbers) == 0
+    assert (tmp_path / "log").read_text() == ""
+    with open(tmp_path / "log") as read, pytest.raises(DryRunError, match="cannot be copied"):
+        predict(Logging(read), (torch.randn(4, 32),))
