@@ -195,6 +195,7 @@ class _Run:
     record_bytes: int
     outside_bytes: int
     loss_bytes: int
+    head_bytes: int
 
     def accesses_of_phases(self) -> list[list[int]]:
         return by_phase(self.accesses, self.access_phases, len(self.segments))
@@ -251,6 +252,7 @@ def _run_step(
             if last.block >= 0:  # a model that ends in its last block has an empty head
                 meter.begin(-1, False)
             last.pending = False
+            head_bytes = meter.segments[-1].peak
             meter.begin(-1, False, pending=True)
             loss = meter.segments[-1]
             if outside_bytes:
@@ -267,6 +269,7 @@ def _run_step(
             del output, starts, seeds
             if mode == "swap":
                 _add_unseen(segments, held_bytes)
+                head_bytes += held_bytes + UNSEEN_BYTES
     finally:
         gradients.clear()
         for put_back in reversed(undo):
@@ -277,7 +280,9 @@ def _run_step(
     accesses, phases = [chunk for chunk, _ in read], [number for _, number in read]
     means = [sum(sizes) // len(sizes) for sizes in meter.saved.values()]
     record_bytes = median_low(means) if means else 0
-    return _Run(segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes)
+    return _Run(
+        segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes, head_bytes
+    )
 
 
 def _phase(keep: Segment, recompute: Segment, swap: Segment | None, own_accesses: int) -> Phase:
@@ -347,6 +352,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         keep.outside_bytes,
         keep.loss_bytes,
         {chunk: less for chunk, phase in complete.items() if (less := _less_bytes(runs, chunk, phase))},
+        (keep.head_bytes, recompute.head_bytes, swap.head_bytes if len(runs) == 3 and swap is not None else 0),
     )
 
 

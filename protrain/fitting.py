@@ -45,6 +45,8 @@ from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
 ROOM_FOR_LOSS = (4, 2, 0)
+#: Steps that show that a loss takes less than cross entropy, before plans count on it.
+LIGHT_STEPS = 3
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
@@ -206,6 +208,8 @@ class Fitter:
         self._held_before = 0  # when the step under way began
         self._knows_loss = False  # a step was made of the batch that was planned for
         self._loss_bytes, self._loss_of = 0, 0  # what the loss takes, as `DryRun.loss_bytes`, made of so many bytes of outputs
+        self._light: list[int] = []  # what it took in steps that may show that it takes less than was foreseen
+        self._may_be_light = True  # until a step was refused that counted on it
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
         self._beyond_known = False  # and the loss was known before
@@ -485,8 +489,9 @@ class Fitter:
                 self._unseen_bytes = 0
                 self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
             self._knows_loss, self._beyond_known = True, False
-            if unseen_bytes > self._unseen_bytes or self._more_loss_of(run) != more_bytes:
-                fits = self._plan_as_now()
+        self._note_light(loss_bytes, batches)
+        if unseen_bytes > self._unseen_bytes or self._more_loss_of(run) != more_bytes:
+            fits = self._plan_as_now()
         more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
         if more > 0:
             self._unseen_bytes += more
@@ -498,13 +503,29 @@ class Fitter:
         except BudgetError:
             return None  # the plan in use did
 
+    def _note_light(self, loss_bytes: int | None, batches: Sequence[Shapes]) -> None:
+        """A step of these batches was made, with what the loss took. It tells nothing where blocks swap: what they write leaves
+        memory while the loss is made."""
+        run = self._largest[0]
+        if run is None or not run.outside_bytes or not self._loss_of or not self._may_be_light:
+            return
+        writes = {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes)
+        whole = self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches)
+        if loss_bytes and whole and not writes and len(self._light) < LIGHT_STEPS:
+            self._light.append(-(-loss_bytes * self._loss_of // run.outside_bytes))
+            most = max(self._loss_bytes, *self._light)
+            self._may_be_light = most * run.outside_bytes < run.loss_bytes * self._loss_of
+            self._loss_bytes = most if self._may_be_light else self._loss_bytes
+
     def _more_loss_of(self, run: DryRun) -> int:
-        """What the loss takes beyond what this dry run has foreseen."""
+        """What the loss takes beyond what this dry run has foreseen; below 0: less, as enough steps have shown."""
         loss_bytes = self._loss_bytes
         if run.outside_bytes and self._loss_of:
             loss_bytes = -(-loss_bytes * run.outside_bytes // self._loss_of)
         more = loss_bytes - run.loss_bytes if run.loss_bytes else 0
-        return more if more > SMALL_UNSEEN_BYTES else 0  # each plan has room for that
+        if more < 0 and not (run.outside_bytes and self._may_be_light and len(self._light) == LIGHT_STEPS):
+            return 0
+        return more if abs(more) > SMALL_UNSEEN_BYTES else 0  # each plan has room for that
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
@@ -518,6 +539,9 @@ class Fitter:
         more = needed_bytes - self._homes.arrangement.plan.peak_bytes
         if not self._learns() or more <= 0:
             return None
+        run = self._largest[0]
+        if run is not None and (light := self._more_loss_of(run)) < 0:  # it is foreseen as before from here on
+            self._may_be_light, more = False, max(more + light, 0)
         self._unseen_bytes += more << self._refused
         self._beyond_known |= self._knows_loss
         self._refused, self._knows_loss = self._refused + 1, False

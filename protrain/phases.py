@@ -88,6 +88,7 @@ class DryRun:
     outside_bytes: outputs of which the program around the model makes its loss; 0: the model makes it.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning is live; 0: no block has a backward.
+    head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
 
@@ -104,6 +105,7 @@ class DryRun:
     outside_bytes: int = 0
     loss_bytes: int = 0
     less_bytes: dict[int, int] = field(default_factory=dict)
+    head_bytes: tuple[int, int, int] = (0, 0, 0)
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""
@@ -134,19 +136,20 @@ class DryRun:
         return by_phase(self.accesses, self.access_phases, len(self.phases))
 
     def with_loss(self, more_bytes: int) -> DryRun:
-        """With a loss that takes so much more than was foreseen."""
-        if not more_bytes:
+        """With a loss that takes so much more than was foreseen, or less, where it is below 0."""
+        if not more_bytes or (more_bytes < 0 and not all(self.head_bytes[:2])):
             return self
         head = max(number for number, phase in enumerate(self.phases) if not phase.backward)
-        phase = self.phases[head]
-        raised = replace(
+        phase, (keep, checkpoint, swap) = self.phases[head], self.head_bytes
+        knows_swap = phase.swap_peak_bytes > 0 and (more_bytes > 0 or swap > 0)
+        changed = replace(
             phase,
-            keep_peak_bytes=phase.keep_peak_bytes + more_bytes,
-            checkpoint_peak_bytes=phase.checkpoint_peak_bytes + more_bytes,
-            keep_working_bytes=phase.keep_working_bytes + more_bytes,
-            swap_peak_bytes=phase.swap_peak_bytes + more_bytes if phase.swap_peak_bytes else 0,
+            keep_peak_bytes=max(phase.keep_peak_bytes + more_bytes, keep),
+            checkpoint_peak_bytes=max(phase.checkpoint_peak_bytes + more_bytes, checkpoint),
+            keep_working_bytes=phase.keep_working_bytes + max(more_bytes, 0),
+            swap_peak_bytes=max(phase.swap_peak_bytes + more_bytes, swap) if knows_swap else 0,
         )
-        phases = (*self.phases[:head], raised, *self.phases[head + 1 :])
+        phases = (*self.phases[:head], changed, *self.phases[head + 1 :])
         return replace(
             self,
             phases=phases,

@@ -130,6 +130,27 @@ def test_cross_entropy_is_foreseen(loss: Loss) -> None:
     assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03 or loss is shifted
 
 
+def mean(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return scores.mean()
+
+
+def test_a_light_loss_makes_room_for_chunks() -> None:
+    """All of them, in what cross entropy would need with all of them away. What takes more later is refused once at most."""
+    given, memory = batches(5, 256), 100 * MIB
+    losses, status = wrapped(memory, mean, given, block_modes=["keep"] * 4)
+    assert losses == expected(mean, given)
+    assert status.plan.n_persist == status.plan.n_chunks
+    assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03
+
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, block_modes=["keep"] * 4)
+    assert None not in train(model, optimizer, mean, given[:4])
+    later = train(model, optimizer, plain, given[:3])
+    assert None not in later[1:]
+    assert protrain.status(model).peak_memory_bytes <= memory
+    protrain.unwrap(model)
+
+
 class Losses(Scores):
     """Gives a small loss and a large one, or the large one behind what it is of, or the small one behind what it is not of."""
 
