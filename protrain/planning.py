@@ -253,11 +253,11 @@ def arrange(
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
-        PlanError: a step of the batch is larger than any machine.
+        ValueError: a step of the batch is larger than any machine.
     """
     peaks = (max(phase.keep_peak_bytes, phase.checkpoint_peak_bytes, phase.small_bytes) for phase in run.phases) if run else ()
     if run and max(run.fixed_bytes, *peaks) > _MOST_BYTES:
-        raise PlanError(f"batch: a step of it needs more than {format_bytes(_MOST_BYTES)}, the most that there are plans for")
+        raise ValueError(f"a step of this batch needs more than {format_bytes(_MOST_BYTES)}, the most that there are plans for")
     last_phase = max(len(run.phases) - 1, 0) if run else 0
     states = (
         [sum(footprint.state_bytes[i] for i in members) for members in chunks.members]

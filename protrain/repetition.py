@@ -165,6 +165,8 @@ class _Expansion:
             return None
         phases = self._phases()
         accesses = self._accesses(per_phase)
+        more = self.n_blocks - N_RUN
+        keep, again, swap = (head and head + more * rise for head, rise in zip(self.run.head_bytes, self._rise(), strict=True))
         return replace(
             self.run,
             phases=phases,
@@ -172,6 +174,7 @@ class _Expansion:
             access_phases=tuple(phase for _, phase in accesses),
             complete_phase=complete,
             less_bytes=self._less(complete),
+            head_bytes=(keep, again, swap),
             keep_peak_bytes=max(phase.keep_peak_bytes for phase in phases),
             checkpoint_peak_bytes=max(phase.checkpoint_peak_bytes for phase in phases),
         )

@@ -88,7 +88,7 @@ def test_steps_that_are_beyond_what_the_core_plans() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^accumulate is 65537; give a whole number, at most 65536$"):
         protrain.plan(model, torch.zeros(4, 2), memory="16MiB", accumulate=65537)
-    with pytest.raises(protrain.PlanError, match=r"^batch: a step of it needs more than 32\.00 TiB"):
+    with pytest.raises(ValueError, match=r"^a step of this batch needs more than 32\.00 TiB, the most that there are plans for$"):
         protrain.plan(model, torch.zeros(1).expand(1 << 44, 2), memory="16MiB")
 
 
