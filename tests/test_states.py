@@ -4,9 +4,6 @@ changed, and what a program holds is its own."""
 from __future__ import annotations
 
 import io
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -275,36 +272,6 @@ def test_a_state_dict_holds_nothing_but_its_entries() -> None:
         assert len(file.getvalue()) < 2 * 4 * 257 * 256
         del found
     assert not session_of(model).states._copies
-    protrain.unwrap(model)
-
-
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have(fresh_disk: Path) -> None:
-    """Where it asks for values while a thread of its parent's has the model."""
-    model: Any = Chain()
-    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
-    steps(inputs(1))(model, optimizer, False)
-    inside, forked = threading.Event(), threading.Event()
-
-    def wait(_done: int, _all: int) -> None:
-        inside.set()
-        forked.wait()
-
-    saving = threading.Thread(target=lambda: protrain.save(model, optimizer, fresh_disk / "checkpoint", progress=wait))
-    saving.start()
-    inside.wait()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(600)  # only to end what hangs
-            model.state_dict()
-        except RuntimeError as error:
-            status = 0 if "forked" in str(error) else 2
-        finally:
-            os._exit(status)
-    forked.set()
-    saving.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     protrain.unwrap(model)
 
 

@@ -237,7 +237,8 @@ def test_a_step_in_the_middle_of_a_save_is_told(fresh_disk: Path) -> None:
     protrain.unwrap(model)
 
 
-def test_a_child_that_is_forked_while_another_thread_saves(fresh_disk: Path) -> None:
+@pytest.mark.parametrize("use", [lambda model, x: model(x), lambda model, _: model.state_dict()], ids=["forward", "values"])
+def test_a_child_that_is_forked_while_another_thread_saves(use: Callable[[Any, Any], Any], fresh_disk: Path) -> None:
     """It does not wait for a thread that it does not have: the wrapped model is refused there."""
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk)
@@ -257,7 +258,7 @@ def test_a_child_that_is_forked_while_another_thread_saves(fresh_disk: Path) -> 
         status = 1
         try:
             signal.alarm(600)  # only to end what hangs
-            model(x)
+            use(model, x)
         except RuntimeError as error:
             status = 0 if "forked" in str(error) else 2
         finally:
