@@ -29,11 +29,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from . import _core, keycaches
+from . import _core
 from .activations import no_outer_hooks, release_failed_backward
 from .counting import counted, counted_alone
 from .dryrun import dry_forward, dry_run
 from .errors import BudgetError, PlanError
+from .held import tensors_held
 from .homes import Homes
 from .phases import SMALL_UNSEEN_BYTES, DryRun, DryRunError
 from .planning import Anew, Arrangement, Plan, arrange, refuse
@@ -72,7 +73,7 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     leaves = [(name, leaf) for name, value in given for leaf in torch.utils._pytree.tree_leaves(value)]
     found: list[torch.Tensor | str] = []
     for name, leaf in leaves:
-        found += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else keycaches.tensors_held(leaf)
+        found += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else tensors_held(leaf)
     nested = next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.is_nested), None)
     if nested is not None:
         raise PlanError(

@@ -12,13 +12,11 @@ model that runs a block twice reads there what the first time added: its keys st
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -119,6 +117,12 @@ def copied(leaves: list[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
     return made, [(leaf, other) for leaf, other in zip(leaves, made, strict=True) if other is not leaf]
 
 
+def is_cache(value: Any) -> bool:
+    """Whether it is one of transformers' caches."""
+    kind = _class()
+    return kind is not None and isinstance(value, kind)
+
+
 def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Of a cache a copy with other tensors in its layers; anything else as it is."""
     kind, made = _class(), as_now(leaf)
@@ -128,32 +132,6 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
         for held in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
             held.update({name: convert(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
     return made
-
-
-_WITHOUT_TENSORS = (
-    int, str, float, bytes, NoneType, type, nn.Module, ModuleType,
-    FunctionType, BuiltinFunctionType, MethodType, functools.partial,
-)  # fmt: skip
-
-
-def _is_left_out(value: Any) -> bool:
-    kind = _class()
-    return (kind is not None and isinstance(value, kind)) or type(value).__module__.startswith("protrain.")
-
-
-def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
-    caches, which layers change, and of protrain are left out; modules of both kinds, classes, functions are not looked into."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif not depth or isinstance(value, _WITHOUT_TENSORS) or _is_left_out(value):
-        return
-    elif isinstance(value, dict | list | tuple | set):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from tensors_held(entry, depth - 1)
-    elif hasattr(value, "__dict__"):
-        for entry in vars(value).values():
-            yield from tensors_held(entry, depth - 1)
 
 
 def settle(pairs: list[tuple[Any, Any]]) -> None:

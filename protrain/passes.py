@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import keycaches
+from .held import tensors_held
 from .modulestate import Beginning
 
 
@@ -48,7 +49,7 @@ def _made_of(losses: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
-    return [tensor for leaf in tree_flatten(output)[0] for tensor in keycaches.tensors_held(leaf)]
+    return [tensor for leaf in tree_flatten(output)[0] for tensor in tensors_held(leaf)]
 
 
 def watch_backward(

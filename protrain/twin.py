@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import fakes, keycaches, randomness
 from .compiled import CALL, eager
 from .counting import uncounted
+from .held import tensors_held
 from .phases import DryRunError, Rounding
 
 HOOKS = (
@@ -111,7 +112,7 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
     for module in model.modules():
         own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
-            for tensor in keycaches.tensors_held(value):
+            for tensor in tensors_held(value):
                 note(tensor, tensor is value)  # what an object has was made by the program, which counts nowhere
             if isinstance(value, (*LOCKS, types.ModuleType)):
                 memo[id(value)] = value
@@ -172,7 +173,7 @@ def _fake_batch(twin: Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tu
         return made
 
     def convert_leaf(leaf: Any) -> Any:
-        held = list(keycaches.tensors_held(leaf))
+        held = list(tensors_held(leaf))
         if not held or isinstance(leaf, torch.Tensor):
             return convert(leaf) if held else keycaches.with_tensors(leaf, convert)
         return copy.deepcopy(leaf, {id(tensor): convert(tensor) for tensor in held})  # an object, as of a dataclass
@@ -185,7 +186,7 @@ def _fake_batch(twin: Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tu
 
 def as_now(leaf: Any) -> Any:
     """Of an object that has tensors, or a cache, a copy."""
-    if isinstance(leaf, torch.Tensor) or next(keycaches.tensors_held(leaf), None) is None:
+    if isinstance(leaf, torch.Tensor) or next(tensors_held(leaf), None) is None:
         return keycaches.as_now(leaf)
     return copy.copy(leaf)
 

@@ -1,0 +1,33 @@
+"""The tensors that objects hold: those of a dataclass, a namespace, a batch of a data set's own class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .keycaches import is_cache
+
+_WITHOUT_TENSORS = (
+    int, str, float, bytes, NoneType, type, nn.Module, ModuleType,
+    FunctionType, BuiltinFunctionType, MethodType, functools.partial,
+)  # fmt: skip
+
+
+def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
+    caches, which layers change, and of protrain are left out; modules of both kinds, classes, functions are not looked into."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not depth or isinstance(value, _WITHOUT_TENSORS) or is_cache(value) or type(value).__module__.startswith("protrain."):
+        return
+    elif isinstance(value, dict | list | tuple | set):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from tensors_held(entry, depth - 1)
+    elif hasattr(value, "__dict__"):
+        for entry in vars(value).values():
+            yield from tensors_held(entry, depth - 1)
