@@ -2,9 +2,10 @@
 
     python benchmarks/scale.py --out benchmarks/results
 
-Nothing is run or measured: protrain/offline.py counts a model's memory and operations, benchmarks/machines has the machines.
-Writes scale.json and scale.md. Several devices are as in protrain/hardware.py: what is not persistent is shared out evenly, each
-device brings its share of a chunk by its own link and gathers the rest at one rate; persistent chunks are held by each.
+Nothing is run or measured: protrain/planner/offline.py counts a model's memory and operations, benchmarks/machines has the
+machines. Writes scale.json and scale.md. Several devices are as in protrain/planner/hardware.py: what is not persistent is shared
+out evenly, each device brings its share of a chunk by its own link and gathers the rest at one rate; persistent chunks are held
+by each.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from protrain.base.sizes import format_bytes
 from protrain.errors import BudgetError
-from protrain.explain import explain, limit_of
-from protrain.hardware import Hardware, load_hardware
-from protrain.offline import gpt2_config, plan_for, profile_offline
-from protrain.planning import Plan
-from protrain.sizes import format_bytes
+from protrain.planner.explain import explain, limit_of
+from protrain.planner.hardware import Hardware, load_hardware
+from protrain.planner.offline import gpt2_config, plan_for, profile_offline
+from protrain.planner.planning import Plan
 
 MACHINES = Path(__file__).resolve().parent / "machines"
 SEQ = 2048

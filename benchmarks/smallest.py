@@ -17,7 +17,7 @@ import transformers
 
 import protrain
 from benchmarks.turns import Run, gpt2, keep_rows
-from protrain.blocks import find_blocks
+from protrain.model.blocks import find_blocks
 
 N_STEPS = 16
 N_WARM = 4  # of these: plans are confirmed by the steps before

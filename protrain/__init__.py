@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from .api import Status, plan, profile, session_of, status, unwrap, wrap
     from .checkpoint import load, save
     from .errors import BudgetError, DeviceError, DiskError, Error, OutOfMemoryError, PlanError, StepError
-    from .optimizers import Optimizer
-    from .planning import Forecast, Plan
-    from .profiles import Profile
+    from .optim.optimizers import Optimizer
+    from .planner.planning import Forecast, Plan
+    from .planner.profiles import Profile
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'protrain' has no attribute {name!r}")
-    from . import api, checkpoint, errors, optimizers, planning, profiles
+    from . import api, checkpoint, errors
+    from .optim import optimizers
+    from .planner import planning, profiles
 
     for module in (api, checkpoint, errors, optimizers, planning, profiles):
         if name in vars(module):

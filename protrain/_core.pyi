@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 from typing_extensions import CapsuleType
 
-from .optimizers import Hyper
+from .optim.optimizers import Hyper
 
 class Stats(TypedDict):
     """Bytes are bytes, times nanoseconds since the engine was made."""

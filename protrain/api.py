@@ -16,27 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from . import _core, firstcall, keycaches, materialise  # noqa: F401 - importing firstcall is its use
-from .blocks import find_blocks
-from .calibration import measure_device, measure_machine
-from .compiled import check_compiled
-from .compute import Accelerator, Compute, choose
-from .counting import counted, counted_alone
-from .dryrun import dry_run
-from .errors import BudgetError, DiskError, Error, PlanError, StepError
-from .footprint import Footprint
-from .foreign import Foreign
-from .hooks import KEY
-from .layout import describe, make_layout
-from .optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
-from .phases import DryRun, DryRunError
-from .planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
-from .precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
-from .profiles import Machine, Profile, Times
-from .reading import given_as
-from .rehearsal import OtherWayError, RehearsalError, rehearse
-from .session import Session
-from .sizes import (
+from . import _core
+from .base import firstcall  # noqa: F401 - importing firstcall is its use
+from .base.counting import counted, counted_alone
+from .base.reading import given_as
+from .base.sizes import (
     MOST_PASSES,
     check_count,
     check_folder,
@@ -45,10 +29,29 @@ from .sizes import (
     parse_bytes,
     warn_above_cgroup,
 )
-from .strides import shared_memory
-from .timeline import StepTrace, Timeline
-from .workspace import MeasuredWorkspace, Workspace, workspace_bytes
-from .wrapped import Settings, Wrapped
+from .device.compute import Accelerator, Compute, choose
+from .dryrun.dryrun import dry_run
+from .dryrun.phases import DryRun, DryRunError
+from .dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from .errors import BudgetError, DiskError, Error, PlanError, StepError
+from .model import keycaches, onmeta
+from .model.blocks import find_blocks
+from .model.compiled import check_compiled
+from .model.layout import describe, make_layout
+from .model.precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
+from .model.strides import shared_memory
+from .optim.footprint import Footprint
+from .optim.foreign import Foreign
+from .optim.optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
+from .planner.planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
+from .planner.profiles import Machine, Profile, Times
+from .profiling.calibration import measure_device, measure_machine
+from .profiling.rehearsal import OtherWayError, RehearsalError, rehearse
+from .profiling.timeline import StepTrace, Timeline
+from .runtime.hooks import KEY
+from .runtime.wrapped import Settings, Wrapped
+from .session import Session
+from .state import materialise
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -305,10 +308,10 @@ def wrap(
         Settings(budget, host_budget, folder, accumulate, norm, plan, modes), compute,
         Foreign(optimizer, footprint) if footprint else None,
     )  # fmt: skip
-    meta = materialise.OnMeta(model)
+    meta = onmeta.OnMeta(model)
     session = Session(wrapped)
     try:
-        materialise.fill_meta_buffers(model, param_init_fn is not None)
+        onmeta.fill_meta_buffers(model, param_init_fn is not None)
         wrapped.places.move_buffers(compute.device)
         session.engine.charge(wrapped.buffer_bytes)
         with counted(session.engine, compute):

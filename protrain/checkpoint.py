@@ -22,18 +22,18 @@ from torch import nn
 
 from . import _core
 from .api import session_of
-from .counting import uncounted
+from .base.counting import uncounted
+from .base.reading import open_file, parse, shown
+from .base.replacing import clear_leftovers, replaced
+from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
-from .loads import PARAMETERS, STATE
-from .materialise import weight_files
-from .optimizers import Optimizer, check_arrays, hyper_of, state_names
-from .precision import has_master, saved_config
-from .reading import open_file, parse, shown
-from .replacing import clear_leftovers, replaced
+from .model.precision import has_master, saved_config
+from .optim.optimizers import Optimizer, check_arrays, hyper_of, state_names
+from .runtime.loads import PARAMETERS, STATE
 from .session import Session
-from .sizes import check_folder
-from .statefiles import check_states, states_of
-from .tensorfiles import Entry, Progress, TensorFile, Told, entries, unreadable, write_tensors
+from .state.materialise import weight_files
+from .state.statefiles import check_states, states_of
+from .state.tensorfiles import Entry, Progress, TensorFile, Told, entries, unreadable, write_tensors
 
 FORMAT = 1
 SUM = "crc32c"  # in protrain.json, of all else in it; a file without it is read as it is

@@ -3,15 +3,15 @@
 Here stands what a step is: forward begins, gradients come, `step()` makes it or an error ends it. Each part of the work is an
 object of its own, in the order the data flows:
 
-    wrapped.py    what was wrapped, which all others share
-    hooks.py      what is put into the model, so that a step is noticed
-    fitting.py    an arrangement for each batch, that keeps to the budget; pacing.py changes it by measured times
-    homes.py      carrying an arrangement out
-    evaluation.py an arrangement for forwards without gradients, where training's leaves them no room
-    residency.py  where each parameter lies, and that it lies there when it is looked at
-    running.py    blocks and operations
-    gradients.py  gradients as they come; updates.py says when parameters are updated from them
-    values.py     each parameter's arrays, read and written; states.py gives them torch's forms
+    runtime/wrapped.py     what was wrapped, which all others share
+    runtime/hooks.py       what is put into the model, so that a step is noticed
+    runtime/fitting.py     an arrangement for each batch, that keeps to the budget; pacing.py changes it by measured times
+    runtime/homes.py       carrying an arrangement out
+    runtime/evaluation.py  an arrangement for forwards without gradients, where training's leaves them no room
+    runtime/residency.py   where each parameter lies, and that it lies there when it is looked at
+    runtime/running.py     blocks and operations
+    runtime/gradients.py   gradients as they come; updates.py says when parameters are updated from them
+    state/values.py        each parameter's arrays, read and written; states.py gives them torch's forms
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from . import changes, keycaches
-from .compute import Accelerator
-from .counting import counted
-from .device_clock import DeviceClock
+from .base.counting import counted
+from .device.compute import Accelerator
 from .errors import BudgetError, DiskError, StepError
-from .evaluation import Evaluation
-from .fitting import Batch, Fitter, Shapes, first_arrangement
-from .gradients import Gradients
-from .homes import Homes
-from .hooks import ModelHooks
-from .marks import Marks
-from .pacing import Pacer
-from .parameters import DisableTorchFunction, release
-from .residency import Residency
-from .running import Runner, Together
-from .samples import MemorySamples
-from .states import States
-from .timeline import BlockClock
-from .updates import Updates
-from .values import Values
-from .wrapped import Wrapped
+from .model import keycaches
+from .model.parameters import DisableTorchFunction, release
+from .profiling.device_clock import DeviceClock
+from .profiling.timeline import BlockClock
+from .runtime import changes
+from .runtime.evaluation import Evaluation
+from .runtime.fitting import Batch, Fitter, Shapes, first_arrangement
+from .runtime.gradients import Gradients
+from .runtime.homes import Homes
+from .runtime.hooks import ModelHooks
+from .runtime.marks import Marks
+from .runtime.pacing import Pacer
+from .runtime.residency import Residency
+from .runtime.running import Runner, Together
+from .runtime.samples import MemorySamples
+from .runtime.updates import Updates
+from .runtime.wrapped import Wrapped
+from .state.states import States
+from .state.values import Values
 
 
 class Session:

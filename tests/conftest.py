@@ -141,7 +141,7 @@ def close_sessions(sessions: set[Any]) -> None:
 @pytest.fixture(autouse=True)
 def short_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsal in the tests' own process makes as many passes as it must and no more: no test judges how long they take."""
-    rehearsal = sys.modules.get("protrain.rehearsal")
+    rehearsal = sys.modules.get("protrain.profiling.rehearsal")
     for name in ("LEAST_SECONDS", "MORE_SECONDS") if rehearsal else ():
         monkeypatch.setattr(rehearsal, name, 0.0)
 

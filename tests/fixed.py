@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import protrain
-from protrain.profiles import Machine, Speed, Times
+from protrain.planner.profiles import Machine, Speed, Times
 
 
 def with_fixed_times(found: protrain.Profile) -> protrain.Profile:

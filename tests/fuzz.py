@@ -33,11 +33,11 @@ import torch
 from torch import nn
 
 import protrain
-from protrain import torchfiles
-from protrain.hardware import load_hardware
-from protrain.planning import Plan, plan_from_profile
-from protrain.profiles import Profile
-from protrain.tensorfiles import TensorFile
+from protrain.planner.hardware import load_hardware
+from protrain.planner.planning import Plan, plan_from_profile
+from protrain.planner.profiles import Profile
+from protrain.state import torchfiles
+from protrain.state.tensorfiles import TensorFile
 
 CORPUS = Path(__file__).with_name("corpus")
 MIB = 1 << 20
@@ -496,7 +496,7 @@ class Modules(Target):
         def run(wrapped: bool) -> list[Any]:
             model: Any = make()
             optimizer: Any = kind([p for p in model.parameters() if p.requires_grad], fused=True, **words)
-            n_blocks = len(protrain.blocks.find_blocks(model))
+            n_blocks = len(protrain.model.blocks.find_blocks(model))
             if wrapped:
                 modes = [chance.choice(("keep", "swap", "checkpoint", "checkpoint_swap")) for _ in range(n_blocks)]
                 options = {"block_modes": chance.choice((None, modes)), "accumulate": accumulate, "max_grad_norm": clip}

@@ -29,8 +29,8 @@ from crashes import adamw, batch, digest, make
 from standin import StandIn
 
 import protrain
-from protrain import compute
-from protrain.counting import uncounted
+from protrain.base.counting import uncounted
+from protrain.device import compute
 
 MIB = 1 << 20
 BUDGET = 4 * MIB  # of 6.3 MiB of states

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from protrain import _core
-from protrain.compute import Accelerator
-from protrain.strides import dense_strides
+from protrain.device.compute import Accelerator
+from protrain.model.strides import dense_strides
 
 
 class StandIn(Accelerator):

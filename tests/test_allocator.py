@@ -15,7 +15,7 @@ import torch
 
 import protrain
 from protrain.api import session_of
-from protrain.counting import counted
+from protrain.base.counting import counted
 
 MIB = 1 << 20
 BUDGET = 64 * MIB

@@ -17,7 +17,7 @@ from twins import MIB, adamw, bits, loss_of
 
 import protrain
 from protrain import _core
-from protrain.precision import master as master_of
+from protrain.model.precision import master as master_of
 
 TIGHT = 13 * MIB
 AMPLE = 1 << 30

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from protrain.blocks import find_blocks
+from protrain.model.blocks import find_blocks
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}

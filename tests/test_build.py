@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["base", "device", "disk", "memory", "profile", "plan", "optim", "runtime", "torch", "python"]
+PACKAGE = ["base", "device", "model", "dryrun", "optim", "planner", "profiling", "runtime", "state"]
+MODULES = sorted(path for folder in PACKAGE for path in (ROOT / "protrain" / folder).glob("*.py"))
 FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".c", ".h", ".cpp", ".cu"})
 CHECKOUT = ("csrc", "docs", "protrain", "tests", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
 CHECKOUT += ("requirements.txt", "requirements-bench.txt", "requirements-report.txt")
@@ -64,6 +68,33 @@ def test_includes_come_from_earlier_folders(path: Path) -> None:
     folder = path.relative_to(ROOT / "csrc").parts[0]
     for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
         assert name.split("/")[0] in FOLDERS[: FOLDERS.index(folder) + 1], f"{path.name} includes {name}"
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The modules of the package that a file imports, as they are named from `protrain` on; not what types alone need."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom) and child.level == 2:
+            yield from [child.module] if child.module else [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom | ast.Import):
+            names = [child.module or ""] if isinstance(child, ast.ImportFrom) else [alias.name for alias in child.names]
+            yield from (name.removeprefix("protrain.") for name in names if name.startswith("protrain."))
+        yield from imported(child)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[path.relative_to(ROOT / "protrain").as_posix() for path in MODULES])
+def test_modules_import_from_earlier_folders(path: Path) -> None:
+    """Of the package, a file imports from its own folder, those before it, the core and the errors."""
+    allowed = {*PACKAGE[: PACKAGE.index(path.parent.name)], "errors", "_core"}
+    for name in imported(ast.parse(path.read_text())):
+        assert name.split(".")[0] in allowed, f"{path.name} imports protrain.{name}"
+
+
+def test_every_folder_of_the_package_has_its_place() -> None:
+    """None is left out of the order above; what the user calls, other libraries and the command line come after all of them."""
+    folders = {path.parent.name for path in (ROOT / "protrain").glob("*/__init__.py")}
+    assert folders == {*PACKAGE, "integrations", "cli"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT / "csrc").as_posix() for path in FILES])

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain import _core, calibration
-from protrain.calibration import measure_machine
+from protrain import _core
 from protrain.errors import DiskError
-from protrain.profiles import Machine, Speed
+from protrain.planner.profiles import Machine, Speed
+from protrain.profiling import calibration
+from protrain.profiling.calibration import measure_machine
 
 MIB = 1 << 20
 

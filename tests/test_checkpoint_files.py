@@ -20,12 +20,13 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
-from protrain import _core, checkpoint, materialise, tensorfiles, torchfiles
-from protrain.loads import Loads
-from protrain.replacing import replaced
-from protrain.residency import Residency
-from protrain.tensorfiles import Entry, TensorFile, write_tensors
-from protrain.values import Values
+from protrain import _core, checkpoint
+from protrain.base.replacing import replaced
+from protrain.runtime.loads import Loads
+from protrain.runtime.residency import Residency
+from protrain.state import materialise, tensorfiles, torchfiles
+from protrain.state.tensorfiles import Entry, TensorFile, write_tensors
+from protrain.state.values import Values
 
 
 @pytest.fixture(autouse=True)

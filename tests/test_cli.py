@@ -21,12 +21,13 @@ from ahead import Ahead
 from program import HUNG_SECONDS, answer, environment, interrupted, run
 from safetensors.torch import load_file
 
-from protrain import checkpoint, tensorfiles
+from protrain import checkpoint
 from protrain.api import Status
 from protrain.cli import display, export, machine, model, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError, StepError
+from protrain.state import tensorfiles
 
 MIB = 1 << 20
 

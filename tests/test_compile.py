@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import MIB, Loop, adamw, assert_equal, bits, fit, run
 
 import protrain
-from protrain import compute
+from protrain.device import compute
 
 MODES = ["keep", "swap", "checkpoint", "checkpoint_swap"]
 MIXED = [*MODES, *MODES]

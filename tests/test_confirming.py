@@ -13,9 +13,10 @@ from test_pacing import Clock, clocked, step
 from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
-from protrain import pacing
 from protrain.api import session_of
-from protrain.confirming import (
+from protrain.planner.planning import Forecast
+from protrain.planner.profiles import Machine, Speed, Times
+from protrain.profiling.confirming import (
     MOST_DISK_FACTOR,
     Sum,
     apart,
@@ -27,10 +28,9 @@ from protrain.confirming import (
     scaled_times,
     sum_of,
 )
-from protrain.observed import DiskWork
-from protrain.planning import Forecast
-from protrain.profiles import Machine, Speed, Times
-from protrain.timeline import COMPUTE, FORWARD, LANES, RECOMPUTE, WAIT, Pass
+from protrain.profiling.observed import DiskWork
+from protrain.profiling.timeline import COMPUTE, FORWARD, LANES, RECOMPUTE, WAIT, Pass
+from protrain.runtime import pacing
 
 SECOND_NS = 10**9
 

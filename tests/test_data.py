@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from protrain import data
+from protrain.cli import data
 
 TEXT = "def f(x):\n    return x  +  1\r\n\n# naïve 日本語 \t tab, don't\n" * 50
 

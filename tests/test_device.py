@@ -24,8 +24,11 @@ from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, fit, run
 
 import protrain
-from protrain import _core, compute, device_updates, fitting, modulestate, pacing
-from protrain.tiers import place_away
+from protrain import _core
+from protrain.device import compute
+from protrain.model import modulestate
+from protrain.planner.tiers import place_away
+from protrain.runtime import device_updates, fitting, pacing
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from test_trainer import arguments, assert_twins, finish, rows, trainer_of
 from twins import MIB, adamw, bits
 
 import protrain
-from protrain import compute
 from protrain.cli import words
+from protrain.device import compute
 from protrain.integrations.training_arguments import check_arguments
 from protrain.integrations.transformers import ProTrainTrainer
 

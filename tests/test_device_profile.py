@@ -20,10 +20,13 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, run
 
 import protrain
-from protrain import api, calibration, compute, pacing
-from protrain.device_clock import DeviceClock
-from protrain.phases import DryRun
-from protrain.profiles import Machine, Speed
+from protrain import api
+from protrain.device import compute
+from protrain.dryrun.phases import DryRun
+from protrain.planner.profiles import DEVICE_UPDATE_BYTES_PER_SECOND, Machine, Speed
+from protrain.profiling import calibration
+from protrain.profiling.device_clock import DeviceClock
+from protrain.runtime import pacing
 
 MS = 1_000_000
 ROWS = 256  # of a batch: what a block saves is then 2.5 MiB
@@ -191,7 +194,7 @@ def test_a_plan_without_training_is_that_of_training(
     check_times(found.run, found.times.phases, ["keep"] * 8)
     trained = train(chain_of(device), 3, fresh_disk, memory=TIGHT, host_memory=host)
     session = protrain.session_of(trained)
-    timed = replace(machine(link), step_update_bytes_per_second=calibration.DEVICE_UPDATE_BYTES_PER_SECOND)
+    timed = replace(machine(link), step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
     best = session.fitter.decide(session.pacer._run, times=found.times, machine=timed).plan
     assert plan == best
     assert plan.step_seconds == pytest.approx(best.step_seconds, rel=1e-6)

@@ -26,10 +26,11 @@ import transformers
 from click.testing import CliRunner
 
 import protrain
-from protrain import api, pacing
+from protrain import api
 from protrain.cli.main import commands
-from protrain.hardware import load_hardware
-from protrain.profiles import Machine, Speed
+from protrain.planner.hardware import load_hardware
+from protrain.planner.profiles import Machine, Speed
+from protrain.runtime import pacing
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *(ROOT / "docs").rglob("*.md"),

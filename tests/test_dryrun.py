@@ -27,16 +27,17 @@ from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_equal, run
 
 import protrain
-from protrain import _core, workspace
-from protrain.blocks import find_blocks
-from protrain.counting import counted_alone
-from protrain.dryrun import UNSEEN_BYTES, dry_run
-from protrain.fitting import shapes_of
-from protrain.meter import Segment
-from protrain.phases import DryRun, DryRunError
-from protrain.planning import _phases
-from protrain.sizes import stash_least_bytes
-from protrain.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from protrain import _core
+from protrain.base.counting import counted_alone
+from protrain.base.sizes import stash_least_bytes
+from protrain.dryrun import workspace
+from protrain.dryrun.dryrun import UNSEEN_BYTES, dry_run
+from protrain.dryrun.meter import Segment
+from protrain.dryrun.phases import DryRun, DryRunError
+from protrain.dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from protrain.model.blocks import find_blocks
+from protrain.planner.planning import _phases
+from protrain.runtime.fitting import shapes_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ import torch
 from twins import MIB
 
 from protrain import _core
-from protrain.optimizers import Hyper
+from protrain.optim.optimizers import Hyper
 
 ADAM = Hyper(0, 1e-3, 0.0, False, 0.9, 0.999, 1e-8, False, 0.0, 0.0, False, True, False)
 SPILL = 1  # a gradient that is added to those on disk

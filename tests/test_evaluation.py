@@ -14,9 +14,10 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
-from protrain import dryrun, fitting
 from protrain.api import session_of
-from protrain.phases import SMALL_UNSEEN_BYTES
+from protrain.dryrun import dryrun
+from protrain.dryrun.phases import SMALL_UNSEEN_BYTES
+from protrain.runtime import fitting
 
 BUDGET = 24 * MIB  # states of 17 MiB stay in memory
 LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47

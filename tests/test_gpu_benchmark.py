@@ -16,9 +16,9 @@ import pytest
 import torch
 from standin import StandIn
 
-from protrain import compute
-from protrain.profiles import Machine, Speed
-from protrain.timeline import Event, Timeline
+from protrain.device import compute
+from protrain.planner.profiles import Machine, Speed
+from protrain.profiling.timeline import Event, Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import protrain
-from protrain import _core, gpupool
+from protrain import _core
+from protrain.device import gpupool
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

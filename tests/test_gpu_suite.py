@@ -15,8 +15,9 @@ from standin import StandIn
 from torch import nn
 
 import protrain
-from protrain import compute, pacing
-from protrain.blocks import find_blocks
+from protrain.device import compute
+from protrain.model.blocks import find_blocks
+from protrain.runtime import pacing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 import references

@@ -15,11 +15,11 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import adamw, bits
 
 import protrain
-from protrain.hardware import load_hardware
-from protrain.planning import Plan, plan_from_profile
-from protrain.profiles import Profile
-from protrain.reading import parse
-from protrain.tensorfiles import TensorFile
+from protrain.base.reading import parse
+from protrain.planner.hardware import load_hardware
+from protrain.planner.planning import Plan, plan_from_profile
+from protrain.planner.profiles import Profile
+from protrain.state.tensorfiles import TensorFile
 
 CORPUS = Path(__file__).with_name("corpus")
 

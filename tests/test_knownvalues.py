@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from twins import adamw
 
 import protrain
-from protrain import _core, knownvalues
-from protrain.blocks import find_blocks
-from protrain.dryrun import dry_run
-from protrain.phases import DryRunError
+from protrain import _core
+from protrain.dryrun import knownvalues
+from protrain.dryrun.dryrun import dry_run
+from protrain.dryrun.phases import DryRunError
+from protrain.model.blocks import find_blocks
 
 WIDTH, WORDS = 64, 100
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from twins import MIB, adamw
 
 import protrain
-from protrain import fitting
-from protrain.dryrun import dry_run
+from protrain.dryrun.dryrun import dry_run
+from protrain.runtime import fitting
 
 WIDTH, WORDS = 192, 4096
 
@@ -220,7 +220,7 @@ def test_a_heavy_loss_finds_the_room_that_chunks_can_make(holds: bool) -> None:
 
 def test_a_refused_step_is_the_last_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a loss that takes more than any room that was left for it."""
-    monkeypatch.setattr("protrain.fitting.ROOM_FOR_LOSS", (0,))
+    monkeypatch.setattr("protrain.runtime.fitting.ROOM_FOR_LOSS", (0,))
     _, ample = wrapped(1 << 30, heavy, batches())
     given = batches(16)
     losses, status = wrapped(int(ample.peak_memory_bytes * 0.8), heavy, given)

@@ -21,8 +21,8 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import adamw, bits
 
 import protrain
-from protrain import sizes
-from protrain.sizes import cgroup_free_bytes
+from protrain.base import sizes
+from protrain.base.sizes import cgroup_free_bytes
 
 MIB = 1 << 20
 

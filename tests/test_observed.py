@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.observed import ACTIVATIONS, PARAMETERS, READ, UPDATING, WRITE, DiskWork, disk_work, drag_seconds, observe
-from protrain.phases import DryRun, Phase
-from protrain.profiles import Machine, Speed
-from protrain.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, WAIT, Pass, Raw
+from protrain.dryrun.phases import DryRun, Phase
+from protrain.planner.profiles import Machine, Speed
+from protrain.profiling.observed import ACTIVATIONS, PARAMETERS, READ, UPDATING, WRITE, DiskWork, disk_work, drag_seconds, observe
+from protrain.profiling.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, WAIT, Pass, Raw
 
 
 def phase(block: int, backward: bool, flops: int = 1000, again: tuple[int, int, int] = (0, 0, -1)) -> Phase:

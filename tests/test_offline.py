@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from protrain import _core, dryrun, offline
-from protrain.blocks import find_blocks
-from protrain.dryrun import dry_run
+from protrain import _core
+from protrain.dryrun import dryrun
+from protrain.dryrun.dryrun import dry_run
+from protrain.dryrun.phases import DryRun
+from protrain.dryrun.repetition import N_RUN, dry_run_alike
 from protrain.errors import BudgetError, PlanError
-from protrain.hardware import Disk, Hardware, load_hardware, shipped_hardware
-from protrain.layout import describe, pack
-from protrain.offline import (
+from protrain.model.blocks import find_blocks
+from protrain.model.layout import describe, pack
+from protrain.planner import offline
+from protrain.planner.hardware import Disk, Hardware, load_hardware, shipped_hardware
+from protrain.planner.offline import (
     counted_times,
     gpt2_config,
     gpt2_of,
@@ -27,9 +31,7 @@ from protrain.offline import (
     plan_offline,
     profile_offline,
 )
-from protrain.phases import DryRun
-from protrain.profiles import Profile
-from protrain.repetition import N_RUN, dry_run_alike
+from protrain.planner.profiles import Profile
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain import compute
+from protrain.device import compute
 
 MIB, KIB = 1 << 20, 1 << 10
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)

@@ -13,11 +13,12 @@ from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
-from protrain import _core, pacing, updates
+from protrain import _core
 from protrain import session as session_module
 from protrain.api import session_of
-from protrain.planning import arrange
-from protrain.profiles import Machine, Speed
+from protrain.planner.planning import arrange
+from protrain.planner.profiles import Machine, Speed
+from protrain.runtime import pacing, updates
 
 BUDGET = 28 * MIB
 

@@ -208,7 +208,7 @@ def test_rates_set_late_are_the_same_training_with_no_update_behind_backward(dis
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "vit", "encoder"])
 def test_every_family_has_blocks_and_takes_its_batches(family: str) -> None:
-    from protrain.blocks import find_blocks
+    from protrain.model.blocks import find_blocks
 
     shape = Shape(family, 64, 4, 1, 32)
     model = shape.model()

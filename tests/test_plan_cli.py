@@ -20,18 +20,19 @@ import torch
 from click.testing import CliRunner
 from standin import StandIn
 
-from protrain import compute
 from protrain.cli import plan as plan_command
 from protrain.cli import sweep
 from protrain.cli.main import commands
 from protrain.cli.plan import more_bytes
 from protrain.cli.words import CommandError, size_text
+from protrain.device import compute
+from protrain.device.overhead import Overhead
+from protrain.dryrun.phases import DryRun, Phase
 from protrain.errors import BudgetError, Error
-from protrain.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
-from protrain.layout import pack
-from protrain.phases import DryRun, Phase
-from protrain.planning import MODES, WAITS, Forecast, Plan, plan_from_profile
-from protrain.profiles import LANES, Machine, Overhead, Profile, Speed, Times
+from protrain.model.layout import pack
+from protrain.planner.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
+from protrain.planner.planning import MODES, WAITS, Forecast, Plan, plan_from_profile
+from protrain.planner.profiles import LANES, Machine, Profile, Speed, Times
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -595,8 +596,8 @@ def test_what_was_planned_is_shown_where_a_file_cannot_be_written(
 ) -> None:
     """It took minutes, and the disk may be full only now."""
     pytest.importorskip("matplotlib")
-    from protrain import timeline
     from protrain.cli import plan_plot
+    from protrain.profiling import timeline
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -634,7 +635,7 @@ def test_a_measured_profile_is_saved_and_reproduces_the_plan(tiny: Path, disk: P
 
 
 def test_a_plan_for_hardware_that_is_not_here(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from protrain.hardware import load_hardware, shipped_hardware
+    from protrain.planner.hardware import load_hardware, shipped_hardware
 
     monkeypatch.chdir(tiny)
     name = next(name for name in shipped_hardware() if load_hardware(name).n_devices > 1)

@@ -17,8 +17,8 @@ from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
 from protrain import _core
-from protrain.blocks import find_blocks
-from protrain.planning import Anew, _smallest, plan_from_profile
+from protrain.model.blocks import find_blocks
+from protrain.planner.planning import Anew, _smallest, plan_from_profile
 
 pytest.importorskip("transformers")
 

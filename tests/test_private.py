@@ -19,7 +19,7 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import adamw
 
 import protrain
-from protrain import torchfiles
+from protrain.state import torchfiles
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import protrain
-from protrain import _core, rehearsal, ring
-from protrain.blocks import find_blocks
-from protrain.dryrun import dry_run
-from protrain.phases import DryRun
-from protrain.profiles import Times
-from protrain.rehearsal import RehearsalError, rehearse
+from protrain import _core
+from protrain.dryrun.dryrun import dry_run
+from protrain.dryrun.phases import DryRun
+from protrain.model.blocks import find_blocks
+from protrain.planner.profiles import Times
+from protrain.profiling import rehearsal, ring
+from protrain.profiling.rehearsal import RehearsalError, rehearse
 
 transformers = pytest.importorskip("transformers")
 

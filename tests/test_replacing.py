@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import protrain
-from protrain import replacing
-from protrain.replacing import clear_leftovers, replaced, replaced_file
+from protrain.base import replacing
+from protrain.base.replacing import clear_leftovers, replaced, replaced_file
 
 
 @pytest.fixture(params=["exchange", "renames"])

@@ -18,7 +18,7 @@ from twins import adamw, loss_of
 
 import protrain
 from protrain.cli import report, report_charts, report_pieces, words
-from protrain.homes import Homes
+from protrain.runtime.homes import Homes
 
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
 

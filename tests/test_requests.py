@@ -11,9 +11,9 @@ from conftest import LanguageModel, TokenBatches
 from twins import adamw, loss_of
 
 import protrain
-from protrain.profiles import Machine, Speed
-from protrain.requests import with_memory, with_requests
-from protrain.sizes import KIB, MIB
+from protrain.base.sizes import KIB, MIB
+from protrain.planner.profiles import Machine, Speed
+from protrain.planner.requests import with_memory, with_requests
 
 REQUEST, CHECKSUM, WALK = 50e-6, 0.5e-10, 2e-10
 LANE = Speed(1e9, 1e9, 1e-10)

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from twins import MIB, adamw, bits
 
 import protrain
-from protrain.parameters import ChunkParameter
+from protrain.model.parameters import ChunkParameter
 
 
 @pytest.fixture(autouse=True)

@@ -25,11 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
-from protrain import activations
 from protrain.api import session_of
-from protrain.blocks import find_blocks
-from protrain.counting import uncounted
-from protrain.timeline import BlockClock
+from protrain.base.counting import uncounted
+from protrain.model.blocks import find_blocks
+from protrain.profiling.timeline import BlockClock
+from protrain.runtime import activations
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from twins import adamw, assert_equal, run
 
 import protrain
-from protrain import modulestate, strides
+from protrain.model import modulestate, strides
 
 
 @pytest.fixture(autouse=True)

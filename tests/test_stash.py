@@ -22,10 +22,10 @@ from twins import adamw, assert_equal, run
 
 import protrain
 from protrain import _core
-from protrain.activations import over_nothing
 from protrain.api import session_of
-from protrain.planning import plan_from_profile
-from protrain.timeline import requests
+from protrain.planner.planning import plan_from_profile
+from protrain.profiling.timeline import requests
+from protrain.runtime.activations import over_nothing
 
 N_BLOCKS = 4
 AMPLE = 1 << 30

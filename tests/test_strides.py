@@ -19,7 +19,7 @@ from torch import nn
 from twins import Loop, adamw, assert_equal, bits, run
 
 import protrain
-from protrain import torchfiles
+from protrain.state import torchfiles
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_states_to_and_from_plain_torch(optimizer: Any) -> None:
 @pytest.mark.parametrize(("make", "optimizer"), [(Transposed, adamw), (Images, rms)])
 def test_checkpoints(make: Callable[[], nn.Module], optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint holds elements in their order, as plain tools read them, and training goes on from it bit for bit."""
-    monkeypatch.setattr("protrain.tensorfiles.SLICE_BYTES", 100 << 10)
+    monkeypatch.setattr("protrain.state.tensorfiles.SLICE_BYTES", 100 << 10)
     batches = inputs(2)
 
     def saves(model: Any, made: Any, plain: bool) -> list[Any]:
@@ -472,7 +472,7 @@ def test_data_of_another_shape_from_a_function_is_refused() -> None:
 def test_read_from_a_folder(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_model
 
-    monkeypatch.setattr("protrain.materialise.SLICE_BYTES", 32 << 10)  # several slices of each tensor
+    monkeypatch.setattr("protrain.state.materialise.SLICE_BYTES", 32 << 10)  # several slices of each tensor
     model = Transposed()
     save_model(model, str(tmp_path / "model.safetensors"))
     values = [p.detach().clone() for p in model.parameters()]

@@ -24,7 +24,7 @@ from twins import MIB, adamw, loss_of
 import protrain
 from protrain import _core
 from protrain.api import session_of
-from protrain.timeline import (
+from protrain.profiling.timeline import (
     LANES,
     TRANSFERS,
     BlockClock,

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from protrain import _core, fakes, workspace
-from protrain.counting import counted_alone
-from protrain.knownvalues import KnownValues
-from protrain.workspace import MeasuredWorkspace
+from protrain import _core
+from protrain.base.counting import counted_alone
+from protrain.dryrun import fakes, workspace
+from protrain.dryrun.knownvalues import KnownValues
+from protrain.dryrun.workspace import MeasuredWorkspace
 
 #: How far a single operation may be off.
 SMALL_BYTES = 16 << 10

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from protrain import _core
-from protrain.profiles import Machine
-from protrain.timeline import TRANSFERS, Timeline, length, union
+from protrain.planner.profiles import Machine
+from protrain.profiling.timeline import TRANSFERS, Timeline, length, union
 
 #: Bytes that Adam moves for each element in fp32: parameter and two moments read and written, gradient read.
 ADAM_BYTES = 28

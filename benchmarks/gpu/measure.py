@@ -17,12 +17,13 @@ import torch
 from gpu import driver, figures, largest
 from gpu.systems import SYSTEMS, Settings, System, fill
 
-from protrain import BudgetError, DeviceError, DiskError, calibration
+from protrain import BudgetError, DeviceError, DiskError
 from protrain.api import find_session
-from protrain.compute import Accelerator
-from protrain.materialise import parameters_on_meta
-from protrain.sizes import default_memory_bytes, parse_bytes
-from protrain.timeline import StepError
+from protrain.base.sizes import default_memory_bytes, parse_bytes
+from protrain.device.compute import Accelerator
+from protrain.model.onmeta import parameters_on_meta
+from protrain.profiling import calibration
+from protrain.profiling.timeline import StepError
 
 WARMUP = 4  # protrain plans before the first step and by the times of the first two, in which it finds out about the loop too
 TRIAL_STEPS = 2  # of the search: optimizers make their state in the first one

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpu import apart, figures, measure
 from gpu.systems import SYSTEMS
 
-from protrain.sizes import GIB, format_bytes, parse_bytes
+from protrain.base.sizes import GIB, format_bytes, parse_bytes
 
 WORDS = ("memory", "device", "disk", "host_memory", "layers", "hidden", "vocabulary", "batch", "seq", "steps", "most_layers")
 #: Of the time that is left for a system: more than its share is lent to one that is slow to measure, and to no search.

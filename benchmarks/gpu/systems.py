@@ -106,7 +106,7 @@ def fsdp2_offload(model: Any, settings: Settings) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    import protrain.blocks
+    import protrain.model.blocks
 
     if not dist.is_initialized():
         one_process()
@@ -114,7 +114,7 @@ def fsdp2_offload(model: Any, settings: Settings) -> Step:
     mesh = init_device_mesh(settings.device, (1,))
     model = _checkpointed(model)
     policy = CPUOffloadPolicy(pin_memory=settings.device == "cuda")
-    for _, block in protrain.blocks.find_blocks(model):
+    for _, block in protrain.model.blocks.find_blocks(model):
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     for name, buffer in list(model.named_buffers()):
@@ -132,7 +132,7 @@ def fill(module: nn.Module) -> None:
 def protrain_(model: Any, settings: Settings, mode: str | None = None) -> Step:
     """protrain: the model begins on the CPU or on meta. mode: of each block; None: chosen by the plan."""
     import protrain
-    from protrain.blocks import find_blocks
+    from protrain.model.blocks import find_blocks
 
     modes = [mode] * len(find_blocks(model)) if mode else None
     on_meta = next(model.parameters()).device.type == "meta"

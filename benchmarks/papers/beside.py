@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.papers.records import Settings, say
 from benchmarks.papers.training import Shape
-from protrain.sizes import default_disk_folder
+from protrain.base.sizes import default_disk_folder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 ON_GPU = {

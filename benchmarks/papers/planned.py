@@ -1,6 +1,6 @@
 """What the planner says of machines that papers measured on: the largest GPT-2 for which a plan exists, beside what they report.
 
-Nothing is run: protrain/offline.py counts a model's memory, and the machines are described in protrain/machines and
+Nothing is run: protrain/planner/offline.py counts a model's memory, and the machines are described in protrain/machines and
 benchmarks/machines.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.records import table
+from protrain.base.sizes import GIB
 from protrain.errors import BudgetError
-from protrain.hardware import Hardware, load_hardware
-from protrain.layout import pack
-from protrain.offline import gpt2_config, gpt2_parameters, most_layers
-from protrain.planning import Plan
-from protrain.sizes import GIB
+from protrain.model.layout import pack
+from protrain.planner.hardware import Hardware, load_hardware
+from protrain.planner.offline import gpt2_config, gpt2_parameters, most_layers
+from protrain.planner.planning import Plan
 
 SEQ = 1024
 STATE_BYTES = 14  # of a parameter: itself in two bytes, fp32 master weight and two moments
@@ -132,7 +132,7 @@ def largest_in_words(entries: Sequence[dict[str, Any]]) -> str:
         for entry in entries
     ]
     about = (
-        "Planned, not run: memory is counted (protrain/offline.py) and the machines are described in files. Sequences of "
+        "Planned, not run: memory is counted (protrain/planner/offline.py) and the machines are described in files. Sequences of "
         f"{SEQ} tokens, one for each device, mixed precision: {STATE_BYTES} bytes of parameter and state, two of gradient. "
         "No disk. The largest is found by bisection over the layers."
     )

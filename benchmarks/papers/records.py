@@ -126,8 +126,8 @@ def machine(settings: Settings) -> dict[str, Any]:
     """What a reader of the figures asks for."""
     import torch
 
+    from protrain.base.sizes import default_disk_folder
     from protrain.cli.machine import cpu_name, file_system, memory
-    from protrain.sizes import default_disk_folder
 
     found: dict[str, Any] = {
         "cpu": cpu_name(),

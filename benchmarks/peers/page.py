@@ -37,7 +37,7 @@ def html(found: dict[str, Any]) -> str:
 
 def write(name: str, found: dict[str, Any]) -> None:
     """As a whole or not at all. Raises OSError."""
-    from protrain.timeline import write_file
+    from protrain.profiling.timeline import write_file
 
     write_file(name, html(found).encode())
 

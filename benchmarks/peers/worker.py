@@ -189,7 +189,7 @@ def serve(make: Callable[[Job], Step], counted: Callable[[], int] | None = None)
     bytes as the peer itself counts it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    torch.exp(torch.zeros(16))  # protrain/firstcall.py says why
+    torch.exp(torch.zeros(16))  # protrain/base/firstcall.py says why
     try:
         server = _Server(Job(**json.loads(sys.argv[1])), make, counted)
         for line in sys.stdin:

@@ -11,7 +11,7 @@
 
 #include "base/status.h"
 
-/* Words of the timeline; protrain/timeline.py has their names, in this order. */
+/* Words of the timeline; protrain/profiling/timeline.py has their names, in this order. */
 typedef enum ptn_trace_lane {
   PTN_LANE_STEP = 0, /* whole steps */
   PTN_LANE_COMPUTE,  /* blocks, on the thread that drives the step */

@@ -1,5 +1,5 @@
 /* DeviceRecord: memory of a device that the stash has a copy of (runtime/device_stash.h), as a Python object. The memory itself is its
- * maker's, protrain/device_stash.py. It holds its Engine; in a forked process the stash's threads are gone, and it is left alone. */
+ * maker's, protrain/runtime/device_stash.py. It holds its Engine; in a forked process the stash's threads are gone, and it is left alone. */
 #include "python/binding.h"
 #include "runtime/device_stash.h"
 

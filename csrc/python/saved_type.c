@@ -9,7 +9,7 @@
  *   kept          anything else: itself where it is a leaf, as autograd keeps it without hooks; else an alias, so that no output of
  *                 a node keeps its own graph alive.
  *
- * Over a device there is no arena: `stash_tensor` (protrain/device_stash.py) may take a tensor that lies in no chunk, and what it
+ * Over a device there is no arena: `stash_tensor` (protrain/runtime/device_stash.py) may take a tensor that lies in no chunk, and what it
  * returns goes to autograd and comes to `unpack_parameter` again.
  *
  * Autograd does not look at versions where hooks are set, so unpack does. A record of the stash has an owner for that: an alias
@@ -130,7 +130,7 @@ static bool check_version(const saved_tensors_object *self, const saved_object *
   uint32_t now;
   if (!read_version(self, owner, &now)) return false;
   if (now == saved->version) return true;
-  PyObject *shape = shape_of(saved), *module = shape ? PyImport_ImportModule("protrain.activations") : NULL;
+  PyObject *shape = shape_of(saved), *module = shape ? PyImport_ImportModule("protrain.runtime.activations") : NULL;
   PyObject *nothing =
       module ? PyObject_CallMethod(module, "check_version", "IIO", (unsigned int)now, (unsigned int)saved->version, shape) : NULL;
   Py_XDECREF(nothing); /* it raises */

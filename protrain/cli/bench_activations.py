@@ -135,8 +135,8 @@ def run(words: Words) -> None:
 
 
 def _count_blocks(config: Any) -> int:
-    from protrain.blocks import find_blocks
     from protrain.cli.model import build
+    from protrain.model.blocks import find_blocks
 
     count = len(find_blocks(build(config)))
     if count == 0:

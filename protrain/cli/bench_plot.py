@@ -7,7 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from protrain.cli.words import MIB
-from protrain.timeline import write_file
+from protrain.profiling.timeline import write_file
 
 if TYPE_CHECKING:
     from protrain.cli.bench_activations import Measured

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch  # noqa: F401  (the core links against its libraries)
 
-from protrain import _core, calibration
+from protrain import _core
 from protrain.cli import machine
 from protrain.cli.words import size_text
+from protrain.profiling import calibration
 
 BENCH_BYTES = 256 << 20
 

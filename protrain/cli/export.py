@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain import replacing
+from protrain.base import replacing
+from protrain.base.replacing import replaced
 from protrain.cli.words import CommandError
 from protrain.errors import DiskError
-from protrain.precision import saved_config
-from protrain.replacing import replaced
-from protrain.tensorfiles import Progress, Told, entries, write_tensors
+from protrain.model.precision import saved_config
+from protrain.state.tensorfiles import Progress, Told, entries, write_tensors
 
 
 def check_target(folder: str) -> None:

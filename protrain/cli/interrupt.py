@@ -61,7 +61,7 @@ def _watch(reader: int) -> None:
     extend(GRACE_SECONDS)
     while (left := _end - time.monotonic()) > 0:
         time.sleep(left)
-    replacing = sys.modules.get("protrain.replacing")  # what is not loaded has written nothing
+    replacing = sys.modules.get("protrain.base.replacing")  # what is not loaded has written nothing
     for path in tuple(replacing.litter) if replacing else ():
         shutil.rmtree(path, ignore_errors=True)
     os._exit(128 + numbers[0])

@@ -7,7 +7,7 @@ import re
 import resource
 from pathlib import Path
 
-from protrain import sizes
+from protrain.base import sizes
 
 
 def memory() -> tuple[int, int]:

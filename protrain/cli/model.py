@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import protrain.firstcall  # noqa: F401 - importing it is its use
+import protrain.base.firstcall  # noqa: F401 - importing it is its use
 from protrain.cli.words import CommandError
 
 _FLAG = "_is_hf_initialized"  # by which transformers' own init functions leave a tensor alone

@@ -22,9 +22,9 @@ from protrain.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
     from protrain.cli.train import Setup, Words
-    from protrain.hardware import Hardware
-    from protrain.planning import Plan
-    from protrain.profiles import Profile
+    from protrain.planner.hardware import Hardware
+    from protrain.planner.planning import Plan
+    from protrain.planner.profiles import Profile
 
 GIB = 1 << 30
 
@@ -76,7 +76,7 @@ def run(context: click.Context) -> None:
     source = _source(words, own, words.precision if "precision" in given else None)
     profile = _sweep(words, own, source) if own.sweep else _plan(words, own, source)
     if own.save_profile is not None:
-        from protrain.timeline import write_file
+        from protrain.profiling.timeline import write_file
 
         with writing("--save-profile", own.save_profile):
             write_file(own.save_profile, profile.to_json().encode())
@@ -183,7 +183,7 @@ def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
     if own.hardware is not None:
         import torch  # noqa: F401 - before protrain's core, which links to it
 
-        from protrain.hardware import load_hardware
+        from protrain.planner.hardware import load_hardware
 
         return _from_hardware(words, own, setup, load_hardware(own.hardware, n_devices=own.devices), precision)
     return _from_here(words, setup)
@@ -193,8 +193,8 @@ def _from_file(words: Words, name: str) -> Source:
     """No model is loaded, nothing of this machine counts."""
     import torch  # noqa: F401 - before protrain's core, which links to it
 
-    from protrain.planning import plan_from_profile
-    from protrain.profiles import Profile
+    from protrain.planner.planning import plan_from_profile
+    from protrain.planner.profiles import Profile
 
     try:
         with open(name, encoding="utf-8") as file:
@@ -227,11 +227,11 @@ def _from_file(words: Words, name: str) -> Source:
 def _from_here(words: Words, setup: Setup) -> Source:
     """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
     from protrain.api import plan, profile
+    from protrain.base.sizes import default_memory_bytes
     from protrain.cli.model import build
     from protrain.cli.train import any_tokens, disk_folder, step_options
-    from protrain.compute import choose
-    from protrain.planning import plan_from_profile
-    from protrain.sizes import default_memory_bytes
+    from protrain.device.compute import choose
+    from protrain.planner.planning import plan_from_profile
 
     model = build(copy.deepcopy(setup.config))
     compute = choose(list(model.named_parameters()), words.device)
@@ -268,7 +268,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
 def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardware, precision: str | None) -> Source:
     """Counts the model's operations. A device with memory of its own trains in mixed precision unless the words say otherwise."""
     from protrain.cli.train import step_options
-    from protrain.offline import plan_for, plan_offline, profile_offline
+    from protrain.planner.offline import plan_for, plan_offline, profile_offline
 
     def planned(profile: Profile, budget: int) -> Plan:
         """Also for a device with more memory than there is: what would be bought."""

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from protrain.cli.words import size_text
-from protrain.explain import LETTERS, limit_of
-from protrain.timeline import write_file
+from protrain.planner.explain import LETTERS, limit_of
+from protrain.profiling.timeline import write_file
 
 if TYPE_CHECKING:
-    from protrain.planning import Plan
+    from protrain.planner.planning import Plan
 
 # Colours that readers with any colour vision tell apart; those of modes are the same as in the picture of activations.
 _MODES = {"keep": "#999999", "swap": "#0072B2", "checkpoint": "#D55E00", "checkpoint_swap": "#009E73"}

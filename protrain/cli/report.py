@@ -136,7 +136,7 @@ def check_report(name: str | None) -> None:
 def write(name: str, page: Page) -> None:
     """Write the page, as a whole or not at all. Raises OSError."""
     from protrain.cli.report_page import html
-    from protrain.timeline import write_file
+    from protrain.profiling.timeline import write_file
 
     write_file(name, html(page).encode())
 
@@ -215,7 +215,7 @@ class Recorder:
 
 def _rows(timeline: Any) -> list[Row]:
     """A row for each kind of events of each lane, those that touch as one span, cut to the step."""
-    from protrain.timeline import KINDS, LANES, length, union
+    from protrain.profiling.timeline import KINDS, LANES, length, union
 
     found: dict[tuple[int, int], list[Any]] = {}
     for event in timeline.events:

@@ -114,7 +114,7 @@ def _lanes(found: Recorded) -> str:
 
 
 def _plan(found: Recorded) -> str:
-    from protrain.explain import LETTERS
+    from protrain.planner.explain import LETTERS
 
     plan = found.plan
     modes = plan["block_modes"]

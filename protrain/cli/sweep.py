@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from protrain.cli.words import CommandError, duration_text, size_text, writing
 
 if TYPE_CHECKING:
-    from protrain.planning import Plan
+    from protrain.planner.planning import Plan
 
 N_BUDGETS = 12
 ENDLESS_BYTES = 1 << 50
@@ -87,7 +87,7 @@ def smallest_budget(plan_for: Callable[[int], Plan], ceiling_bytes: int = ENDLES
 
 def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
     """Print the sweep as a table, or as JSON lines, and draw it. Raises OSError, CommandError."""
-    from protrain.explain import limit_of
+    from protrain.planner.explain import limit_of
 
     if not plans:
         raise CommandError("--sweep: no budget works")
@@ -110,7 +110,7 @@ def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
 
 def rows(plans: list[Plan]) -> list[list[str]]:
     """The table: a row for each plan."""
-    from protrain.explain import LETTERS, limit_of
+    from protrain.planner.explain import LETTERS, limit_of
 
     shown = []
     for plan in plans:
@@ -138,7 +138,7 @@ def _print(plans: list[Plan]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from protrain.explain import LETTERS
+    from protrain.planner.explain import LETTERS
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("budget", "peak", "step", "waits", "limit", "persistent", "slots", *LETTERS.values(), "away"):

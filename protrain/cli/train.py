@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protrain.base.replacing import clear_leftovers
+from protrain.cli.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
 from protrain.cli.words import CommandError, check_file, naming, size_text, writing
-from protrain.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
-from protrain.replacing import clear_leftovers
 
 if TYPE_CHECKING:
-    from protrain.tensorfiles import Progress
-    from protrain.timeline import Timeline
+    from protrain.profiling.timeline import Timeline
+    from protrain.state.tensorfiles import Progress
 
 TRACED_STEPS = 3
 LEARNING_RATE = 3e-4
@@ -302,7 +302,7 @@ def any_tokens(words: Words, seq: int) -> Any:
     """A batch to plan for. Shape (words.batch, seq). Raises CommandError where its tokens alone are more than is free here."""
     import torch
 
-    from protrain.sizes import default_memory_bytes
+    from protrain.base.sizes import default_memory_bytes
 
     free_bytes, size_bytes = default_memory_bytes(), words.batch * seq * torch.long.itemsize
     if size_bytes > free_bytes:
@@ -406,7 +406,7 @@ class _Tracer:
 
     def write(self) -> None:
         """Raises CommandError."""
-        from protrain.timeline import chrome_trace, write_file
+        from protrain.profiling.timeline import chrome_trace, write_file
 
         if self._file is not None and self._timelines:
             with writing("--trace", self._file):
@@ -488,7 +488,7 @@ class _Saver:
         """After the last step; returns the bytes of the weights. Raises CommandError, as `after`."""
         import protrain
         from protrain.cli.export import save, saving
-        from protrain.tensorfiles import entries
+        from protrain.state.tensorfiles import entries
 
         assert self.folder is not None
         if self.every is None:

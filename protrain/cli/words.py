@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from protrain.reading import MOST_COUNT, MOST_INT
-from protrain.sizes import MOST_PASSES
+from protrain.base.reading import MOST_COUNT, MOST_INT
+from protrain.base.sizes import MOST_PASSES
 
 MIB = 1 << 20
 _UNITS = {

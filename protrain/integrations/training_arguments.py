@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import api
+from ..base.sizes import parse_bytes
 from ..errors import PlanError
-from ..sizes import parse_bytes
 
 #: wrap's arguments that TrainingArguments have already, with their names there.
 FROM_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "max_grad_norm": "max_grad_norm"}

@@ -34,12 +34,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from .. import _core, api, torchfiles
-from ..compute import Compute
-from ..counting import uncounted
+from .. import _core, api
+from ..base.counting import uncounted
+from ..device.compute import Compute
 from ..errors import BudgetError, PlanError
-from ..optimizers import Optimizer
+from ..optim.optimizers import Optimizer
 from ..session import Session
+from ..state import torchfiles
 from .training_arguments import check_arguments, takes_bf16, wrap_options
 from .weights import adapter_state, has_adapters, has_original_form, write_weights
 

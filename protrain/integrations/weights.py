@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..session import Session
-from ..tensorfiles import entries, write_tensors
+from ..state.tensorfiles import entries, write_tensors
 
 
 def has_adapters(model: nn.Module) -> bool:

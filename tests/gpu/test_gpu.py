@@ -23,7 +23,8 @@ from references import Plain, train, values
 from torch import nn
 
 import protrain
-from protrain import calibration, pacing
+from protrain.profiling import calibration
+from protrain.runtime import pacing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from gpu import driver

@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.papers.records import Experiment, Settings, mib, say, table
 from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import Turns, quartiles
-from protrain.offline import profile_offline
-from protrain.planning import plan_from_profile
+from protrain.planner.offline import profile_offline
+from protrain.planner.planning import plan_from_profile
 
 SHARES = (0.3, 0.55, 0.9)  # of what training in memory takes: states, and activations of blocks that are kept
 ENDLESS_BYTES = 1 << 50

@@ -10,8 +10,8 @@ import protrain
 from benchmarks.papers.records import MIB, Experiment, Settings, mib, table
 from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import WARM_STEPS, Turns
-from protrain.hardware import load_hardware
-from protrain.offline import gpt2_config, plan_offline
+from protrain.planner.hardware import load_hardware
+from protrain.planner.offline import gpt2_config, plan_offline
 
 SEQ = 1024
 

@@ -15,9 +15,9 @@ from benchmarks.papers.planned import MACHINES
 from benchmarks.papers.records import Experiment, Settings, mib, table
 from benchmarks.papers.training import Shape, Way
 from benchmarks.papers.turns import take_turns
-from protrain.hardware import load_hardware
-from protrain.offline import gpt2_config, profile_offline
-from protrain.phases import DryRun
+from protrain.dryrun.phases import DryRun
+from protrain.planner.hardware import load_hardware
+from protrain.planner.offline import gpt2_config, profile_offline
 
 SEQ = 1024
 YEAR_SECONDS = 365 * 86400

@@ -1,0 +1,1 @@
+"""What computes, and what depends on it."""

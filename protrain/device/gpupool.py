@@ -1,0 +1,83 @@
+"""A GPU's share of the budget that torch's operations take: their memory comes from a pool whose segments the core hands out
+and counts.
+
+torch's caching allocator stays at work, so streams and `torch.cuda.memory_stats` are what they always are; only the segments
+that it cuts tensors from are asked of `ptn_cuda_malloc` (csrc/torch/cuda_allocator.c), which refuses past the budget. What is
+known of torch 2.11 to 2.13, from its sources:
+
+- A pool is used by the allocations that a filter lets through. torch.cuda.use_mem_pool filters by thread, and backward has a
+  thread of its own; so here every thread's allocations on the GPU go to the pool, as those of the CPU go to the arena.
+- While a filter is set torch gives no cached segment back: an operation that the budget refuses ends in torch.OutOfMemoryError
+  even though segments may lie free that are too short. Plans leave room for that (compute.py).
+- While a filter is set, a block that is freed with streams recorded on it (`Tensor.record_stream`) waits; the first allocation
+  after it takes such blocks for those of a CUDA graph, and forgets those streams: what they still read could be given to others.
+  So `end` waits for the GPU where blocks wait, which is where somebody recorded another stream than the tensor's own.
+- Cached segments of a pool are given back when the pool is gone. So homes move with a fresh pool; tensors that are still there
+  keep their own segments, counted, until they go. Their allocator must outlive them: there is one for the process.
+- Outside of steps an allocation that finds no memory takes free blocks of pools made with use_on_oom. They stay counted here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import _core
+
+_C: Any = torch._C
+_current: dict[int, GpuPool] = {}  # number of a GPU -> the pool that its allocations go to
+
+
+@functools.cache
+def _allocator() -> Any:
+    return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, "ptn_cuda_malloc", "ptn_cuda_free")
+
+
+class GpuPool:
+    """Of one session on one GPU."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._pool: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the GPU's allocations go here now."""
+        return _current.get(self.number) is self
+
+    def begin(self) -> None:
+        """What is allocated on the GPU from now on, on every thread, is this session's."""
+        before = _current.get(self.number)
+        if before is self:
+            return
+        if before is not None:
+            before.end()
+        if self._pool is None:
+            with torch.cuda.device(self.number):
+                self._pool = torch.cuda.MemPool(_allocator().allocator(), use_on_oom=True)
+        _C._cuda_beginAllocateToPool(self.number, self._pool.id)
+        _current[self.number] = self
+
+    def end(self) -> None:
+        """What is allocated from now on is the user's."""
+        if not self.running:
+            return
+        del _current[self.number]
+        try:
+            stats = _C._cuda_memoryStats(self.number)
+            if stats["active_bytes"]["all"]["current"] != stats["allocated_bytes"]["all"]["current"]:
+                torch.cuda.synchronize(self.number)  # blocks wait that other streams may read
+        finally:
+            _C._cuda_endAllocateToPool(self.number, self._pool.id)
+            _C._cuda_releasePool(self.number, self._pool.id)
+
+    def renew(self) -> None:
+        """Segments that no tensor is in go back; called between steps."""
+        running = self.running
+        self.end()
+        self._pool = None
+        torch.cuda.empty_cache()
+        if running:
+            self.begin()

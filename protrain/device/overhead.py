@@ -1,0 +1,27 @@
+"""What of a budget is not for tensors: what a device's libraries hold, and what rounding loses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What libraries and the allocator's rounding take of a device's budget beside tensors: fixed_bytes, and one part in `part`
+    of the budget; 0: none."""
+
+    fixed_bytes: int = 0
+    part: int = 0
+
+    def of(self, budget_bytes: int) -> int:
+        """What is taken of this budget."""
+        return self.fixed_bytes + (budget_bytes // self.part if self.part else 0)
+
+    def around(self, needed_bytes: int) -> int:
+        """The smallest budget that leaves so much beside what is taken of it."""
+        found = needed_bytes + self.fixed_bytes
+        if self.part:
+            found = -(-found * self.part // (self.part - 1))
+            while found > 0 and found - 1 - self.of(found - 1) >= needed_bytes:
+                found -= 1
+        return found

@@ -1,0 +1,1 @@
+"""What a step will hold, before any step: the model on fake tensors, phase by phase."""

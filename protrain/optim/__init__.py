@@ -1,0 +1,1 @@
+"""torch's optimizers: those that have a kernel, and those that have none."""

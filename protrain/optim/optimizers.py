@@ -1,0 +1,210 @@
+"""Optimizers: what the C kernels take from a torch optimizer, and the torch optimizer that `wrap` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..base.reading import given_as
+from ..errors import PlanError
+from .footprint import Footprint, check_class, check_independent, measure
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+Group = dict[str, Any]
+
+ADAM, ADAMW, SGD = 0, 1, 2
+#: Names of the state arrays in torch's state dicts, in the order of the kernels' arrays.
+ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SGD_STATE = ("momentum_buffer",)
+
+
+class Hyper(NamedTuple):
+    """A parameter group's values as the kernels take them, in their order (csrc/optim/optim.h)."""
+
+    kind: int
+    lr: float
+    weight_decay: float
+    maximize: bool
+    beta1: float
+    beta2: float
+    eps: float
+    amsgrad: bool
+    momentum: float
+    dampening: float
+    nesterov: bool
+    #: Rounded as torch's fused kernels do; else as its loop over parameters, the default on a CPU.
+    fused: bool
+    #: lr is a tensor of fp32, with which that loop computes in fp32.
+    lr_is_float: bool
+
+
+def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
+    """The optimizer's class.
+
+    Raises:
+        TypeError: it is no torch optimizer.
+        PlanError: it is wrapped, or its step needs the whole model at once.
+    """
+    if isinstance(optimizer, Optimizer):
+        raise PlanError("optimizer is one that wrap returned; make a torch optimizer over the model's parameters again")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is {given_as(optimizer)}; give a torch.optim optimizer over the model's parameters")
+    if not has_kernel(optimizer):
+        check_class(optimizer)
+    return type(optimizer)
+
+
+def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the C kernels serve it; a subclass may have a step of its own. All others run their own code (foreign.py)."""
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def footprint_of(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], folder: str, budget_bytes: int
+) -> Footprint | None:
+    """What an optimizer without a kernel takes for these parameters; None for one that has a kernel.
+
+    Raises:
+        PlanError: its parameters cannot be updated one by one, or its step fails.
+        BudgetError: its step of one parameter does not fit.
+    """
+    if has_kernel(optimizer):
+        return None
+    check_independent(optimizer)
+    return measure(optimizer, params, folder, budget_bytes)
+
+
+def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
+    """A parameter group's values as the kernels take them.
+
+    Raises:
+        PlanError: an option that the kernels do not have.
+    """
+    for option in ("differentiable",):
+        if group.get(option):
+            raise PlanError(f"optimizer: {option}=True is not supported")
+    for option in ("betas", "eps", "weight_decay", "momentum", "dampening"):
+        if not group.get("fused") and any(isinstance(value, torch.Tensor) for value in tree_leaves(group.get(option))):
+            raise PlanError(f"optimizer: {option} is of tensors, with which torch's loop rounds otherwise; give numbers")
+    lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
+    rounding = bool(group.get("fused")), isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32
+    if kind is torch.optim.SGD:
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        return Hyper(SGD, lr, decay, maximize, 0.0, 0.0, 0.0, False, momentum, dampening, bool(group["nesterov"]), *rounding)
+    code = ADAMW if kind is torch.optim.AdamW or group.get("decoupled_weight_decay") else ADAM
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    eps, amsgrad = float(group["eps"]), bool(group["amsgrad"])
+    return Hyper(code, lr, decay, maximize, beta1, beta2, eps, amsgrad, 0.0, 0.0, False, *rounding)
+
+
+def n_states_of(hyper: Hyper) -> int:
+    """Arrays of optimizer state for each parameter of a group."""
+    if hyper.kind == SGD:
+        return int(hyper.momentum != 0)
+    return 3 if hyper.amsgrad else 2
+
+
+def state_names(hyper: Hyper) -> tuple[str, ...]:
+    """Their names in torch's state dicts."""
+    return (SGD_STATE if hyper.kind == SGD else ADAM_STATE)[: n_states_of(hyper)]
+
+
+def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_states: int) -> None:
+    """Whether there is a place for each array of state that a group with these values has. name: of the group, in an error.
+
+    Raises:
+        PlanError: there is none.
+    """
+    wanted = n_states_of(hyper_of(kind, group))
+    if wanted > n_states:
+        raise PlanError(
+            f"{name} needs {wanted} arrays of optimizer state, the model was wrapped with {n_states}: set amsgrad and momentum "
+            "before wrap"
+        )
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
+    know the class, else by the class's own step, parameter by parameter.
+
+    `grad_norm` is the global 2-norm of the gradients before clipping, of the last step, where `max_grad_norm` was given.
+    """
+
+    def __init__(self, session: Session, inner: torch.optim.Optimizer) -> None:
+        self._session: Session | None = None
+        super().__init__([{**group} for group in inner.param_groups], inner.defaults)
+        self.param_groups = inner.param_groups
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks  # theirs and ours: once for each step
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self._session = session
+        self.grad_norm: torch.Tensor | None = None
+
+    def _open(self) -> Session:
+        if self._session is None or self._session.closed:
+            raise PlanError("optimizer: the model was unwrapped; make a torch optimizer over its parameters again")
+        return self._session
+
+    @property
+    def state(self) -> Any:
+        """Refused: it would be empty, whatever the state is, and what is done to it would change nothing."""
+        raise PlanError(
+            "optimizer.state: a wrapped optimizer's state lies where its parameters do; state_dict() gives copies of it, and "
+            "load_state_dict() takes another"
+        )
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._session is not None:  # torch's own constructor sets an empty one
+            _ = self.state
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """Refused: a pickle, and a copy of what it would hold, is of the whole model's state at once."""
+        raise PlanError(
+            "a wrapped optimizer cannot be copied or pickled: take its state_dict(), which a torch optimizer loads, or call "
+            "protrain.save"
+        )
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Refused once the model is wrapped: chunks and their state are laid out by then."""
+        if getattr(self, "_session", None) is not None:
+            raise PlanError("optimizer: a parameter group cannot be added after wrap; unwrap, add the group, and wrap again")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Commit the step: waits for the updates that run behind backward, then turns them into the model's state.
+
+        Raises:
+            StepError: hyperparameters were changed after backward had started updates with the old ones; or the own step of an
+                optimizer that has no kernel failed. The model is as it was before the step.
+            DiskError: an update failed on the disk; the model is as it was before this step's backward.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.grad_norm = self._open().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, and updates made from them that no `step()` committed.
+
+        Raises:
+            ValueError: set_to_none is False; gradients do not stay in memory, so there is nothing to fill with zeros.
+        """
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        self._open().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: full, separately owned tensors, which plain torch loads. They are not counted in the budget."""
+        return self._open().states.optimizer()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes plain torch's, or one of another wrapped optimizer."""
+        self._open().states.load_optimizer(state_dict)

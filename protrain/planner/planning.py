@@ -1,0 +1,585 @@
+"""The plan: what stays in memory, what shares slots, and each block's mode.
+
+Sizes come from a dry run of the batch (dryrun.py), times from a profile (profiles.py), decisions from the C core (csrc/plan):
+with times the candidate whose simulated step is the shortest; without, a fixed rule: keep activations where they fit, then keep
+chunks in memory, the first in execution order first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from .. import _core
+from ..base.reading import given_as, parse, typed
+from ..base.sizes import format_bytes
+from ..device.overhead import Overhead
+from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
+from ..errors import BudgetError, PlanError
+from ..model.layout import Chunks, Layout, chunk_size, pack
+from ..optim.footprint import Footprint
+from .profiles import DEVICE_UPDATE_BYTES_PER_SECOND, LANES, Machine, Profile, Times
+from .requests import with_memory, with_requests
+
+MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
+_NO_OVERHEAD = Overhead()
+#: More than that no part of a step has (csrc/plan/parts.h).
+_MOST_BYTES = 1 << 45
+
+
+#: Why compute waits, in the order of csrc/plan/plan.h.
+WAITS = ("chunk", "stash_write", "stash_read", "gradients", "update")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Where the time of a step goes, as simulated: seconds of one step of all its passes. compute, recompute, fixed, drag, update
+    and the waits are its sum; lanes are busy beside that.
+
+    compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
+    loses to lanes that use the same processor and memory, and to a budget full to its last 36th, update what step() computes;
+    wait_seconds by reason: chunk (parameters still being brought), stash_write (memory that activations still take), stash_read
+    (activations), gradients (in backward, for them to leave memory), update (in step(), for updates under way).
+    """
+
+    compute_seconds: float
+    recompute_seconds: float
+    fixed_seconds: float
+    drag_seconds: float
+    update_seconds: float
+    wait_seconds: dict[str, float]
+    busy_seconds: dict[str, float]
+    moved_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
+
+    n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
+    share; n_ahead how many chunks behind the one in use are read ahead (0 where a plan does not say it: as its slots let);
+    n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent ones
+    whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
+    updates under way) and activations with all else.
+    """
+
+    chunk_bytes: int
+    n_chunks: int
+    n_persist: int
+    n_buffer: int
+    block_modes: tuple[str, ...]
+    n_swap: int
+    n_checkpoint: int
+    step_seconds: float
+    peak_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    budget_bytes: int = field(default=0, compare=False)
+    n_host: int = 0
+    n_ahead: int = 0
+    persistent_bytes: int = field(default=0, compare=False)
+    slot_bytes: int = field(default=0, compare=False)
+    ring_bytes: int = field(default=0, compare=False)
+    forecast: Forecast | None = field(default=None, compare=False)
+
+    def explain(self, more: Plan | None = None) -> str:
+        """The plan in words, lines of at most 160 characters; each range of blocks is named with its mode. more: the plan for a
+        larger budget, to say what that would buy."""
+        from .explain import explain
+
+        return explain(self, more)
+
+    def to_json(self) -> str:
+        """All fields as a JSON object; `from_json` gives an equal plan."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is no JSON object with a plan's fields.
+        """
+        try:
+            found = typed(cls, parse(text))
+            found._check()
+        except ValueError as error:
+            raise PlanError(f"plan: this JSON is no plan: {error}") from error
+        return found
+
+    def _check(self) -> None:
+        """Raises ValueError where its fields contradict each other."""
+        if any(mode not in MODES for mode in self.block_modes):
+            raise ValueError(f"block_modes has a mode that is none of {', '.join(MODES)}")
+        if self.chunk_bytes < 1 or not 0 <= self.n_persist <= self.n_persist + self.n_host <= self.n_chunks:
+            raise ValueError(
+                f"it has {self.n_chunks} chunks of {self.chunk_bytes} bytes, {self.n_persist} persistent and {self.n_host} in "
+                f"host memory"
+            )
+        smallest = min(getattr(self, f.name) for f in fields(self) if f.type == "int")
+        if smallest < 0:
+            raise ValueError(f"one of its numbers is {smallest}")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A plan with what the engine needs to carry it out.
+
+    accesses: chunks that are not persistent in the order in which a step with the plan's modes reads them.
+    static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
+    stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
+    rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
+    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
+    beside what is asked for behind a block that recomputes.
+    pending_bytes: of gradients of chunks on disk, that may always wait for their updates; more of them within the peak.
+    Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
+    gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
+    host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
+    of them on the way at once.
+    """
+
+    plan: Plan
+    slot_of_chunk: list[int]
+    slot_bytes: list[int]
+    piece_bytes: int
+    n_pieces: int
+    accesses: list[int]
+    static_bytes: int
+    smallest_bytes: int
+    stash_bytes: int = 0
+    headroom_bytes: int = 0
+    rise_bytes: int = 0
+    recompute_bytes: int = 0
+    shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
+    gradient_memory_bytes: int = 0
+    staging_bytes: int = 0
+    host_ring_bytes: int = 0
+    stash_pool_bytes: int = 0
+    stash_window_bytes: int = 0
+    safest_bytes: int = 0
+    pending_bytes: int = 0
+
+
+def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
+    """`block_modes` as a list of modes.
+
+    Raises:
+        TypeError, ValueError: it is no list of known modes, one for each block.
+    """
+    if block_modes is None:
+        return None
+    if isinstance(block_modes, str) or not hasattr(block_modes, "__iter__"):
+        raise TypeError(f"block_modes is {given_as(block_modes)}; give a list of {', '.join(MODES)}, one for each block")
+    modes = list(block_modes)
+    for number, mode in enumerate(modes):
+        if mode not in MODES:
+            raise ValueError(f"block_modes[{number}] is {mode!r}; allowed are {', '.join(MODES)}")
+    if len(modes) != n_blocks:
+        raise ValueError(f"block_modes has {len(modes)} entries; the model has {n_blocks} blocks, give a mode for each")
+    return modes
+
+
+def check_numbers(plan: Any) -> None:
+    """Whether what a user gave is a plan whose numbers can be any.
+
+    Raises:
+        TypeError: it is no Plan.
+        PlanError: one of its numbers is none, or below zero.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is {given_as(plan)}; give a protrain.Plan or None")
+    for name in (f.name for f in fields(plan) if f.type == "int"):
+        value, least = getattr(plan, name), 1 if name == "chunk_bytes" else 0
+        if type(value) is not int or (value < least and name != "n_persist"):  # which is looked at with the model
+            raise PlanError(f"plan: {name} is {value!r}; give a whole number, at least {least}")
+
+
+def check_plan(plan: Plan, layout: Layout, n_blocks: int) -> None:
+    """Whether a plan that a user gave is one for this model.
+
+    Raises:
+        PlanError: it was made for another model.
+        ValueError: it has a block mode that is none of the four.
+    """
+    if plan.n_chunks != layout.n_chunks or len(plan.block_modes) != n_blocks:
+        raise PlanError(
+            f"plan: it was made for another model, of {plan.n_chunks} chunks and {len(plan.block_modes)} blocks; "
+            f"this one has {layout.n_chunks} chunks and {n_blocks} blocks"
+        )
+    if not 0 <= plan.n_persist <= plan.n_chunks:
+        raise PlanError(f"plan: n_persist is {plan.n_persist}, allowed are 0 to {plan.n_chunks}")
+    check_modes(plan.block_modes, n_blocks)
+
+
+def linear_accesses(n_chunks: int) -> list[int]:
+    """The order of accesses where none was recorded: forward through all chunks, then back."""
+    return [*range(n_chunks), *reversed(range(n_chunks))]
+
+
+def arrange(
+    chunks: Chunks,
+    n_blocks: int,
+    n_states: int,
+    budget_bytes: int,
+    run: DryRun | None,
+    *,
+    modes: Sequence[str] | None = None,
+    n_persist: int | None = None,
+    n_buffer: int = 0,
+    n_ahead: int = 0,
+    grads_outlive_backward: bool = False,
+    n_passes: int = 1,
+    unknown_bytes: int = 0,
+    times: Times | None = None,
+    machine: Machine | None = None,
+    host_budget_bytes: int = 0,
+    n_ranks: int = 1,
+    ring_host_bytes: int = 0,
+    footprint: Footprint | None = None,
+    n_together: int = 1,
+) -> Arrangement:
+    """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
+
+    Args:
+        modes, n_persist: as given, where not None. n_buffer, n_ahead: with n_persist, of the plan that all are from.
+        unknown_bytes: activations where no dry run knows them.
+        times, machine: for a plan by time; both or none.
+        host_budget_bytes: of a host tier beside the device, the ring among it where that is there. n_ranks: devices that share
+            what is not persistent.
+        ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
+        footprint: of an optimizer without a kernel; n_states is 0 then.
+        n_together: the most chunks that are read at once, where no dry run knows it.
+
+    Raises:
+        BudgetError: nothing fits, with the smallest budget that does.
+        ValueError: a step of the batch is larger than any machine.
+    """
+    peaks = (max(phase.keep_peak_bytes, phase.checkpoint_peak_bytes, phase.small_bytes) for phase in run.phases) if run else ()
+    if run and max(run.fixed_bytes, *peaks) > _MOST_BYTES:
+        raise ValueError(f"a step of this batch needs more than {format_bytes(_MOST_BYTES)}, the most that there are plans for")
+    last_phase = max(len(run.phases) - 1, 0) if run else 0
+    states = (
+        [sum(footprint.state_bytes[i] for i in members) for members in chunks.members]
+        if footprint
+        else [n_states * size if trained else 0 for size, trained in zip(chunks.sizes, chunks.trained, strict=True)]
+    )
+    complete = [run.complete_phase.get(number, last_phase) if run else 0 for number in range(chunks.n_chunks)]
+    less = [run.less_bytes.get(number, 0) if run else 0 for number in range(chunks.n_chunks)]
+    if footprint and footprint.step_bytes:  # an update comes behind all of the last phase
+        less = [0 if phase == last_phase else less_bytes for phase, less_bytes in zip(complete, less, strict=True)]
+    described: list[tuple[int, ...]] = list(zip(chunks.sizes, chunks.grad_bytes, states, complete, less, strict=True))
+    # What a device and its host cannot do without was never measured.
+    least = host_budget_bytes == 0 and ring_host_bytes == 0
+    phases = _phases(run, footprint.step_bytes if footprint else 0, least) if run else []
+    fixed_bytes = (run.fixed_bytes + SMALL_UNSEEN_BYTES if run else 0) + unknown_bytes
+    if footprint:
+        fixed_bytes += footprint.small_bytes
+        fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0) if not phases else 0
+    accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
+    if run is None and modes is None:
+        modes = ["checkpoint"] * n_blocks
+    found = _core.make_plan(
+        budget_bytes,
+        fixed_bytes,
+        described,
+        phases,
+        accesses,
+        list(run.access_phases) if run else [],
+        run.n_together if run else n_together,
+        2 + n_states,
+        n_blocks,
+        None if modes is None else [MODES.index(mode) for mode in modes],
+        -1 if n_persist is None else n_persist,
+        n_buffer,
+        n_ahead,
+        grads_outlive_backward,
+        n_passes,
+        host_budget_bytes,
+        n_ranks,
+        _timed(times, with_requests(with_memory(machine, run.counted()), chunks.sizes, n_states, run.record_bytes, budget_bytes))
+        if run and times and machine
+        else None,
+        ring_host_bytes,
+    )
+    ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
+    block_modes = tuple(MODES[mode] for mode in found["modes"])
+    forecast = found["forecast"]
+    plan = Plan(
+        chunk_bytes=chunks.chunk_bytes,
+        n_chunks=chunks.n_chunks,
+        n_persist=found["n_persist"],
+        n_buffer=found["n_buffer"],
+        block_modes=block_modes,
+        n_swap=block_modes.count("swap"),
+        n_checkpoint=sum(map(recomputes, block_modes)),
+        step_seconds=forecast["step_ns"] / 1e9,
+        peak_bytes=found["peak_bytes"],
+        host_bytes=found["host_bytes"],
+        disk_bytes=found["disk_bytes"],
+        budget_bytes=budget_bytes,
+        n_host=found["n_host"],
+        n_ahead=found["n_ahead"],
+        persistent_bytes=found["static_bytes"] - found["slot_bytes_total"] - ring_bytes,
+        slot_bytes=found["slot_bytes_total"],
+        ring_bytes=ring_bytes,
+        forecast=_forecast(forecast) if forecast["step_ns"] else None,
+    )
+    return Arrangement(
+        plan,
+        found["slot_of_chunk"],
+        found["slot_bytes"],
+        found["piece_bytes"],
+        found["n_pieces"],
+        [chunk for chunk in (run.accesses_with(block_modes) if run else accesses) if chunk >= plan.n_persist],
+        found["static_bytes"],
+        found["smallest_bytes"],
+        found["stash_bytes"],
+        found["headroom_bytes"],
+        found["rise_bytes"],
+        found["recompute_bytes"],
+        host_ring_bytes=found["ring_bytes"] - ring_bytes,
+        safest_bytes=found["safest_bytes"],
+        pending_bytes=found["pending_bytes"],
+    )
+
+
+#: Of a phase, in the order in which the core takes them.
+_PHASE_FIELDS = (
+    "block", "backward", "keep_entry_bytes", "keep_peak_bytes", "checkpoint_entry_bytes", "checkpoint_peak_bytes",
+    "keep_working_bytes", "small_bytes", "swap_entry_bytes", "swap_peak_bytes", "own_accesses", "keep_after_bytes",
+    "checkpoint_after_bytes", "swap_after_bytes",
+)  # fmt: skip
+
+
+def _with_update(tail: Phase, step_bytes: int) -> Phase:
+    """The last phase, with an update behind it that takes so much beside what is still there."""
+
+    def raised(highest_bytes: int, entry_bytes: int) -> int:
+        return max(highest_bytes, entry_bytes + step_bytes)
+
+    tail = replace(
+        tail,
+        keep_peak_bytes=raised(tail.keep_peak_bytes, tail.keep_entry_bytes),
+        checkpoint_peak_bytes=raised(tail.checkpoint_peak_bytes, tail.checkpoint_entry_bytes),
+        keep_after_bytes=0,  # not known apart: an update comes behind all of it
+        checkpoint_after_bytes=0,
+        swap_after_bytes=0,
+    )
+    if tail.swap_peak_bytes == 0:
+        return tail
+    return replace(tail, swap_peak_bytes=raised(tail.swap_peak_bytes, tail.swap_entry_bytes))
+
+
+def _phases(run: DryRun, step_bytes: int, least: bool) -> list[tuple[int, ...]]:
+    """As the core takes them. step_bytes: of an optimizer's step; least: with what blocks that swap cannot do without."""
+    phases = list(run.phases)
+    if step_bytes:
+        phases[-1] = _with_update(phases[-1], step_bytes)
+    if not least:
+        phases = [replace(phase, swap_entry_bytes=0, swap_peak_bytes=0, swap_after_bytes=0) for phase in phases]
+    return [tuple(getattr(phase, name) for name in _PHASE_FIELDS) for phase in phases]
+
+
+def _ns(seconds: float) -> int:
+    return min(round(seconds * 1e9), 1 << 62)  # more than the core takes for a time, which it says
+
+
+def _timed(times: Times, machine: Machine) -> tuple[Any, ...]:
+    """Times and machine as the core takes them."""
+    lanes = [getattr(machine, lane) for lane in LANES]
+    return (
+        [(_ns(compute), _ns(again)) for compute, again in times.phases],
+        [(s.bytes_per_second, s.idle_bytes_per_second, s.drag_seconds_per_byte * 1e9) for s in lanes],
+        machine.disk_overlap,
+        machine.link_overlap,
+        machine.stash_drag_seconds_per_byte * 1e9,
+        machine.step_update_bytes_per_second,
+        _ns(machine.step_fixed_seconds),
+        _ns(machine.access_seconds),
+        _ns(machine.checkpoint_seconds),
+        _ns(machine.swap_seconds),
+        machine.request_drag_seconds * 1e9,
+    )
+
+
+def _forecast(found: _core.ForecastResult) -> Forecast:
+    return Forecast(
+        compute_seconds=found["compute_ns"] / 1e9,
+        recompute_seconds=found["recompute_ns"] / 1e9,
+        fixed_seconds=found["fixed_ns"] / 1e9,
+        drag_seconds=found["drag_ns"] / 1e9,
+        update_seconds=found["update_ns"] / 1e9,
+        wait_seconds={reason: ns / 1e9 for reason, ns in zip(WAITS, found["wait_ns"], strict=True)},
+        busy_seconds={lane: ns / 1e9 for lane, ns in zip(LANES, found["busy_ns"], strict=True)},
+        moved_bytes=dict(zip(LANES, found["moved_bytes"], strict=True)),
+    )
+
+
+def anew_from_profiles(
+    profiled: Callable[[int], Profile],
+    parameters: Sequence[tuple[int, int, bool]],
+    *,
+    most_bytes: int | None = None,
+    **options: Any,
+) -> Anew:
+    """As `plan_from_profile` would plan, with these options, from the profile of a budget. parameters: of the model; most_bytes:
+    the largest budget that there is."""
+
+    def needed(asked: int) -> int | None:
+        if most_bytes is not None and asked > most_bytes:
+            return None
+        try:
+            plan_from_profile(profiled(asked), 0, **options)
+        except BudgetError as error:
+            return error.smallest_bytes if error.budget_bytes == 0 else None
+        return 0
+
+    return Anew(lambda asked: pack(parameters, chunk_size(parameters, asked)).places, needed)
+
+
+def plan_from_profile(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    host_budget_bytes: int = 0,
+    n_ranks: int = 1,
+    modes: Sequence[str] | None = None,
+    given: Plan | None = None,
+) -> Plan:
+    """The plan for a budget, in bytes, of what was profiled, here or elsewhere; deterministic.
+
+    Args:
+        host_budget_bytes: of host memory for each device, where the profile's machine has one beside it; the ring is there then.
+            Of a profile that was measured over a device it has to hold all that a session keeps on the host.
+        n_ranks: devices that share what is not persistent.
+        modes: of the blocks; None: the planner's choice.
+        given: a plan whose decisions are taken, to foretell what it takes by this profile.
+
+    Raises:
+        BudgetError: nothing fits, with the smallest budget that does.
+        PlanError: the profile contradicts itself.
+    """
+    from .tiers import host_room, place_away
+
+    chunks = pack(profile.parameters, profile.chunk_bytes)
+    if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
+        raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
+    if given is not None and given.chunk_bytes != profile.chunk_bytes:
+        raise PlanError(f"given: its chunks are of {given.chunk_bytes} bytes, those of the profile of {profile.chunk_bytes}")
+    # What an update without a kernel takes, and when, is not simulated.
+    timed = profile.footprint is None and bool(profile.times.phases)
+    over = profile.overhead
+    beside = over is not None or profile.machine.upload.bytes_per_second > 0  # host memory, where updates pass through it
+    room_bytes = host_budget_bytes if over is None else host_room(chunks, profile.n_states, host_budget_bytes)
+    machine = profile.machine
+    if over is not None and machine.step_update_bytes_per_second == 0:
+        machine = replace(machine, step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
+    try:
+        found = arrange(
+            chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=given.block_modes if given else modes,
+            n_persist=given.n_persist if given else None, n_buffer=given.n_buffer if given else 0,
+            n_ahead=given.n_ahead if given else 0,
+            grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
+            times=profile.times if timed else None, machine=machine if timed else None,
+            unknown_bytes=over.of(budget_bytes) if over is not None else 0, host_budget_bytes=room_bytes, n_ranks=n_ranks,
+            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint,
+        )  # fmt: skip
+    except BudgetError as error:
+        raise refuse(error, "a step of this batch", over or _NO_OVERHEAD) from None
+    if over is not None:
+        return place_away(found, chunks, profile.n_states, host_budget_bytes).plan
+    if found.host_ring_bytes > host_budget_bytes:
+        raise BudgetError(
+            f"host_memory of {format_bytes(host_budget_bytes)} does not hold what updates pass through: give at least "
+            f"{format_bytes(found.host_ring_bytes)}",
+            needed_bytes=found.host_ring_bytes, budget_bytes=host_budget_bytes, smallest_bytes=found.host_ring_bytes,
+        )  # fmt: skip
+    return found.plan
+
+
+@dataclass(frozen=True)
+class Anew:
+    """A plan as it would be asked for anew in another budget, which decides how parameters are packed.
+
+    packed: how they are in a budget. needed: the smallest budget in which a plan fits with the chunks of this one; None: another
+    tier is too small.
+    """
+
+    packed: Callable[[int], Hashable]
+    needed: Callable[[int], int | None]
+
+
+#: What a plan needs falls and grows as chunks grow with the budget. Those above one that works are looked at by this part of it:
+#: larger chunks need more by less than the budget that they come with.
+_LOOKED_AT = 8
+_STEPS = 256  # in which packings are told apart
+
+
+def _begin_of(packed: Callable[[int], Hashable], budget_bytes: int) -> int:
+    """The smallest budget from which on to this one parameters are packed as in this one."""
+    same, here, step = budget_bytes, packed(budget_bytes), max(budget_bytes // _STEPS, 1)
+    other = same - step
+    while other >= 0 and packed(other) == here:
+        same, other = other, other - step
+    if other < 0:
+        return 0
+    while same - other > 1:
+        middle = (same + other) // 2
+        same, other = (middle, other) if packed(middle) == here else (same, middle)
+    return same
+
+
+def _smallest(anew: Anew, refused_bytes: int, needed_bytes: int) -> int:
+    """The smallest budget from which on all work.
+
+    Args:
+        refused_bytes: a budget that does not. needed_bytes: what is needed with its chunks.
+    """
+    known: dict[Hashable, int | None] = {anew.packed(refused_bytes): needed_bytes}
+
+    def needed(budget_bytes: int) -> int | None:
+        packing = anew.packed(budget_bytes)
+        if packing not in known:
+            known[packing] = anew.needed(budget_bytes)
+        return known[packing]
+
+    smallest = needed_bytes
+    while (found := needed(smallest)) is not None and found > smallest:
+        smallest = found
+    high = smallest + smallest // _LOOKED_AT
+    while (found := needed(high)) is not None and found > high:
+        high = found
+    while (found := needed(high)) is not None:
+        begin = _begin_of(anew.packed, high)
+        if found > high:
+            return high + 1
+        if found > begin:
+            return found
+        high = begin - 1
+    return smallest
+
+
+def refuse(
+    error: BudgetError,
+    what: str,
+    overhead: Overhead = _NO_OVERHEAD,
+    anew: Anew | None = None,
+) -> BudgetError:
+    """The planner's refusal in the words of the interface.
+
+    Args:
+        overhead: that it counted, which grows with the budget.
+        anew: who asks again in another budget, where chunks hang on it.
+    """
+    smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
+    if anew is not None:
+        smallest = _smallest(anew, error.budget_bytes, smallest)
+    return BudgetError(
+        f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
+        f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",
+        needed_bytes=error.needed_bytes,
+        budget_bytes=error.budget_bytes,
+        smallest_bytes=smallest,
+    )

@@ -1,0 +1,109 @@
+"""What a model's bytes and requests to the disk cost its own compute.
+
+What goes to the disk goes through memory, and through caches that compute shares. Compute that waits for memory much of its
+time loses by that what the products that lanes are measured beside do not. How much of a step that is follows from what the dry
+run counts. And compute's threads take the checksums of what they compute with: of activations, and of parameters that are
+fetched.
+
+A request takes a disk thread's time beside that of its bytes: system calls, an interrupt, and the waking of threads that compute
+shares its cores with. Where requests are small, that is most of what they cost. The planner counts bytes; so a lane's drag for a
+byte, given to it, has in it the drag of the requests that carry so many of this model's bytes: chunks as they are fetched, their
+state in pieces of the update lane's ring, records of activations. What lies side by side on the disk and is short goes together:
+the arrays of a chunk that is one piece of the ring, and as many records as the store moves at once. Where a plan leaves the ring
+smaller pieces, the core adds what their requests cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..base.sizes import KIB, MIB
+from ..dryrun.flops import ordinary_seconds
+from .profiles import Machine, Speed
+
+#: Of the store: a larger request is made as several, smaller ones side by side as one.
+PIECE_BYTES = 4 * MIB
+#: Of them in one, at most.
+MOST_PARTS = 64
+#: Of the update lane's ring, as csrc/plan/room.c has it: the largest piece that a budget of so many of it allows.
+LEAST_RING_PIECE_BYTES, MOST_RING_PIECE_BYTES, BUDGET_PER_RING_PIECE = 64 * KIB, 2 * MIB, 192
+
+
+#: The share of memory in what counted operations take, up to which a byte costs what it costs products, and from which on it
+#: costs what it costs a walk through memory. Steps of six models, all swapped beside all kept:
+#: docs/decisions/0007-plans-by-time.md.
+LEAST_MEMORY_SHARE, MOST_MEMORY_SHARE = 0.16, 0.25
+
+
+def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Machine:
+    """The machine whose disk's lanes cost this model's compute what they do by how much it depends on memory. Of one where walks
+    through memory lose nothing more, as where a file describes it, all is as it was.
+
+    Args:
+        counted: of each phase of a step: floating-point operations, bytes that operations read and write, operations.
+    """
+    if machine.memory_drag_seconds_per_byte == 0:
+        return machine
+    flops, moved, operations = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0, 0)
+    whole = ordinary_seconds(flops, moved, operations)
+    share = ordinary_seconds(0, moved, 0) / whole if whole else 0.0
+    part = min(max((share - LEAST_MEMORY_SHARE) / (MOST_MEMORY_SHARE - LEAST_MEMORY_SHARE), 0.0), 1.0)
+    more = part * machine.memory_drag_seconds_per_byte
+    read, write = (_more(lane, more) for lane in (machine.disk_read, machine.disk_write))
+    return replace(machine, disk_read=read, disk_write=write, memory_drag_seconds_per_byte=0.0)
+
+
+def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:
+    """The machine with drags for a byte that have its requests in them, and the checksums of parameters. Of one whose requests
+    cost nothing all is as it was.
+
+    Args:
+        chunk_bytes: parameters of each chunk.
+        n_states: arrays of state, each as large as the parameters.
+        record_bytes: the mean size of a record of activations; 0: there are none, or nothing is known of them.
+        budget_bytes: what the pieces of the ring follow.
+    """
+    request, total = machine.request_drag_seconds, sum(chunk_bytes)
+    if request == 0 or total == 0:
+        return machine
+    ring_piece = _ring_piece_bytes(budget_bytes)
+    fetches = sum(_requests(size, PIECE_BYTES) for size in chunk_bytes)
+    state_reads = sum(_of_arrays(size, n_states, ring_piece) for size in chunk_bytes)
+    writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
+    # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
+    checksums = machine.checksum_seconds_per_byte * 2 / (2 + n_states)
+    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
+    write = request * writes / ((1 + n_states) * total)
+    disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)
+    of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
+    least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
+    stash = max(machine.stash_drag_seconds_per_byte + of_record - (read + checksums + write) / 2, least)
+    return replace(machine, disk_read=disk_read, disk_write=disk_write, stash_drag_seconds_per_byte=stash)
+
+
+def _requests(size: int, most: int) -> int:
+    return -(-size // most)
+
+
+def _of_arrays(size: int, n_arrays: int, ring_piece: int) -> int:
+    """Requests for the arrays of a chunk of `size` bytes each."""
+    return _requests(n_arrays * size, PIECE_BYTES) if size <= ring_piece else n_arrays * _requests(size, ring_piece)
+
+
+def _gathered_bytes(record: int) -> int:
+    """Of activations, in a request: whole records, or parts of one."""
+    if record > PIECE_BYTES:
+        return -(-record // _requests(record, PIECE_BYTES))
+    return min(PIECE_BYTES // record, MOST_PARTS) * record
+
+
+def _ring_piece_bytes(budget_bytes: int) -> int:
+    piece = MOST_RING_PIECE_BYTES
+    while piece > LEAST_RING_PIECE_BYTES and piece * BUDGET_PER_RING_PIECE > budget_bytes:
+        piece //= 2
+    return piece
+
+
+def _more(speed: Speed, drag_seconds_per_byte: float) -> Speed:
+    return replace(speed, drag_seconds_per_byte=speed.drag_seconds_per_byte + drag_seconds_per_byte)

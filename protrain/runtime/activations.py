@@ -1,0 +1,609 @@
+"""Activations: what becomes of the tensors that autograd saves.
+
+Saved-tensor hooks see each of them. Memory of a parameter on disk is recognised and passed through: autograd gets a small record,
+and unpacking it in backward is the demand for the parameter's chunk. For everything else a block's mode decides:
+
+    keep             it stays
+    swap             it goes to the stash (csrc/runtime/stash.h), and comes back before backward asks for it
+    checkpoint       only its place in the order of saved tensors is noted; the block's forward runs again, with the same random
+                     numbers, when the first of them is asked for
+    checkpoint_swap  the same, and the block's inputs go to the stash until then
+
+The hooks themselves are C (csrc/python/saved_type.c), but those of recomputed blocks. As torch's own non-reentrant checkpoint
+does, recomputation stops at the last tensor that was saved.
+
+The innermost hooks are the only ones that torch calls. Those that others push inside a block (torch.utils.checkpoint, for a part
+of it) get what is saved there, parameters too; a block inside hooks of others is refused, because both would claim the same
+tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .. import _core
+from ..base.counting import uncounted
+from ..errors import PlanError, StepError
+from ..model import keycaches, randomness, surroundings
+from ..model.compiled import functions_behind, grad_fns
+from ..model.modulestate import ModuleState
+from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
+from ..model.randomness import numpy_state, same_numpy_state
+from ..model.strides import copied_bytes, copies, storage_of
+
+if TYPE_CHECKING:
+    from ..device.compute import Compute
+    from .running import Runner
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+
+#: Containers that can be made again of anything.
+_PLAIN = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+#: Where torch's own functions of that name are.
+_BACKWARDS = ("torch.autograd", "torch._tensor")
+
+
+class SavedParameter:
+    """A saved tensor that lies in a parameter's memory: which parameter, and how the tensor shows it."""
+
+    __slots__ = ("conj", "dtype", "neg", "number", "offset_bytes", "owner", "size", "stride", "version")
+
+    def __init__(self, number: int, tensor: torch.Tensor, offset_bytes: int, owner: torch.Tensor) -> None:
+        self.number = number
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+        self.offset_bytes = offset_bytes  # from the parameter's first
+        self.owner = weakref.ref(owner)
+        self.version = owner._version
+
+    def over(self, memory: torch.Tensor, first_bytes: int) -> torch.Tensor:
+        """The tensor again, over memory in which the parameter begins at this byte."""
+        found = memory if self.dtype == memory.dtype else memory.new_empty(0, dtype=self.dtype).set_(memory.untyped_storage())
+        found = found.as_strided(self.size, self.stride, (first_bytes + self.offset_bytes) // found.element_size())
+        found = found.conj() if self.conj else found
+        return torch._neg_view(found) if self.neg else found
+
+
+class Recomputed:
+    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved, where that
+    takes no memory."""
+
+    __slots__ = ("__weakref__", "dtype", "frame", "owner", "shape", "tensor", "version")
+
+    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self.frame, self.shape, self.dtype = frame, tensor.shape, tensor.dtype
+        self.owner, self.version = over_nothing(tensor), tensor._version
+        self.tensor: torch.Tensor | None = None
+
+
+def check_version(now: int, saved: int, shape: Any) -> None:
+    """As autograd does, which does not look at versions where hooks are set.
+
+    Raises:
+        RuntimeError: the tensor was changed in place after it was saved.
+    """
+    if now != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {list(shape)} is at version {now}; expected version {saved} instead"
+        )
+
+
+class Stop(BaseException):
+    """Ends a recomputation that has brought back all that was saved."""
+
+
+class Input:
+    """A tensor among a block's inputs that is in the stash until the block is recomputed.
+
+    view: how it lies over what is stashed, where it is a view of that.
+    """
+
+    __slots__ = ("hooks", "requires_grad", "saved", "view")
+
+    def __init__(self, hooks: _core.SavedTensors, saved: object, tensor: torch.Tensor, base: torch.Tensor | None) -> None:
+        self.hooks, self.saved, self.requires_grad = hooks, saved, tensor.requires_grad
+        first = tensor.storage_offset() - (0 if base is None else base.storage_offset())
+        self.view = None if base is None else (tensor.size(), tensor.stride(), first)
+
+    def bring(self) -> torch.Tensor:
+        found = self.hooks.unpack(self.saved).requires_grad_(self.requires_grad)
+        if self.view is None:
+            return found
+        size, stride, first = self.view
+        with torch.enable_grad():
+            return found.as_strided(size, stride, found.storage_offset() + first)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Only plain containers and named tuples are looked into: they can be made again, whatever is put into them."""
+    kind = type(value)
+    return kind not in _PLAIN and not (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
+
+
+def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors among them, and their versions; those made in inference mode have none."""
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool, copied: bool) -> Any:
+    """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input. views: those that are
+    views will be views again, on which compiled code can depend. copied: they may be changed in place, so those that lie in one
+    memory stay in it."""
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    taken: dict[int, Any] = {}
+    plain = {id(leaf): leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()}
+    memory = collections.Counter(storage_of(leaf) for leaf in plain.values()) if copied else {}
+    for leaf in leaves:
+        if id(leaf) in plain and id(leaf) not in taken and memory.get(storage_of(leaf), 1) == 1:
+            base = leaf._base if views else None
+            taken[id(leaf)] = leaf
+            if base is None or (type(base) is torch.Tensor and base.dtype == leaf.dtype and base.numel() == leaf.numel()):
+                saved = hooks.pack(leaf if base is None else base)
+                if getattr(saved, "stashed", False):
+                    taken[id(leaf)] = Input(hooks, saved, leaf, base)
+    return tree_unflatten([taken.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _bring_inputs(inputs: Any) -> Any:
+    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
+    found = {id(leaf): leaf.bring() for leaf in {id(leaf): leaf for leaf in leaves if type(leaf) is Input}.values()}
+    return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _copied_inputs(inputs: Any, views: bool) -> Any:
+    """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
+    leaves, spec = tree_flatten(inputs)
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
+    with torch.no_grad():
+        made = copies(leaf for leaf in plain if views or leaf._base is None)
+    for leaf in plain:
+        if id(leaf) in made:
+            made[id(leaf)].requires_grad_(leaf.requires_grad)
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An alias that shares the tensor's version counter and lies over no memory; None of a sparse or nested tensor and of a class
+    with dispatch of its own, which have none."""
+    with DisableTorchFunction():
+        alias = tensor.detach()
+        if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
+            return None
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
+def _no_leaves(inputs: Any) -> Any:
+    """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
+    leaves, spec = tree_flatten(inputs)
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
+    trained = {storage_of(leaf) for leaf in plain if leaf.requires_grad}
+    made = copies(leaf for leaf in plain if storage_of(leaf) in trained)
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+class BlockHabits:
+    """What is known of how a block's forward treats what it is given.
+
+    in_place: whether it changes its inputs, so that a recomputation needs copies of them; None: not known yet, and one forward
+    on copies, where the budget has room for them, finds out. compiled: it, or a part of it, is. large: see ModuleState.
+    """
+
+    __slots__ = ("compiled", "in_place", "large")
+
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+        self.in_place: bool | None = None
+        self.large: set[str] = set()
+
+
+class Frame:
+    """One forward of one recomputed block: its inputs, the random and module state it started from, and what it saved.
+
+    stash: hooks by which inputs leave memory until the recomputation; None: they stay.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        number: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stash: _core.SavedTensors | None,
+    ) -> None:
+        self.runner, self.forward = runner, forward
+        self.number, (self.name, self.block) = number, runner.blocks[number]
+        self.commits = runner.commits()
+        self.habits = runner.habits[number]
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves, self.caches = keycaches.copied(leaves)
+        self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
+        self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
+        copied = self.habits.in_place
+        if copied is None:
+            copied = runner.can_copy(copied_bytes(leaf for leaf, _ in self.given_versions))
+        views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
+        inputs = _copied_inputs(self.given, views) if copied else self.given
+        self.copied = copied
+        # None: the block was recomputed
+        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled, copied)
+        self.versions = _versions(tree_leaves(self.inputs))
+        self.compute = runner.compute
+        others = list(leaves)
+        for parent in runner.parents[number]:
+            others += vars(parent).values()
+        self.state: Any = ModuleState(self.block, self.habits.large, others, compared=not self.compute.separate)
+        self.random_state = _random_state(self.compute), random.getstate()
+        self.numpy_state = numpy_state()
+        kind = self.compute.device.type
+        self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        self.surroundings = surroundings.now()
+        self.saved: list[weakref.ref[Recomputed]] = []
+        self.ends = grad_fns(self.given) if self.habits.compiled else set()
+        self.code: list[type] = []  # classes of what the forward ran of compiled code
+
+    # ---- forward ----
+
+    def settle(self, result: Any) -> None:
+        """Forward is over: copies of what it left alone go."""
+        if self.inputs is None:  # it has asked for what it had saved
+            self.given, self.given_versions = None, []
+            return
+        self.state.settle()
+        keycaches.settle(self.caches)
+        if same_numpy_state(self.numpy_state):
+            self.numpy_state = None
+        if self.habits.compiled:
+            self.code = [type(node) for node in functions_behind(result, self.ends)]
+            self.ends = set()
+        in_place = any(leaf._version != version for leaf, version in self.given_versions)
+        stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=_is_leaf))
+        if self.copied and not in_place and not stashed:
+            self.inputs, self.copied = self.given, False
+            self.versions = _versions(tree_leaves(self.inputs))
+        elif self.copied and not in_place:
+            owners = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
+            self.versions = [(owner, version) for owner, version in owners if owner is not None]
+        if in_place or self.habits.in_place is None:
+            self.habits.in_place = in_place
+        self.given, self.given_versions = None, []
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        found = self.runner.residency.saved_parameter(tensor)
+        if found:
+            return found
+        record = Recomputed(self, tensor)
+        self.saved.append(weakref.ref(record))
+        if self.inputs is None:  # forward goes on behind a backward of its own, for which it was recomputed: the rest stays
+            record.tensor = tensor.detach()
+        return record
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is SavedParameter:
+            return self.runner.residency.unpack_parameter(saved)
+        if saved.owner is not None:
+            check_version(saved.owner._version, saved.version, saved.shape)
+        if saved.tensor is None and self.inputs is not None:
+            self.recompute()
+        if saved.tensor is None:
+            raise RuntimeError(
+                "a recomputed block did not save the tensors that its forward saved: it must do the same each time"
+            )
+        tensor: torch.Tensor = saved.tensor
+        return tensor
+
+    # ---- recomputation ----
+
+    def recompute(self) -> None:
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                    f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
+                    "keep this block, or change a copy of its input"
+                )
+        if self.runner.changed_since(self.block, self.commits):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                f"{self.name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "
+                "before step(), or wrap with block_modes that keep this block"
+            )
+        inputs = _bring_inputs(self.inputs)
+        before_bytes = self.runner.bytes_in_use()
+        now = _random_state(self.compute)
+        self.compute.set_random_state(self.random_state[0])
+        enabled, dtype, cache = self.autocast
+        place = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal place
+            if self.runner.residency.saved_parameter(tensor):
+                return
+            if place >= len(self.saved):
+                raise RuntimeError("a recomputed block saved more tensors than its forward: it must do the same each time")
+            record = self.saved[place]()
+            place += 1
+            if record is not None:
+                if tensor.shape != record.shape or tensor.dtype != record.dtype:
+                    raise RuntimeError(
+                        f"a recomputed block saved a tensor of shape {list(tensor.shape)} where its forward saved one of "
+                        f"{list(record.shape)}: it must do the same each time"
+                    )
+                record.tensor = tensor.detach()
+            if place == len(self.saved) and not self.habits.compiled:
+                raise Stop
+
+        def unpack(_saved: Any) -> torch.Tensor:
+            raise RuntimeError("backward inside a recomputed block is not supported")
+
+        thread = self.runner.come_in()
+        try:
+            with (
+                self.runner.residency.node_waits(),
+                suppress(Stop),
+                randomness.kept(self.random_state[1], self.numpy_state),
+                self.state.restored(),
+                torch.enable_grad(),
+                surroundings.restored(self.surroundings),
+                torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
+            ):
+                args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
+                ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
+                result = _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
+            if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:
+                raise RuntimeError(
+                    f"block {self.name} ran other compiled code when it was recomputed than in its forward, as it may where "
+                    "several shapes are under way: compile it with dynamic=True, or wrap with block_modes that keep or swap it"
+                )
+        finally:
+            self.runner.thread = thread
+            self.compute.set_random_state(now)
+        self.runner.note_saved(self.number, before_bytes)
+        self.inputs, self.versions, self.caches, self.state = None, [], [], None
+
+
+def _random_state(compute: Compute) -> Any:
+    """Counts in no budget, as Python's own does not: 5 KB for each block."""
+    with uncounted():
+        return compute.random_state()
+
+
+# ---- running a block ----
+
+
+def _run_block(
+    runner: Runner,
+    number: int,
+    frame: object,
+    hooks: Hooks,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the forward of block `number` inside of its hooks.
+
+    Raises:
+        PlanError: it uses a transform of torch.func that torch refuses inside of saved-tensor hooks.
+    """
+    try:
+        return _run_inside(runner, frame, hooks, forward, args, kwargs)
+    except RuntimeError as error:
+        text = str(error)
+        if not (text.startswith("torch.func.") and "saved tensor hooks" in text):
+            raise
+        raise PlanError(
+            f"block {runner.blocks[number][0]} of mode {runner.modes[number]} uses a transform of torch.func (grad, vjp, jacrev, "
+            "hessian), which torch does not allow where saved tensors go through hooks: pass block_modes with keep for this block"
+        ) from error
+
+
+def _run_inside(
+    runner: Runner, frame: object, hooks: Hooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a block's forward with its hooks; `frame` says that they, not those of operations, see what is saved."""
+    before = runner.frame, runner.innermost
+    depth = len(runner.pushed)
+    try:
+        _enter(runner, hooks)
+        runner.frame, runner.innermost = frame, hooks[0]
+        return forward(*args, **kwargs)
+    finally:
+        runner.frame, runner.innermost = before
+        leave(runner, depth)
+
+
+def _enter(runner: Runner, hooks: Hooks) -> None:
+    runner.pushed.append(hooks)
+    _push(*hooks)
+
+
+def leave(runner: Runner, depth: int = 0) -> None:
+    """No more than the `depth` outermost of the runner's hooks are left, wherever an interrupt came between."""
+    while len(runner.pushed) > depth:
+        top = _top(True)
+        if top is not None and top[0] is runner.pushed[-1][0]:
+            _pop()
+        runner.pushed.pop()
+
+
+def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of block `number` so that what it saves goes to the stash."""
+    runner.stash.block = number
+    return _run_block(runner, number, runner.stash, runner.stash_hooks, forward, args, kwargs)
+
+
+def run_checkpointed(
+    runner: Runner,
+    number: int,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stash_inputs: bool,
+) -> Any:
+    """Run the forward of block `number` so that backward runs it again instead of keeping what it saves.
+
+    Args:
+        stash_inputs: its inputs go to the stash until then.
+    """
+    runner.stash.block = number
+    frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
+    result = _run_block(runner, number, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    frame.settle(result)
+    return result
+
+
+@contextmanager
+def no_outer_hooks() -> Iterator[None]:
+    """What runs inside is seen by no saved-tensor hooks of others, and by no dispatch modes, which count what runs, for one."""
+    outer: list[Hooks] = []
+    while (hooks := _top(True)) is not None:
+        _pop()
+        outer.append(hooks)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for pack, unpack in reversed(outer):
+            _push(pack, unpack)
+
+
+def release_failed_backward() -> None:
+    """A backward that ended in an exception leaves its graph in torch's queue, with all it saved, until the next backward of the
+    thread begins: so make one, of nothing."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # this is a backward
+    with no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
+        torch.zeros((), requires_grad=True).clone().backward()
+
+
+def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
+    """Whether a block of a mode other than keep may run here.
+
+    Raises:
+        PlanError: it is inside saved-tensor hooks of others, runs in backward, as in a hook on a gradient or in
+            torch.utils.checkpoint, or is a layer of transformers that checkpoints itself.
+    """
+    itself = getattr(block, "gradient_checkpointing", False) and block.training
+    in_backward = torch._C._current_graph_task_id() != -1
+    if _top(True) is None and not in_backward and not itself:
+        return
+    if in_backward:
+        raise PlanError(
+            f"block {name} of mode {mode} runs inside a backward pass, as in a hook on a gradient or in torch.utils.checkpoint: "
+            "call the model before or after backward(), call model.gradient_checkpointing_disable(), or pass block_modes with "
+            "keep for this block"
+        )
+    raise PlanError(
+        f"block {name} of mode {mode} runs inside torch.utils.checkpoint or other saved-tensor hooks, which claim the same "
+        f"tensors: call model.gradient_checkpointing_disable(), end the hooks before the model's forward, or pass block_modes "
+        f"with keep for this block"
+    )
+
+
+def n_backwards() -> int:
+    """So many backward passes run inside one another on this thread."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None:
+        found += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def check_not_nested(allowed: int) -> None:
+    """Whether the backward pass under way is not inside another one: its gradients would be a part of those of the step's pass.
+
+    Args:
+        allowed: frames of a backward that a hook is inside of in any case.
+
+    Raises:
+        StepError: it is.
+    """
+    frame, depth, maker = sys._getframe(1), 0, None
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        where = frame.f_globals.get("__name__", "")
+        if maker is None and depth == 1 and frame.f_code.co_name == "backward" and where not in _BACKWARDS:
+            maker = frame.f_code.co_qualname, where
+        frame = frame.f_back  # type: ignore[assignment]
+    if depth <= allowed:
+        return
+    made = "" if maker is None else f", made by {maker[0]} of {maker[1]}"
+    if maker is not None and maker[1] == "torch.utils.checkpoint":
+        remedy = "pass use_reentrant=False to torch.utils.checkpoint, or leave recomputation to block_modes"
+    else:
+        remedy = (
+            "a torch.autograd.Function may ask for gradients by torch.autograd.grad, and return them; reversible layers that "
+            "accumulate them in its backward, as Reformer's, cannot be trained"
+        )
+    raise StepError(f"a backward pass runs inside another one{made}: {remedy}")
+
+
+# ---- running one operation outside of blocks ----
+
+
+class _SavedByOuter:
+    """What the hooks around an operation packed, and how they unpack it. parameter: the one on disk that they were given."""
+
+    __slots__ = ("packed", "parameter", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], parameter: SavedParameter | None) -> None:
+        self.packed, self.unpack, self.parameter = packed, unpack, parameter
+
+
+def _hooks_within(runner: Runner, outer: Hooks) -> Hooks:
+    """All that is saved goes to the hooks of others that are around the operation, a parameter on disk as a view of it: whatever
+    they do with that, now or later, finds its bytes. What they give back of it as it is stays a record, as without them."""
+    outer_pack, outer_unpack = outer
+    residency = runner.residency
+
+    def pack(tensor: torch.Tensor) -> Any:
+        parameter = residency.saved_parameter(tensor)
+        if parameter is None:
+            return _SavedByOuter(outer_pack(tensor), outer_unpack, None)
+        with DisableTorchFunction():
+            view = mark_views(tensor.detach(), residency.owner, [parameter.number])
+        with torch._C._EnableTorchFunction():
+            return _SavedByOuter(outer_pack(view), outer_unpack, parameter)
+
+    def unpack(saved: _SavedByOuter) -> torch.Tensor:
+        found = saved.unpack(saved.packed)
+        if not isinstance(found, ChunkTensor) or found._protrain[0] is not residency.owner:
+            return found
+        record = residency.saved_view(found, found._protrain[1])
+        if saved.parameter is not None:
+            record.version = saved.parameter.version
+        return residency.unpack_parameter(record)
+
+    return pack, unpack
+
+
+def run_operation(runner: Runner, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operation on parameters on disk with hooks that recognise their memory."""
+    outer = _top(True)
+    if outer is not None and outer[0] is runner.innermost:
+        return func(*args, **kwargs)  # the block's own hooks do
+    depth = len(runner.pushed)
+    try:
+        _enter(runner, runner.operation_hooks if outer is None else _hooks_within(runner, outer))
+        return func(*args, **kwargs)
+    finally:
+        leave(runner, depth)

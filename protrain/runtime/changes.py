@@ -1,0 +1,253 @@
+"""What a user does to a wrapped model other than training it: values put in through `.data`, conversions, copies, pickles.
+
+Values are taken over where they fit. What would leave the model half in the hands of torch, or copy what is in a slot instead of
+a parameter, is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from .. import _core
+from ..base.counting import uncounted
+from ..errors import PlanError, StepError
+from ..model.compiled import CALL
+from ..model.parameters import DisableTorchFunction
+from ..model.precision import has_master
+from ..model.strides import dense_strides
+
+if TYPE_CHECKING:
+    from ..state.values import Values
+    from .wrapped import Wrapped
+
+#: In place of what stood under a name where nothing did.
+ABSENT: Any = object()
+
+_AGAIN = "call protrain.unwrap(model), change it, and wrap it again"
+_KEPT = f"a wrapped model's parameters keep their shape, type and device: {_AGAIN}"
+
+
+def check_value(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, value: torch.Tensor) -> None:
+    """Whether a parameter can be given this value by `.data`.
+
+    Raises:
+        PlanError: it is of another shape, type or device.
+    """
+    if value.shape != shape or value.dtype != dtype or value.device != device or value.layout != torch.strided:
+        raise PlanError(
+            f"parameter {name} of shape {tuple(shape)}, {dtype} on {device}, was given data of shape {tuple(value.shape)}, "
+            f"{value.dtype} on {value.device}; {_KEPT}"
+        )
+
+
+def set_data(values: Values, number: int, value: torch.Tensor) -> None:
+    """`p.data = value` of a parameter on disk: its values are taken over, and its strides.
+
+    Raises:
+        PlanError: the value is of another shape, type or device.
+        StepError: a step is under way.
+    """
+    p, layout = values.wrapped.params[number], values.wrapped.layout
+    if value is p:
+        return
+    check_value(layout.entries[number].name, p.shape, layout.dtype, values.wrapped.compute.device, value)
+    with torch.no_grad(), uncounted():
+        _take_over(values, number, value.clone())
+    torch.autograd.graph.increment_version(p)  # what autograd saved of it is gone
+
+
+def adopt(values: Values, only: int | None = None) -> None:
+    """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now, or otherwise: their values are
+    taken over, and their strides, and their place is again that in their chunk.
+
+    Raises:
+        PlanError: they are of another shape, type or device, or their memory is another one.
+        StepError: a step is under way.
+    """
+    params, layout = values.wrapped.params, values.wrapped.layout
+    if only is None:
+        _check_places(values)
+    for number in range(len(params)) if only is None else (only,):
+        p, entry = params[number], layout.entries[number]
+        address = values.residency.address(number)
+        if address is None or not entry.count or not values.engine.in_memory(entry.chunk):
+            continue
+        if p.data_ptr() == address and p.dtype == layout.dtype and p.stride() == entry.strides:
+            continue
+        given = p.data
+        check_value(entry.name, entry.shape, layout.dtype, values.wrapped.compute.device, given)
+        with DisableTorchFunction(), uncounted():
+            p.data = values.residency.place(number)
+            inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
+            try:
+                _take_over(values, number, given.clone() if inside else given)
+            except BaseException:
+                p.data = given
+                raise
+
+
+def _check_places(values: Values) -> None:
+    """Whether torch has parameters where the engine has them. It moves the memory that a tensor shows to share it with other
+    processes, unseen by us, and what lay there with it.
+
+    Raises:
+        PlanError: it does not.
+    """
+    moved = values.residency.moved()
+    if moved is not None:
+        name = values.wrapped.layout.entries[values.wrapped.layout.members[moved][0]].name
+        raise PlanError(
+            f"the memory of parameter {name} was moved, as share_memory_() does and giving a parameter to another process: give "
+            f"away copies, p.detach().clone(); {_AGAIN}"
+        )
+
+
+def _take_over(values: Values, number: int, value: torch.Tensor) -> None:
+    """The parameter has these values, of memory of their own, and lies as they do; its state and its master lie likewise."""
+    entry, strides = values.wrapped.layout.entries[number], dense_strides(value)
+    if strides == entry.strides:
+        values.write(number, value)
+        return
+    before = entry.strides
+    states = [(array, values.get(number, array)) for array in _arrays(values, number)]
+    entry.strides = strides
+    try:
+        for array, tensor in (*states, (0, value)):
+            values.write(number, tensor, array)
+    except BaseException:
+        entry.strides = before
+        raise
+    values.strides_changed = True
+    if values.residency.address(number) is not None:
+        with DisableTorchFunction():
+            values.wrapped.params[number].data = values.residency.place(number)
+
+
+def _arrays(values: Values, number: int) -> list[int]:
+    """The parameter's state and its master, as far as there is something in them."""
+    entry, wrapped = values.wrapped.layout.entries[number], values.wrapped
+    trained = entry.group >= 0 and values.engine.steps(number) > 0
+    masters = [wrapped.master_array] if has_master(wrapped, number) else []
+    return [*range(1, wrapped.n_states + 1), *masters] if trained else masters
+
+
+def check_parameters(wrapped: Wrapped) -> None:
+    """Whether the model still has the parameters that were wrapped.
+
+    Raises:
+        PlanError: one was added or replaced; it is named.
+    """
+    known = wrapped.number_of
+    for prefix, module in wrapped.model.named_modules():
+        for leaf, p in module._parameters.items():
+            if isinstance(p, nn.Parameter) and id(p) not in known:
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
+
+
+def check_frozen(wrapped: Wrapped) -> None:
+    """Whether the optimizer has no more to train than it had at wrap.
+
+    Raises:
+        PlanError: a parameter was unfrozen, or given a gradient; it is named.
+    """
+    with DisableTorchFunction():
+        frozen = [(number, wrapped.params[number]) for number in wrapped.frozen]
+        thawed = next((number for number, p in frozen if p.requires_grad or p.grad is not None), None)
+    if thawed is not None:
+        raise PlanError(
+            f"parameter {wrapped.layout.entries[thawed].name} was frozen at wrap, so that it has no state, and is to be trained "
+            f"now: {_AGAIN}; or wrap the model with it unfrozen, and freeze it then"
+        )
+
+
+def check_load(engine: _core.Engine, metadata: dict[str, Any]) -> None:
+    """Before load_state_dict changes a module.
+
+    Raises:
+        PlanError: assign=True, which would put other parameters into the model.
+        StepError: gradients wait for a step; parameters on disk cannot be written, and those in memory alone are not to be.
+    """
+    if engine.has_gradients():
+        raise StepError("load_state_dict in the middle of a step: call optimizer.step() or optimizer.zero_grad() first")
+    if metadata.get("assign_to_params_buffers"):
+        raise PlanError("load_state_dict(assign=True) would replace the parameters of a wrapped model; load without assign")
+
+
+def check_not_compiled(module: nn.Module) -> None:
+    """Whether the module's forward runs as torch has it, not inside torch.compile.
+
+    Raises:
+        PlanError: something around it was compiled.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        raise PlanError(
+            f"a wrapped {type(module).__name__} runs inside torch.compile, which is not supported: call it uncompiled, and "
+            "compile its blocks in place, block.compile()"
+        )
+
+
+def guard(
+    module: nn.Module, own: torch.dtype, device: torch.device, put_in: Callable[[nn.Module], dict[str, Any]]
+) -> dict[str, Callable[..., Any]]:
+    """Methods that stand in front of the module's own while it is wrapped: conversions, copies, pickles.
+
+    Args:
+        own: the type of parameters. device: where they are computed with.
+        put_in: gives the names of what wrapping put into a module's `__dict__`, and what stood there before.
+    """
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in {own} | {buffer.dtype for buffer in module.buffers()}:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            found = fn(probe)
+            if found.device.type == "cpu" and found.is_shared():
+                raise PlanError(f"a wrapped {type(module).__name__} cannot be put into shared memory: {_AGAIN}")
+            if found.device != probe.device or (dtype == own and found.dtype != dtype):
+                raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")
+        return type(module)._apply(module, fn, recurse)
+
+    def reduce(_protocol: Any = None) -> NoReturn:
+        raise PlanError(f"a wrapped {type(module).__name__} cannot be pickled: take its state_dict(), or call protrain.save")
+
+    def duplicate(memo: dict[int, Any]) -> nn.Module:
+        return copied(module, memo, put_in(module))
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        for p in module.parameters():
+            p.grad = None  # without a look at it, which would be an error where it has left memory
+
+    methods: dict[str, Callable[..., Any]] = {
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "zero_grad": zero_grad,
+    }  # fmt: skip
+    return {name: method for name, method in methods.items() if name != "__deepcopy__" or not hasattr(type(module), name)}
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a module's hook is one of a session's."""
+    hook = getattr(hook, "hook", hook)
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", "")).startswith("protrain.")
+
+
+def copied(module: nn.Module, memo: dict[int, Any], ours: dict[str, Any]) -> nn.Module:
+    """A deep copy of a wrapped module: a plain one, its parameters in memory that counts in no budget, not compiled, as in
+    torch. ours: the names in its `__dict__` that wrapping put there, and what stood there before."""
+    made: nn.Module = type(module).__new__(type(module))
+    memo[id(module)] = made
+    for name, value in module.__dict__.items():
+        value = ours.get(name, value)
+        if value is ABSENT or name == CALL:
+            continue
+        if name.endswith("_hooks") and isinstance(value, dict) and id(value) not in memo:
+            value = type(value)((key, hook) for key, hook in value.items() if not is_own(hook))
+        with uncounted():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    return made

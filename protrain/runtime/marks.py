@@ -1,0 +1,62 @@
+"""The most that was in memory in the step under way, and what of it the program between the model and backward took.
+
+The arena tells the highest since its last mark, and so does each part of a step that wants to know its own; the step's is the
+highest of them all.
+"""
+
+from __future__ import annotations
+
+from .. import _core
+
+
+class Marks:
+    """Of one session; called on the thread that drives the step.
+
+    highest_bytes: live at most since the step began, up to the last mark.
+    planned_bytes: the same, without an update that takes what memory there is.
+    loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
+        beginning was live; of the passes of the step the most. None: not known.
+    """
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+        self._refused_bytes = self._at_output = self._since_output = 0
+        self.highest_bytes = self.planned_bytes = 0
+        self._updates = False
+        self.loss_bytes: int | None = None
+
+    def begin(self) -> None:
+        """From here on it is another step."""
+        self._engine.mark()
+        self._refused_bytes = self._at_output = self._since_output = self.highest_bytes = self.planned_bytes = 0
+        self._updates, self.loss_bytes = False, None
+
+    def mark(self) -> int:
+        """The highest since the last mark."""
+        self._refused_bytes = self.refused_bytes
+        highest = self._engine.mark()
+        self.highest_bytes, self._since_output = max(self.highest_bytes, highest), max(self._since_output, highest)
+        self.planned_bytes = self.highest_bytes if not self._updates else self.planned_bytes
+        return highest
+
+    def update_begins(self) -> None:
+        """An update that keeps copies where there is memory for them."""
+        self.mark()
+        self._updates = True
+
+    @property
+    def refused_bytes(self) -> int:
+        """What would have been live in the step with the largest request that was refused; 0: none was."""
+        return max(self._refused_bytes, self._engine.stats()["refused_bytes"])
+
+    def model_returned(self) -> None:
+        """A forward of the whole model is over."""
+        self.mark()
+        self._at_output = self._since_output = self._engine.held()["live_bytes"]
+
+    def backward_begins(self) -> None:
+        """A backward is at its first block."""
+        if self._at_output:
+            self.mark()
+            self.loss_bytes = max(self.loss_bytes or 0, self._since_output - self._at_output)
+            self._at_output = 0

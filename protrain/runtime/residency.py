@@ -1,0 +1,306 @@
+"""Residency: where each parameter lies, and that it lies there when it is looked at.
+
+A parameter is a view of its chunk's home in memory or of its slot, and goes along, with the views of it that the program keeps,
+where the chunk gets another place. One of a chunk on disk is in its slot during the operation that reads it (`bring`), and in
+backward until the node of the graph that asked for it is done (`unpack_parameter`).
+What autograd saves of a slot is recognised by its address and replaced by a record, since other bytes lie there a moment later.
+The waiting and reading itself is the engine's (csrc/runtime/residency.c).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import _core
+from ..model.parameters import DisableTorchFunction, Owner, enchain, release
+from ..model.views import Views
+from ..profiling.device_clock import DeviceClock
+from .activations import SavedParameter, check_version, n_backwards
+from .wrapped import Wrapped
+
+#: Under this name a node of the graph has its mark among its metadata.
+_MARK = "protrain_mark"
+
+
+def _mark_of_node() -> object | None:
+    """Of the node of the graph that runs: an object of its own, which dies with it, so that no other node ever has the same; None
+    where none runs. To hold on to the node itself would be to hold on to its graph, and so, unseen by Python, to the model."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.setdefault(_MARK, object())  # type: ignore[attr-defined]
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 where it has none, as torch's zeros that take no memory, of forward-mode AD."""
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+
+
+@dataclass(eq=False)
+class _Node:
+    """A node of the graph, by its mark, of a graph task, and the chunks that are held for it."""
+
+    mark: object | None
+    task: int
+    chunks: set[int] = field(default_factory=set)
+
+
+class Residency:
+    """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner, device_clock: DeviceClock | None = None) -> None:
+        self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
+        self._engine, self.owner, self._compute = engine, owner, wrapped.compute
+        self._device_clock = device_clock
+        self._demand = engine.demand if device_clock is None else self._demand_over_device
+        self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
+        self._begins: dict[int, int] = {}  # chunk -> where its region begins
+        self._views = Views()
+        self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
+        self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self.own_slots = 0  # that were made since slots were
+        self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
+        self._nodes: list[_Node] = []  # whose chunks are held: each waits for a backward that runs inside of it, but for the last
+        self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
+        self._unlent: set[int] = set()  # those of them that are in their slots
+
+    # ---- where parameters lie ----
+
+    def bind(self, chunk: int) -> None:
+        """Make the chunk's parameters views of where the chunk lies now."""
+        self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
+        self._begins[chunk] = self._bases[chunk].data_ptr()
+        in_memory = self._engine.in_memory(chunk)
+        for index in self._layout.members[chunk]:
+            p = self._params[index]
+            with DisableTorchFunction():
+                p.data = self.place(index)
+            if in_memory:
+                release(p)
+            else:
+                enchain(p, self.owner, index)
+        for view in self._views.of(chunk):
+            self._views.put(view, self._bases[chunk])
+
+    def bind_all(self) -> None:
+        for chunk in range(self._layout.n_chunks):
+            self.bind(chunk)
+
+    def unbind(self, chunk: int) -> None:
+        """The chunk has no place any more; its parameters are the caller's."""
+        self._bases.pop(chunk, None)
+
+    def unbind_all(self) -> None:
+        """Parameters and views of them keep their shapes over one shared element, so that slots can go."""
+        nothing = torch.zeros((), dtype=self._layout.dtype, device=self._compute.device)
+        with DisableTorchFunction():
+            for p in self._params:
+                p.data = nothing.expand(p.shape)
+        self._views.lift_all()
+        self.forget()
+
+    def watch_all(self) -> None:
+        """Parameters have no place: each use of one, also of those in memory, turns to the session first."""
+        for number, p in enumerate(self._params):
+            enchain(p, self.owner, number)
+
+    def forget(self) -> None:
+        """Slots and homes go, wherever parameters lie now."""
+        self.own_slots = 0
+        self._unbound = None
+        self._bases.clear()
+        self._address_chunk.clear()
+
+    def bound(self) -> Iterator[int]:
+        """The parameters of the chunks that have a place."""
+        for chunk in list(self._bases):
+            yield from self._layout.members[chunk]
+
+    def place(self, number: int) -> torch.Tensor:
+        """A view of where the values of parameter `number` lie, of its shape and strides."""
+        entry = self._layout.entries[number]
+        first = entry.offset_bytes // self._element_bytes
+        return self._bases[entry.chunk].as_strided(entry.shape, entry.strides, first)
+
+    def address(self, number: int) -> int | None:
+        """Where the values of parameter `number` begin; None where its chunk has no place yet."""
+        entry = self._layout.entries[number]
+        base = self._bases.get(entry.chunk)
+        return None if base is None else base.data_ptr() + entry.offset_bytes
+
+    def moved(self) -> int | None:
+        """A chunk whose memory torch has put elsewhere since; None: there is none."""
+        return next((chunk for chunk, base in self._bases.items() if base.data_ptr() != self._begins[chunk]), None)
+
+    def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
+        """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
+        address = _storage_address(tensor)
+        if address == 0:
+            return None
+        for chunk in dict.fromkeys(self._layout.entries[number].chunk for number in numbers):
+            if self._bases[chunk].data_ptr() == address:
+                return self._number_at(chunk, tensor)
+        return None
+
+    def _number_at(self, chunk: int, tensor: torch.Tensor) -> int:
+        """The parameter of the chunk in whose bytes the tensor, which lies in the chunk, begins."""
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        return self._layout.members[chunk][bisect.bisect_right(self._offsets[chunk], offset_bytes) - 1]
+
+    def note_view(self, view: torch.Tensor, number: int) -> None:
+        """The tensor is a view of parameter `number`: wherever that goes it goes along."""
+        self._views.add(view, self._layout.entries[number].chunk)
+
+    # ---- operations ----
+
+    def bring(self, numbers: Iterable[int]) -> Iterator[int]:
+        """The chunks of these parameters, one after another: each is in its slot when it is yielded, and stays there until the
+        engine's `unuse`."""
+        chunks = list(dict.fromkeys(self._layout.entries[number].chunk for number in numbers))
+        if self._waiting:
+            chunks.sort(key=lambda chunk: chunk not in self._waiting)  # they get no other slots
+        for chunk in chunks:
+            self._bind_rest()
+            if not self._demand(chunk) and not (self._lend(chunks) and self._demand(chunk)):
+                self._unbound = chunk
+                self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+                self.own_slots += 1
+                self._bind_rest()
+                self._demand(chunk)
+            self._address_chunk[self._bases[chunk].data_ptr()] = chunk
+            yield chunk
+
+    def _demand_over_device(self, chunk: int) -> bool:
+        assert self._device_clock is not None
+        with self._device_clock.waiting():
+            return self._engine.demand(chunk)
+
+    def _bind_rest(self) -> None:
+        """A chunk has a slot of its own, and an interrupt may have come before its parameters were bound to it."""
+        if self._unbound is not None:
+            self.bind(self._unbound)
+            self._unbound = None
+
+    def write_back(self, number: int) -> None:
+        """A parameter was changed in place outside of an update: its home follows at once."""
+        p, entry = self._params[number], self._layout.entries[number]
+        with DisableTorchFunction():
+            values = self._compute.to_host(p)
+            self._engine.transfer(number, 0, self._compute.on_host(values), True)
+        assert entry.count == p.numel()
+
+    # ---- saved tensors ----
+
+    def saved_parameter(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """The record of a tensor that lies in the memory of a parameter on disk; None for any other tensor."""
+        with DisableTorchFunction():
+            if tensor.layout != torch.strided or not self._address_chunk:
+                return None
+            chunk = self._address_chunk.get(_storage_address(tensor))
+            if chunk is None:
+                return None
+            return self.saved_view(tensor, self._number_at(chunk, tensor))
+
+    def saved_view(self, view: torch.Tensor, number: int) -> SavedParameter:
+        """The record of a tensor that shows bytes of parameter `number`, which is on disk."""
+        with DisableTorchFunction():
+            offset_bytes = int(view.storage_offset()) * view.element_size()
+            return SavedParameter(number, view, offset_bytes - self._layout.entries[number].offset_bytes, self._params[number])
+
+    def unpack_parameter(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, its chunk in place. It stays there until the node of the graph that asked is done.
+
+        Raises:
+            RuntimeError: the parameter was changed in place after it was saved.
+        """
+        entry = self._layout.entries[saved.number]
+        chunk = entry.chunk
+        self._bind_rest()
+        node = self._come_to(_mark_of_node())
+        with DisableTorchFunction():
+            owner = saved.owner()
+            if owner is not None:
+                check_version(owner._version, saved.version, saved.size)
+            if not self._engine.in_memory(chunk) and torch.is_grad_enabled():
+                return self._copy_of(saved)  # this backward has a graph of its own, which holds on to what it is given
+            if chunk not in node.chunks and not self._engine.in_memory(chunk):
+                if not self._demand(chunk):
+                    return self._copy_of(saved)  # the slot is taken by what this same node reads
+                node.chunks.add(chunk)
+            base = self._bases[chunk]
+            self._address_chunk[base.data_ptr()] = chunk
+            return saved.over(base, entry.offset_bytes)
+
+    def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
+        """The tensor again, in memory of its own, from the parameter's home."""
+        copy = self._compute.empty_on_host([self._layout.entries[saved.number].count], self._layout.dtype)
+        self._engine.transfer(saved.number, 0, self._compute.on_host(copy), False)
+        return saved.over(self._compute.to_device(copy), 0)
+
+    def _come_to(self, mark: object | None) -> _Node:
+        """The node of this mark runs; those that do not run any more give up their chunks. One whose backward makes another
+        backward, as functions that recompute by hand do, goes on behind that with what it was given."""
+        if self._nodes and self._nodes[-1].mark is mark:
+            return self._nodes[-1]
+        task, n_outer = torch._C._current_graph_task_id(), len(self._nodes) - 1
+        if self._nodes and self._nodes[-1].task != task:
+            n_outer = max(n_backwards() - self._compute.backward_depth, 0)
+        while len(self._nodes) > n_outer + 1:
+            self._release_last()
+        if len(self._nodes) == n_outer + 1 and self._nodes and self._nodes[-1].mark is not mark:
+            self._release_last()
+        if not self._nodes or self._nodes[-1].mark is not mark:
+            self._nodes.append(_Node(mark, task))
+        return self._nodes[-1]
+
+    def _release_last(self) -> None:
+        node = self._nodes[-1]
+        for chunk in node.chunks:
+            self._engine.unuse(chunk)
+        node.chunks.clear()
+        self._nodes.pop()
+
+    def release_nodes(self) -> None:
+        """The nodes of the graph whose parameters are held in place are done."""
+        while self._nodes:
+            self._release_last()
+
+    # ---- recomputation ----
+
+    @contextmanager
+    def node_waits(self) -> Iterator[None]:
+        """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that
+        the node was given, which are in them again when it is over."""
+        node = self._come_to(_mark_of_node())
+        nodes, waiting = self._nodes, node.chunks
+        places = {chunk: self._bases[chunk].data_ptr() for chunk in waiting}
+        self._nodes, node.chunks = [], set()
+        self._waiting, self._unlent = waiting, set(waiting)
+        try:
+            yield
+            self.release_nodes()
+            for chunk in waiting - self._unlent:
+                if not self._demand(chunk) or self._bases[chunk].data_ptr() != places[chunk]:
+                    raise RuntimeError(f"the slot of chunk {chunk} went to another while its block was recomputed")
+                self._unlent.add(chunk)
+                self._address_chunk[places[chunk]] = chunk
+            node.chunks = waiting
+        except BaseException:
+            for chunk in self._unlent:
+                self._engine.unuse(chunk)
+            raise
+        finally:
+            self.release_nodes()
+            self._nodes = nodes
+            self._waiting, self._unlent = set(), set()
+
+    def _lend(self, chunks: Sequence[int]) -> bool:
+        """For an operation that reads these chunks, none of which is one of the node that waits."""
+        if not self._unlent or not self._waiting.isdisjoint(chunks):
+            return False
+        while self._unlent:
+            self._engine.unuse(self._unlent.pop())
+        return True

@@ -1,0 +1,1 @@
+"""Values wherever they lie: first values, state dicts, files."""

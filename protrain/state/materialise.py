@@ -1,0 +1,285 @@
+"""First values: parameters from ordinary memory, from an initialisation function, or from a folder of safetensors.
+
+The full model is never in memory at once: chunk after chunk is filled where it will lie and written to its home.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..base.counting import uncounted
+from ..base.reading import open_file, parse, shown
+from ..base.sizes import MIB
+from ..errors import PlanError
+from ..model.onmeta import become
+from ..model.parameters import DisableTorchFunction, release
+from ..model.precision import has_master, write_master
+from ..model.strides import dense_strides, outermost_first
+from ..runtime import changes
+from .tensorfiles import TensorFile, unreadable
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+SLICE_BYTES = 4 * MIB
+
+#: What parameters are read from. Numbers of fewer bits, or integers, stand for others, which factors beside them tell.
+WEIGHT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Filler:
+    """Opens chunks for filling and writes them to their homes when their last parameter has its values."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.dtypes = [p.dtype for p in session.params]  # as they are given
+        self.left = [set(members) for members in session.layout.members]
+        self.open: set[int] = set()
+        self.written: set[int] = set()
+        self._originals: dict[int, dict[int, torch.Tensor]] = {}  # of chunks that are not written yet
+
+    def enter(self, number: int) -> None:
+        """Parameter `number` is a view of real memory that can be filled when this returns."""
+        session, chunk = self.session, self.session.layout.entries[number].chunk
+        if chunk in self.open:
+            return
+        if chunk in self.written:  # a tied parameter comes again
+            session.engine.demand(chunk)
+        else:
+            originals = {i: session.params[i].data for i in session.layout.members[chunk]}
+            self._originals[chunk] = originals
+            session.engine.begin_fill(chunk)
+            make_real(session, chunk)
+            session.residency.bind(chunk)
+            with torch.no_grad(), DisableTorchFunction():
+                for i, original in originals.items():
+                    if original.device.type != "meta":
+                        session.params[i].data.copy_(original)
+                        self.keep(i, original)
+        self.open.add(chunk)
+
+    def keep(self, number: int, values: torch.Tensor, first: int = 0) -> None:
+        """What a parameter was given, from element `first` of its memory on, is in its master as it was. Where nothing was
+        rounded the first update makes the master from the parameter."""
+        if values.dtype != self.session.layout.dtype:
+            write_master(self.session.values, number, values, first)
+
+    def lend(self, number: int) -> None:
+        """Parameter `number`, entered before, is memory of its own in the type in which it was given, where that is wider than
+        where its chunk lies: what initialises it draws the same numbers as it would without us."""
+        session, dtype = self.session, self.dtypes[number]
+        if dtype == session.layout.dtype:
+            return
+        with DisableTorchFunction():
+            compute, entry = session.wrapped.compute, session.layout.entries[number]
+            wide = compute.empty_on_host(entry.shape, dtype, entry.strides)
+            if has_master(session.wrapped, number) and wide.numel():
+                session.engine.transfer(number, session.wrapped.master_array, compute.on_host(wide), False)
+            else:
+                wide.copy_(session.params[number].data)
+            session.params[number].data = compute.to_device(wide)
+
+    def take_back(self, number: int) -> None:
+        """What was lent, or put into `.data` instead, is the parameter's value: rounded where its chunk lies, and as it is in its
+        master. It lies there as it was given.
+
+        Raises:
+            PlanError: it is of another shape, type or device.
+        """
+        session, p, entry = self.session, self.session.params[number], self.session.layout.entries[number]
+        with torch.no_grad(), DisableTorchFunction():
+            given = p.data
+            if given.data_ptr() == session.residency.address(number) and given.stride() == entry.strides:
+                return
+            changes.check_value(entry.name, entry.shape, self.dtypes[number], session.wrapped.compute.device, given)
+            entry.strides = dense_strides(given)
+            p.data = session.residency.place(number)
+            if given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
+                given = given.clone()  # a view of what is about to be written
+            p.data.copy_(given)
+            self.keep(number, given)
+
+    def withdraw(self, number: int) -> None:
+        """Parameter `number`, entered before, lies where its chunk does, whatever it was lent or given."""
+        with DisableTorchFunction():
+            self.session.params[number].data = self.session.residency.place(number)
+
+    def leave(self, number: int) -> None:
+        """Parameter `number` has its values."""
+        chunk = self.session.layout.entries[number].chunk
+        self.left[chunk].discard(number)
+        if chunk in self.open and not self.left[chunk]:
+            self.session.engine.end_fill(chunk)
+            self._originals.pop(chunk, None)  # a chunk that was entered again has none
+            self.open.discard(chunk)
+            self.written.add(chunk)
+
+    def give_back(self) -> None:
+        """The disk failed: the parameters of chunks that were not written have again the values that they came with."""
+        for chunk, originals in self._originals.items():
+            self.session.residency.unbind(chunk)
+            for number, original in originals.items():
+                if original.device.type != "meta":
+                    with DisableTorchFunction():
+                        self.session.params[number].data = original
+                    release(self.session.params[number])
+
+
+def make_real(session: Session, chunk: int) -> None:
+    """Meta parameters of a chunk become real ones, the same Python objects, with no memory of their own yet."""
+    nothing = torch.zeros((), dtype=session.layout.dtype, device=session.wrapped.compute.device)
+    for number in session.layout.members[chunk]:
+        p = session.params[number]
+        if p.device.type != "meta":
+            continue
+        become(p, nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad))
+
+
+def from_memory(session: Session) -> None:
+    """Copy parameters that are there already."""
+    filler = Filler(session)
+    try:
+        for entry in session.layout.entries:
+            filler.enter(entry.index)
+            filler.leave(entry.index)
+    except BaseException:
+        filler.give_back()
+        raise
+
+
+def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -> None:
+    """Call param_init_fn for each module that owns parameters, in the order of model.modules()."""
+    filler = Filler(session)
+    index = {id(p): number for number, p in enumerate(session.params)}
+    for module in session.model.modules():
+        own = list(dict.fromkeys(index[id(p)] for p in module._parameters.values() if p is not None))
+        if not own:
+            continue
+        for number in own:
+            filler.enter(number)
+        try:
+            for number in own:
+                filler.lend(number)
+            empty = _empty_buffers(module, session.wrapped.compute.device)
+            param_init_fn(module)
+            _check_kept(module, index)
+            for leaf in empty:
+                buffer = module._buffers[leaf]
+                if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
+                    raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
+            for number in own:
+                filler.take_back(number)
+        except BaseException:
+            for number in own:
+                filler.withdraw(number)
+            raise
+        for number in own:
+            filler.leave(number)
+
+
+def _check_kept(module: nn.Module, known: dict[int, int]) -> None:
+    """Raises PlanError where param_init_fn put another parameter into the module."""
+    for leaf, p in module._parameters.items():
+        if p is not None and id(p) not in known:
+            raise PlanError(
+                f"param_init_fn replaced the parameter {leaf} of a {type(module).__name__}: set its values in place, or by .data"
+            )
+
+
+def _empty_buffers(module: nn.Module, device: torch.device) -> list[str]:
+    """Give the module's own meta buffers memory, NaN where they can be; returns their names."""
+    found = [leaf for leaf, buffer in module._buffers.items() if buffer is not None and buffer.device.type == "meta"]
+    for leaf in found:
+        buffer = module._buffers[leaf]
+        assert buffer is not None
+        value = float("nan") if buffer.is_floating_point() else 0
+        module._buffers[leaf] = torch.full(buffer.shape, value, dtype=buffer.dtype, device=device)
+    return found
+
+
+def from_weights(session: Session, folder: str) -> None:
+    """Read parameters from the safetensors files of a folder, slice by slice.
+
+    Raises:
+        ValueError: the folder has no such files, lacks a parameter, or has it in another shape or as no plain numbers.
+    """
+    where = {name: file for file in map(TensorFile, weight_files(folder)) for name in file.entries}
+    names = _names_of(session)
+    filler = Filler(session)
+    for entry in session.layout.entries:
+        found = next((name for name in names[entry.index] if name in where), None)
+        if found is None:
+            raise ValueError(f"weights: {folder} has no tensor {entry.name}")
+        filler.enter(entry.index)
+        file = where[found]
+        shape = file.entries[found].shape
+        if shape != tuple(entry.shape):
+            raise ValueError(f"weights: {found} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
+        dtype = file.entries[found].dtype
+        if dtype not in WEIGHT_TYPES:
+            raise ValueError(f"weights: {found} in {file.path} is of {dtype}, whose numbers alone are no parameter")
+        with torch.no_grad(), DisableTorchFunction():
+            target = session.params[entry.index].data
+            if not shape:
+                values = file.read(found)
+                target.copy_(values)
+                filler.keep(entry.index, values)
+            row_count = entry.count // max(shape[0], 1) if shape else 0
+            rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
+            if shape and has_master(session.wrapped, entry.index) and outermost_first(shape, entry.strides)[0] != 0:
+                rows = shape[0]  # its rows do not lie one after another in the master: it takes all at once
+            for first in range(0, shape[0] if shape else 0, rows):
+                with uncounted():
+                    values = file.read(found, first, rows)
+                target[first : first + rows].copy_(values)
+                filler.keep(entry.index, values, first * row_count)
+        filler.leave(entry.index)
+
+
+def weight_files(folder: str) -> list[str]:
+    """The safetensors files of a folder, those of its index where it has one.
+
+    Raises:
+        ValueError: there is none.
+        PlanError: the index is none, or names what does not lie in the folder.
+        DiskError: the index cannot be read.
+    """
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.lexists(index):
+        size_bytes = 0
+        try:
+            with open_file(index) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                found = parse(file.read())
+            listed = set(found["weight_map"].values())
+            if outside := [name for name in listed if os.path.basename(name) != name or not name.endswith(".safetensors")]:
+                raise ValueError(f"it names {shown(outside[0])}, which is no safetensors file of this folder")
+        except OSError as error:
+            raise unreadable(index, error, size_bytes) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{index} is no index of safetensors files: {error}") from None
+        return [os.path.join(folder, name) for name in sorted(listed)]
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
+    if not names:
+        raise ValueError(f"weights: {folder} is no folder with safetensors files")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _names_of(session: Session) -> list[list[str]]:
+    """For each parameter the names it may have in a file: its own, tied ones, and those without or with the base's prefix."""
+    names: list[list[str]] = [[] for _ in session.params]
+    index = {id(p): number for number, p in enumerate(session.params)}
+    for name, p in session.model.named_parameters(remove_duplicate=False):
+        names[index[id(p)]].append(name)
+    prefix = getattr(session.model, "base_model_prefix", "")
+    for own in names:
+        if prefix:
+            own += [
+                name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}" for name in list(own)
+            ]
+    return names
