@@ -36,8 +36,10 @@ from .model.parameters import DisableTorchFunction, release
 from .profiling.device_clock import DeviceClock
 from .profiling.timeline import BlockClock
 from .runtime import changes
+from .runtime.arranging import first_arrangement
+from .runtime.batches import Batch, Shapes
 from .runtime.evaluation import Evaluation
-from .runtime.fitting import Batch, Fitter, Shapes, first_arrangement
+from .runtime.fitting import Fitter
 from .runtime.gradients import Gradients
 from .runtime.homes import Homes
 from .runtime.hooks import ModelHooks
@@ -251,7 +253,7 @@ class Session:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
-        shapes, under_way = self.fitter.batch_of(args, kwargs), self.gradients.passes > 0
+        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
                 self._tells = False
@@ -260,7 +262,7 @@ class Session:
                 self.runner.recompute_all()  # gradients are under way: nothing else can move now
                 return
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
-            shapes = self.fitter.batch_of(args, kwargs)  # it may need what another one does
+            shapes = self.fitter.words.batch_of(args, kwargs)  # it may need what another one does
         self._batches[shapes] += 1
         beyond_plan = self.gradients.passes >= self.gradients.wanted  # gradients wait for a step
         self._tells = self._tells and not beyond_plan

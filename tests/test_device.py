@@ -28,7 +28,7 @@ from protrain import _core
 from protrain.device import compute
 from protrain.model import modulestate
 from protrain.planner.tiers import place_away
-from protrain.runtime import device_updates, fitting, pacing
+from protrain.runtime import arranging, device_updates, pacing
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +196,7 @@ def little_pool(monkeypatch: pytest.MonkeyPatch, size_bytes: int = 3 * MIB // 2)
         found = place_away(found, *of_model)
         return replace(found, stash_pool_bytes=min(found.stash_pool_bytes, size_bytes))
 
-    monkeypatch.setattr(fitting, "place_away", placed)
+    monkeypatch.setattr(arranging, "place_away", placed)
 
 
 @pytest.mark.parametrize("modes", MODES)

@@ -37,7 +37,7 @@ from protrain.dryrun.phases import DryRun, DryRunError
 from protrain.dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from protrain.model.blocks import find_blocks
 from protrain.planner.planning import _phases
-from protrain.runtime.fitting import shapes_of
+from protrain.runtime.batches import shapes_of
 
 transformers = pytest.importorskip("transformers")
 

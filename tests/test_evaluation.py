@@ -17,7 +17,7 @@ import protrain
 from protrain.api import session_of
 from protrain.dryrun import dryrun
 from protrain.dryrun.phases import SMALL_UNSEEN_BYTES
-from protrain.runtime import fitting
+from protrain.runtime import foreseeing
 
 BUDGET = 24 * MIB  # states of 17 MiB stay in memory
 LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47
@@ -42,7 +42,7 @@ def foreseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(dryrun.dry_forward(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(fitting, "dry_forward", noted)
+    monkeypatch.setattr(foreseeing, "dry_forward", noted)
     return found
 
 

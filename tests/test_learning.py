@@ -14,7 +14,8 @@ from twins import MIB, adamw
 
 import protrain
 from protrain.dryrun.dryrun import dry_run
-from protrain.runtime import fitting
+from protrain.runtime import foreseeing
+from protrain.runtime.batches import MOST_VALUES
 
 WIDTH, WORDS = 192, 4096
 
@@ -434,11 +435,11 @@ def test_words_that_need_the_same_are_one_batch(monkeypatch: pytest.MonkeyPatch)
         made.append(args[2])
         return dry_run(*args, **kwargs)
 
-    monkeypatch.setattr(fitting, "dry_run", counted)
+    monkeypatch.setattr(foreseeing, "dry_run", counted)
     words = [{"step": number} for number in range(14)]
     losses, seen = trained_by_words(words, 1 << 30, batches(1)[0])
     assert losses == trained_by_words(words, None, batches(1)[0])[0]
-    assert len(made) == fitting.MOST_VALUES + 1
+    assert len(made) == MOST_VALUES + 1
     assert seen[-1].plan.step_seconds > 0  # it was planned by time
 
 

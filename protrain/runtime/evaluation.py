@@ -167,7 +167,7 @@ class Evaluation:
         if batch.shapes not in known.needs and known.possible:
             evaluates = batch.kind[0] == AS_EVAL
             try:
-                found = self._fitter.forward_bytes(args, kwargs, evaluates=evaluates, make_room=self.leave_room)
+                found = self._fitter.foresees.forward_bytes(args, kwargs, evaluates=evaluates, make_room=self.leave_room)
                 known.note(batch, found + SMALL_UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False

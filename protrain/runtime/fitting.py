@@ -5,10 +5,6 @@ planned for from memory, as are all that came before it; one of a model that can
 safest plan, and what that took is planned with from then on. What a block saves its recomputation shows: where all chunks are in
 memory blocks are kept, the last ones first, in a half of what is left.
 
-Arguments that are no tensors may say what the model computes: whole numbers, strings and what is true or not, the words of a
-batch, are a part of what it is known by. A word that has had too many values, as a count of steps, is not looked at any more, and
-batches that were foreseen to need the same are one.
-
 What the program around the model does is not foreseen, only guessed. Where it makes the loss that is cross entropy, and a first
 step leaves room for one that takes more. It holds the model's output while backward runs, until a step shows that it does not. It
 runs one forward before each backward. Whatever a step held, or was refused, beyond that counts in later plans.
@@ -19,171 +15,34 @@ are recomputed, or the batch is refused. Plans by time come later (pacing.py).
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn, TypeVar
-
-import torch
+from typing import Any, NoReturn
 
 from .. import _core
-from ..base.counting import counted, counted_alone
-from ..base.sizes import default_memory_bytes, format_bytes
-from ..dryrun.dryrun import dry_forward, dry_run
-from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, DryRunError
-from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
-from ..errors import BudgetError, PlanError
-from ..model.held import tensors_held
-from ..planner.planning import Anew, Arrangement, Plan, arrange, refuse
+from ..base.sizes import format_bytes
+from ..dryrun.phases import DryRun, DryRunError
+from ..errors import BudgetError
+from ..planner.planning import Arrangement, Plan, arrange, refuse
 from ..planner.profiles import Machine, Times
-from ..planner.tiers import host_room, place_away
-from .activations import no_outer_hooks, release_failed_backward
+from ..planner.tiers import host_room
+from .activations import release_failed_backward
+from .arranging import anew_of, arranged_away, placed
+from .batches import Batch, Shapes, Words, covers, tensors_of
+from .foreseeing import Foreseer
 from .homes import Homes
+from .losses import Losses
+from .unforeseen import Unforeseen
 from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
 ROOM_FOR_LOSS = (4, 2, 0)
-#: Steps that show that a loss takes less than cross entropy, before plans count on it.
-LIGHT_STEPS = 3
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
-#: Of a word among the arguments, so many values are told apart.
-MOST_VALUES = 8
-
-#: Of a batch: the shape of each tensor among the arguments, and the words among them.
-Shapes = tuple[tuple[int, ...] | str, ...]
-Batch = tuple[DryRun | None, Shapes]
-_Found = TypeVar("_Found")
-
-
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of all tensors of a batch, and its words: what else is given, true or not, a whole number, a string or None; in
-    order.
-
-    Raises:
-        PlanError: one is nested. It has no shape to plan for, and one of layout jagged hides from parameters on disk that they
-            are read: its class runs each operation with the functions of all other classes turned off.
-    """
-    given = [("", args), *((f"{name}=", value) for name, value in kwargs.items())]
-    leaves = [(name, leaf) for name, value in given for leaf in torch.utils._pytree.tree_leaves(value)]
-    found: list[torch.Tensor | str] = []
-    for name, leaf in leaves:
-        found += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else tensors_held(leaf)
-    nested = next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.is_nested), None)
-    if nested is not None:
-        raise PlanError(
-            f"the model was given a nested tensor (of layout {nested.layout}), where training takes tensors of one shape: pass a "
-            "padded one, as torch.nested.to_padded_tensor makes it, and a mask"
-        )
-    return tuple(entry if isinstance(entry, str) else tuple(entry.shape) for entry in found)
-
-
-def covers(known: Shapes, shapes: Shapes) -> bool:
-    """Whether a batch of these shapes needs no more than one of the known shapes."""
-    return len(known) == len(shapes) and all(map(_covers, known, shapes))
-
-
-def _covers(known: tuple[int, ...] | str, shape: tuple[int, ...] | str) -> bool:
-    if isinstance(known, str) or isinstance(shape, str):
-        return known == shape
-    return len(known) == len(shape) and all(x >= y for x, y in zip(known, shape, strict=True))
-
-
-def tensors_of(shapes: Shapes) -> list[tuple[int, ...]]:
-    """The shapes alone."""
-    return [shape for shape in shapes if not isinstance(shape, str)]
-
-
-def elements(shapes: Shapes) -> int:
-    """Of all tensors of a batch."""
-    return sum(map(math.prod, tensors_of(shapes)))
-
-
-def first_arrangement(wrapped: Wrapped) -> Arrangement:
-    """Before any batch is known: parameters in memory where they take a quarter of the budget at most, else away.
-
-    Raises:
-        BudgetError: even the safest plan for the states alone does not fit.
-    """
-    try:
-        safest = _states_alone(wrapped)
-    except BudgetError as error:
-        anew = _anew(wrapped, _states_alone)
-        raise refuse(error, "the model with its largest chunks in turn", anew=anew) from None
-    everything, budget = _all_in_memory(wrapped), wrapped.settings.memory_bytes
-    if safest == everything or (4 * everything.static_bytes <= budget and everything.smallest_bytes <= budget):
-        return everything
-    return _placed(safest, wrapped)
-
-
-def _states_alone(wrapped: Wrapped) -> Arrangement:
-    """Every chunk away; or in memory, where that takes less, of a model whose chunks are small.
-
-    Raises:
-        BudgetError: neither fits.
-    """
-    try:
-        return _arranged_away(wrapped, wrapped.buffer_bytes)
-    except BudgetError as error:
-        everything = _all_in_memory(wrapped)
-        if everything.smallest_bytes <= wrapped.settings.memory_bytes and not wrapped.compute.separate:
-            return everything
-        smallest = min(error.smallest_bytes, everything.smallest_bytes)
-        raise BudgetError(str(error), needed_bytes=smallest, budget_bytes=error.budget_bytes, smallest_bytes=smallest) from None
-
-
-def _all_in_memory(wrapped: Wrapped) -> Arrangement:
-    """Masters come with the values, other state with the first update; smallest_bytes: with gradients and all state, and for an
-    optimizer without a kernel the old values of a step."""
-    layout, n_blocks, own = wrapped.layout, len(wrapped.blocks), wrapped.footprint
-    modes = tuple(wrapped.settings.block_modes or ["checkpoint"] * n_blocks)
-    values_bytes = (3 if wrapped.master_array else 1) * sum(layout.sizes)
-    step_bytes = sum(layout.sizes) + own.bytes if own else wrapped.state_arrays * sum(layout.sizes)
-    smallest_bytes = sum(layout.sizes) + sum(layout.grad_bytes) + step_bytes + wrapped.buffer_bytes
-    plan = Plan(
-        layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, values_bytes, 0, 0,
-        wrapped.settings.memory_bytes,
-    )  # fmt: skip
-    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, smallest_bytes)
-
-
-def _arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | None = 0) -> Arrangement:
-    """Every chunk on disk, and unknown_bytes for what a pass needs. n_persist None: as many in memory as there is room for."""
-    return arrange(
-        wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=n_persist,
-        unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
-        footprint=wrapped.footprint, n_together=wrapped.n_together,
-    )  # fmt: skip
-
-
-def _anew(wrapped: Wrapped, arranged: Callable[[Wrapped], Arrangement]) -> Anew:
-    """As who wraps the model anew would have it arranged."""
-    overhead = wrapped.compute.overhead
-
-    def needed(asked: int) -> int | None:
-        try:
-            found = arranged(wrapped.within(asked))
-        except BudgetError as error:
-            return error.smallest_bytes if error.budget_bytes == asked else None
-        return overhead.around(found.smallest_bytes - overhead.of(asked))
-
-    return Anew(lambda asked: wrapped.within(asked).layout.places, needed)
-
-
-def _placed(found: Arrangement, wrapped: Wrapped) -> Arrangement:
-    """With homes on the host, where a device computes.
-
-    Raises:
-        BudgetError: host memory does not hold what it must.
-    """
-    if not wrapped.compute.separate:
-        return found
-    return place_away(found, wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
 
 def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool:
@@ -193,33 +52,23 @@ def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool
 
 
 class Fitter:
-    """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen."""
+    """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen;
+    words: what batches are known by; foresees: their dry runs."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes) -> None:
         self._wrapped, self._engine, self._homes = wrapped, engine, homes
         self.planned = False
+        self.words = Words()
+        self.foresees = Foreseer(wrapped, engine)
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
-        self._values: dict[int, set[str]] = {}  # of the words among the arguments, by their places
-        self._same: dict[Shapes, Shapes] = {}  # batches that need what another one of other words needs
-        self._measured_bytes = 0  # of steps that no dry run foresaw: beside chunks and what kept blocks save
-        self._refused_bytes = 0  # the same of one that was refused
-        self._saved_bytes: dict[int, int] = {}  # of blocks, as the recomputations of such steps showed it
-        self._measures = False  # the step under way, or to come, is one under the safest plan that tells of others
+        self._unforeseen = Unforeseen()
         self._unseen_bytes = 0  # in each plan, of what no dry run sees
         self._held_before = 0  # when the step under way began
-        self._knows_loss = False  # a step was made of the batch that was planned for
-        self._loss_bytes, self._loss_of = 0, 0  # what the loss takes, as `DryRun.loss_bytes`, made of so many bytes of outputs
-        self._light: list[int] = []  # what it took in steps that may show that it takes less than was foreseen
-        self._may_be_light = True  # until a step was refused that counted on it
+        self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
-        self._beyond_known = False  # and the loss was known before
         self._several_hold = 0  # forwards before a backward, before the last of them
-        self._holds_output = True  # the program, while backward runs
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
-        self._workspace: Workspace = workspace_bytes
-        if not wrapped.compute.separate:
-            self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
 
     # ---- deciding ----
 
@@ -244,7 +93,7 @@ class Fitter:
         settings = wrapped.settings
         if run is not None:
             unknown_bytes += self._unseen_bytes
-            run = run.with_loss(self._more_loss_of(run))
+            run = run.with_loss(self._loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
@@ -269,33 +118,17 @@ class Fitter:
         if settings.plan is not None:  # what was foretold stands
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
-        return _placed(found, wrapped)
+        return placed(found, wrapped)
 
     def _host_room(self) -> int:
         wrapped = self._wrapped
         return host_room(wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-        """What a batch is known by: as `shapes_of`, without words that have had too many values.
-
-        Raises:
-            PlanError: a tensor is nested.
-        """
-        found = list(shapes_of(args, kwargs))
-        for place, word in enumerate(found):
-            if isinstance(word, str):
-                values = self._values.setdefault(place, set())
-                if len(values) <= MOST_VALUES:
-                    values.add(word)
-                if len(values) > MOST_VALUES:
-                    found[place] = ""
-        return self._same.get(tuple(found), tuple(found))
-
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
         """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
         for known, other in self.dry_runs:
             if run is not None and run == other and tensors_of(known) == tensors_of(shapes):
-                self._same[shapes] = known
+                self.words.note_same(shapes, known)
                 return True
         return False
 
@@ -316,7 +149,7 @@ class Fitter:
         """
         before, unseen_bytes = self._homes.arrangement, self._unseen_bytes
         try:
-            run: DryRun | None = self._foresee_measured(args, kwargs)
+            run: DryRun | None = self._foresee(args, kwargs)
         except DryRunError as error:
             run = None
             warnings.warn(
@@ -333,7 +166,7 @@ class Fitter:
                     self._homes.rearrange(before)
             refused, self._unseen_bytes = self._refusal(error, run, args, kwargs), unseen_bytes
             raise refused from None
-        self._measures = run is None
+        self._unforeseen.shows = run is None
         if run is None:
             self._largest = (None, shapes)
         elif self.measured:
@@ -348,7 +181,7 @@ class Fitter:
     def _first(self, run: DryRun | None) -> Arrangement:
         """The arrangement for a batch; the first one leaves room for a loss that nobody has seen yet."""
         outside = run.outside_bytes if run is not None else 0
-        if outside and not self._knows_loss:
+        if outside and not self._loss.known:
             for times in ROOM_FOR_LOSS:
                 self._unseen_bytes = times * outside
                 with suppress(BudgetError):
@@ -415,59 +248,47 @@ class Fitter:
         """A step was made that had so much in memory at most; blocks that were recomputed have saved so much."""
         if not self.planned or not self.measured:
             return
-        beside_bytes = highest_bytes - self._chunk_bytes() - self._kept_bytes(self._homes.arrangement.plan)
-        more = beside_bytes > self._measured_bytes
-        self._measured_bytes = max(self._measured_bytes, beside_bytes)
-        for number, n_bytes in saved_bytes.items():
-            self._saved_bytes[number] = max(self._saved_bytes.get(number, 0), n_bytes)
-        if not more and not self._measures:
+        more = self._unforeseen.note_step(self._beside_known(highest_bytes), saved_bytes)
+        if not more and not self._unforeseen.shows:
             return
         with suppress(BudgetError):  # else the plan in use stays
             try:
                 found = self._decide_measured()
-            except BudgetError:  # what was refused fits in no plan: others go on
-                self._refused_bytes = 0
+            except BudgetError:
+                self._unforeseen.forget_refused()
                 found = self._decide_measured()
             self.carry_out(found)
-            self._measures = False
+            self._unforeseen.shows = False
 
     def _refused_measured(self, needed_bytes: int) -> Batch:
         """A step was not made that would have had so much in memory: the next one is under the safest plan again."""
-        beside_bytes = needed_bytes - self._chunk_bytes() - self._kept_bytes(self._homes.arrangement.plan)
-        self._refused_bytes, self._measures = max(self._refused_bytes, beside_bytes), True
+        self._unforeseen.note_refused(self._beside_known(needed_bytes))
         with suppress(BudgetError):
             self.carry_out(self.decide(None))
         return self._largest
 
-    def _chunk_bytes(self) -> int:
-        """What the arrangement in use has in memory for chunks: also the gradients of those that stay, until step()."""
+    def _beside_known(self, n_bytes: int) -> int:
+        """Of so much in memory, what kept blocks do not save and chunks do not take in the arrangement in use: of those here
+        also the gradients, until step()."""
         found = self._homes.arrangement
-        return found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
-
-    def _kept_bytes(self, plan: Plan) -> int:
-        """What its kept blocks save."""
-        return sum(self._saved_bytes.get(number, 0) for number, mode in enumerate(plan.block_modes) if mode == "keep")
+        chunk_bytes = found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
+        return n_bytes - chunk_bytes - self._unforeseen.kept_bytes(found.plan)
 
     def _decide_measured(self, also: DryRun | None = None) -> Arrangement:
-        """With an eighth more than steps took. Where all chunks are in memory blocks are kept in a half of what is left, where it
-        is known what they save: nobody knows what the next step does.
+        """By what steps took; blocks are kept where all chunks are in memory.
 
         Raises:
             BudgetError: not even the chunks can all be away.
         """
-        settings, beside_bytes = self._wrapped.settings, max(self._measured_bytes, self._refused_bytes) * 9 // 8
+        settings, beside_bytes = self._wrapped.settings, self._unforeseen.beside_bytes
         found = self.decide_for_all(None, also, unknown_bytes=beside_bytes)
         plan = found.plan
         if plan.n_persist < plan.n_chunks or settings.plan is not None or settings.block_modes is not None:
             return found
-        room, modes = (settings.memory_bytes - plan.peak_bytes) // 2, list(plan.block_modes)
-        for number in reversed(range(len(modes))):
-            n_bytes = self._saved_bytes.get(number, 0) * 9 // 8
-            if 0 < n_bytes <= room:
-                room, modes[number] = room - n_bytes, "keep"
-        kept = replace(plan, block_modes=tuple(modes))
+        kept = self._unforeseen.keeping(plan, settings.memory_bytes)
+        saved_bytes = self._unforeseen.kept_bytes(kept) * 9 // 8
         with suppress(BudgetError):  # a batch that was foreseen may have no room then
-            return self.decide_for_all(None, also, unknown_bytes=beside_bytes + self._kept_bytes(kept) * 9 // 8, like=kept)
+            return self.decide_for_all(None, also, unknown_bytes=beside_bytes + saved_bytes, like=kept)
         return found
 
     # ---- what steps tell ----
@@ -483,50 +304,26 @@ class Fitter:
         batches, run = list(batches), self._largest[0]
         if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
             return None
-        unseen_bytes, more_bytes = self._unseen_bytes, self._more_loss_of(run)
+        unseen_bytes, more_bytes = self._unseen_bytes, self._loss.more_than(run)
         fits, self._refused = True, 0
-        if not self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches):
-            if not self._beyond_known or (loss_bytes or 0) > self._loss_bytes:  # else steps differ, and another one was refused
-                self._unseen_bytes = 0
-                self._loss_bytes, self._loss_of = loss_bytes or 0, run.outside_bytes
-            self._knows_loss, self._beyond_known = True, False
-        self._note_light(loss_bytes, batches)
-        if unseen_bytes > self._unseen_bytes or self._more_loss_of(run) != more_bytes:
+        whole = not self._several_hold and all(shapes == self._largest[1] for shapes in batches)
+        if whole and not self._loss.known and self._loss.note_first(loss_bytes or 0, run):
+            self._unseen_bytes = 0
+        # Where blocks swap a step tells nothing: what they write leaves memory while the loss is made.
+        if whole and self._loss.known and not {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes):
+            self._loss.note_light(loss_bytes or 0, run)
+        if unseen_bytes > self._unseen_bytes or self._loss.more_than(run) != more_bytes:
             fits = self._plan_as_now()
         more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
         if more > 0:
             self._unseen_bytes += more
             fits = self._plan_as_now()
-        if fits and self._unseen_bytes >= unseen_bytes and self._more_loss_of(run) >= more_bytes:
+        if fits and self._unseen_bytes >= unseen_bytes and self._loss.more_than(run) >= more_bytes:
             return None
         try:
             return self._plan_again()
         except BudgetError:
             return None  # the plan in use did
-
-    def _note_light(self, loss_bytes: int | None, batches: Sequence[Shapes]) -> None:
-        """A step of these batches was made, with what the loss took. It tells nothing where blocks swap: what they write leaves
-        memory while the loss is made."""
-        run = self._largest[0]
-        if run is None or not run.outside_bytes or not self._loss_of or not self._may_be_light:
-            return
-        writes = {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes)
-        whole = self._knows_loss and not self._several_hold and all(shapes == self._largest[1] for shapes in batches)
-        if loss_bytes and whole and not writes and len(self._light) < LIGHT_STEPS:
-            self._light.append(-(-loss_bytes * self._loss_of // run.outside_bytes))
-            most = max(self._loss_bytes, *self._light)
-            self._may_be_light = most * run.outside_bytes < run.loss_bytes * self._loss_of
-            self._loss_bytes = most if self._may_be_light else self._loss_bytes
-
-    def _more_loss_of(self, run: DryRun) -> int:
-        """What the loss takes beyond what this dry run has foreseen; below 0: less, as enough steps have shown."""
-        loss_bytes = self._loss_bytes
-        if run.outside_bytes and self._loss_of:
-            loss_bytes = -(-loss_bytes * run.outside_bytes // self._loss_of)
-        more = loss_bytes - run.loss_bytes if run.loss_bytes else 0
-        if more < 0 and not (run.outside_bytes and self._may_be_light and len(self._light) == LIGHT_STEPS):
-            return 0
-        return more if abs(more) > SMALL_UNSEEN_BYTES else 0  # each plan has room for that
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
@@ -540,12 +337,8 @@ class Fitter:
         more = needed_bytes - self._homes.arrangement.plan.peak_bytes
         if not self._learns() or more <= 0:
             return None
-        run = self._largest[0]
-        if run is not None and (light := self._more_loss_of(run)) < 0:  # it is foreseen as before from here on
-            self._may_be_light, more = False, max(more + light, 0)
-        self._unseen_bytes += more << self._refused
-        self._beyond_known |= self._knows_loss
-        self._refused, self._knows_loss = self._refused + 1, False
+        self._unseen_bytes += self._loss.note_refused(more, self._largest[0]) << self._refused
+        self._refused += 1
         try:
             return self._plan_again()
         except BudgetError as error:
@@ -561,13 +354,13 @@ class Fitter:
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
         is about to be made of. Where that is worth it, a batch like the last is foreseen anew, and planned for."""
-        shapes, planned = self.batch_of(args, kwargs), [known for known, _ in self.dry_runs]
+        shapes, planned = self.words.batch_of(args, kwargs), [known for known, _ in self.dry_runs]
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
-        if little or not self._holds_output or planned != [shapes] or not self._learns():
+        if little or not self.foresees.holds_output or planned != [shapes] or not self._learns():
             return None
-        self._holds_output = False
+        self.foresees.holds_output = False
         try:
-            run = self._foresee_measured(args, kwargs)
+            run = self._foresee(args, kwargs)
         except DryRunError:
             return None
         self.dry_runs, self._largest = [(shapes, run)], (run, shapes)
@@ -580,9 +373,7 @@ class Fitter:
         if any(covers(known, shapes) for known, _ in self._later):
             return
         with suppress(DryRunError):
-            beside = MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
-            workspace = self._workspace if self._wrapped.compute.separate else beside
-            run = self._foresee(self._wrapped, args, kwargs, workspace)
+            run = self.foresees.step_under_way(args, kwargs)
             if not self._is_same(shapes, run):
                 self._later.append((shapes, run))
 
@@ -596,7 +387,7 @@ class Fitter:
             self._unseen_bytes = max(before, self._several_hold)
         if not new and self._unseen_bytes == before:
             return None
-        for unseen_bytes in (self._unseen_bytes, before if self._knows_loss else self._several_hold):
+        for unseen_bytes in (self._unseen_bytes, before if self._loss.known else self._several_hold):
             self._unseen_bytes = unseen_bytes
             with suppress(BudgetError):
                 return None if not new and self._plan_as_now() else self._plan_again()
@@ -628,40 +419,8 @@ class Fitter:
         self.carry_out(best)
         return self._largest
 
-    def _foresee_measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-        return self._measured(
-            lambda workspace: self._foresee(self._wrapped, args, kwargs, workspace),
-            lambda: self._homes.rearrange(self.emptied()),
-        )
-
-    def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object]) -> _Found:
-        """What a dry run finds. make_room: called where a kernel had no memory to be measured in, for every chunk to be away.
-        Where it has none even then, this budget is refused; what would do is measured beside it."""
-        self._missed()  # of what was foreseen before
-        found = foresee(self._workspace)
-        if self._missed():
-            make_room()
-            found = foresee(self._workspace)
-        if self._missed():
-            found = foresee(MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes())))
-        return found
-
-    def _missed(self) -> bool:
-        """Whether since it was last asked an operation could not be measured."""
-        if not isinstance(self._workspace, MeasuredWorkspace):
-            return False
-        missed, self._workspace.missed = self._workspace.missed, False
-        return missed
-
-    def _foresee(
-        self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: Workspace | None = None
-    ) -> DryRun:
-        with no_outer_hooks():
-            return dry_run(
-                wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
-                {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                round_bytes=_core.rounded_bytes, workspace=workspace or self._workspace, hold_output=self._holds_output,
-            )  # fmt: skip
+    def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self.emptied()))
 
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:
         """With a smallest budget that works for who wraps the model anew."""
@@ -669,32 +428,16 @@ class Fitter:
             return error
 
         def arranged(other: Wrapped) -> Arrangement:
-            return self.decide(self._foresee(other, args, kwargs), wrapped=other)
+            return self.decide(self.foresees.step_within(other, args, kwargs), wrapped=other)
 
-        return refuse(error, "a step of this batch", anew=_anew(self._wrapped, arranged))
+        return refuse(error, "a step of this batch", anew=anew_of(self._wrapped, arranged))
 
     def forget_batches(self) -> None:
         """The next batch is planned for anew."""
         self.dry_runs.clear()
-        self._same.clear()
+        self.words.forget_same()
 
-    # ---- forwards that no step was planned for ----
-
-    def forward_bytes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object]
-    ) -> int:
-        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: as for `_measured`.
-
-        Raises:
-            DryRunError: it cannot be foreseen.
-        """
-        model = self._wrapped.model
-
-        def foresee(workspace: Workspace) -> int:
-            return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
-
-        found = self._measured(foresee, make_room)
-        return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
+    # ---- room for other things ----
 
     def with_room(self, room_bytes: int) -> Arrangement:
         """As many chunks in memory as so much beside them leaves room for.
@@ -705,12 +448,12 @@ class Fitter:
 
         def arranged(wrapped: Wrapped) -> Arrangement:
             beside_bytes = wrapped.compute.overhead.of(wrapped.settings.memory_bytes)
-            return _arranged_away(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes, None)
+            return arranged_away(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes, None)
 
         try:
-            return _placed(arranged(self._wrapped), self._wrapped)
+            return placed(arranged(self._wrapped), self._wrapped)
         except BudgetError as error:
-            anew = _anew(self._wrapped, arranged)
+            anew = anew_of(self._wrapped, arranged)
             raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, anew) from None
 
     def emptied(self) -> Arrangement:
@@ -718,12 +461,12 @@ class Fitter:
         budget = self._wrapped.settings.memory_bytes
         room = budget
         try:
-            _arranged_away(self._wrapped, room)
+            arranged_away(self._wrapped, room)
         except BudgetError as error:
             room -= error.smallest_bytes - budget  # what the states take at least
         if room < 0:
             return self._homes.arrangement
-        return _placed(_arranged_away(self._wrapped, room), self._wrapped)
+        return placed(arranged_away(self._wrapped, room), self._wrapped)
 
     # ---- what else is in memory ----
 

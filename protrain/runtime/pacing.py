@@ -45,7 +45,8 @@ from ..profiling.confirming import (
 from ..profiling.device_clock import DeviceClock
 from ..profiling.observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
 from ..profiling.timeline import BlockClock, Raw, StepTrace
-from .fitting import Fitter, Shapes, covers, elements
+from .batches import Shapes, covers, elements
+from .fitting import Fitter
 from .homes import Homes
 from .wrapped import Wrapped
 

@@ -1,0 +1,100 @@
+"""Dry runs beside a session: what a batch will take, with kernels' workspace measured in memory that the budget has free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from .. import _core
+from ..base.counting import counted, counted_alone
+from ..base.sizes import default_memory_bytes
+from ..dryrun.dryrun import dry_forward, dry_run
+from ..dryrun.phases import DryRun
+from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from .activations import no_outer_hooks
+from .wrapped import Wrapped
+
+_Found = TypeVar("_Found")
+
+
+class Foreseer:
+    """Of one session. holds_output: whether the program holds the model's output while backward runs."""
+
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine) -> None:
+        self._wrapped = wrapped
+        self.holds_output = True
+        self._workspace: Workspace = workspace_bytes
+        if not wrapped.compute.separate:
+            self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], make_room: Callable[[], object]) -> DryRun:
+        """A step of this batch. make_room: called where a kernel had no memory to be measured in, for every chunk to be away.
+
+        Raises:
+            DryRunError: it cannot be foreseen.
+        """
+        return self._measured(lambda workspace: self._dry_run(self._wrapped, args, kwargs, workspace), make_room)
+
+    def step_within(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        """A step of this batch as `wrapped` has it arranged, in another budget.
+
+        Raises:
+            DryRunError: it cannot be foreseen.
+        """
+        return self._dry_run(wrapped, args, kwargs, self._workspace)
+
+    def step_under_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        """A step of this batch, found out while another one has the memory: kernels are measured beside the budget.
+
+        Raises:
+            DryRunError: it cannot be foreseen.
+        """
+        workspace = self._workspace if self._wrapped.compute.separate else self._beside()
+        return self._dry_run(self._wrapped, args, kwargs, workspace)
+
+    def forward_bytes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object]
+    ) -> int:
+        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: as for `step`.
+
+        Raises:
+            DryRunError: it cannot be foreseen.
+        """
+        model = self._wrapped.model
+
+        def foresee(workspace: Workspace) -> int:
+            return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
+
+        found = self._measured(foresee, make_room)
+        return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
+
+    def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object]) -> _Found:
+        """What a dry run finds. Where kernels have no memory even with room made, this budget is refused; what would do is
+        measured beside it."""
+        self._missed()  # of what was foreseen before
+        found = foresee(self._workspace)
+        if self._missed():
+            make_room()
+            found = foresee(self._workspace)
+        if self._missed():
+            found = foresee(self._beside())
+        return found
+
+    def _beside(self) -> Workspace:
+        return MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
+
+    def _missed(self) -> bool:
+        """Whether since it was last asked an operation could not be measured."""
+        if not isinstance(self._workspace, MeasuredWorkspace):
+            return False
+        missed, self._workspace.missed = self._workspace.missed, False
+        return missed
+
+    def _dry_run(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: Workspace) -> DryRun:
+        with no_outer_hooks():
+            return dry_run(
+                wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
+                {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
+                round_bytes=_core.rounded_bytes, workspace=workspace, hold_output=self.holds_output,
+            )  # fmt: skip
