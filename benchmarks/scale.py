@@ -22,7 +22,7 @@ from protrain.errors import BudgetError
 from protrain.planner.explain import explain, limit_of
 from protrain.planner.hardware import Hardware, load_hardware
 from protrain.planner.offline import gpt2_config, plan_for, profile_offline
-from protrain.planner.planning import Plan
+from protrain.planner.plans import Plan
 
 MACHINES = Path(__file__).resolve().parent / "machines"
 SEQ = 2048

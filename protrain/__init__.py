@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .checkpoint import load, save
     from .errors import BudgetError, DeviceError, DiskError, Error, OutOfMemoryError, PlanError, StepError
     from .optim.optimizers import Optimizer
-    from .planner.planning import Forecast, Plan
+    from .planner.plans import Forecast, Plan
     from .planner.profiles import Profile
 
 __version__ = "0.1.0"
@@ -26,9 +26,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'protrain' has no attribute {name!r}")
     from . import api, checkpoint, errors
     from .optim import optimizers
-    from .planner import planning, profiles
+    from .planner import plans, profiles
 
-    for module in (api, checkpoint, errors, optimizers, planning, profiles):
+    for module in (api, checkpoint, errors, optimizers, plans, profiles):
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return globals()[name]

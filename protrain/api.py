@@ -43,8 +43,10 @@ from .model.strides import shared_memory
 from .optim.footprint import Footprint
 from .optim.foreign import Foreign
 from .optim.optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
-from .planner.planning import Plan, anew_from_profiles, check_modes, check_numbers, check_plan, plan_from_profile, refuse
+from .planner.planning import anew_from_profiles, plan_from_profile
+from .planner.plans import Plan, check_modes, check_numbers, check_plan
 from .planner.profiles import Machine, Profile, Times
+from .planner.smallest import refuse
 from .profiling.calibration import measure_device, measure_machine
 from .profiling.rehearsal import OtherWayError, RehearsalError, rehearse
 from .profiling.timeline import StepTrace, Timeline

@@ -34,7 +34,8 @@ from torch import nn
 
 import protrain
 from protrain.planner.hardware import load_hardware
-from protrain.planner.planning import Plan, plan_from_profile
+from protrain.planner.planning import plan_from_profile
+from protrain.planner.plans import Plan
 from protrain.planner.profiles import Profile
 from protrain.state import torchfiles
 from protrain.state.tensorfiles import TensorFile

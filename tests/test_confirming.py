@@ -14,7 +14,7 @@ from twins import MIB, adamw, assert_equal, loss_of, run
 
 import protrain
 from protrain.api import session_of
-from protrain.planner.planning import Forecast
+from protrain.planner.plans import Forecast
 from protrain.planner.profiles import Machine, Speed, Times
 from protrain.profiling.confirming import (
     MOST_DISK_FACTOR,

@@ -17,7 +17,8 @@ from twins import adamw, bits
 import protrain
 from protrain.base.reading import parse
 from protrain.planner.hardware import load_hardware
-from protrain.planner.planning import Plan, plan_from_profile
+from protrain.planner.planning import plan_from_profile
+from protrain.planner.plans import Plan
 from protrain.planner.profiles import Profile
 from protrain.state.tensorfiles import TensorFile
 

@@ -31,7 +31,8 @@ from protrain.dryrun.phases import DryRun, Phase
 from protrain.errors import BudgetError, Error
 from protrain.model.layout import pack
 from protrain.planner.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
-from protrain.planner.planning import MODES, WAITS, Forecast, Plan, plan_from_profile
+from protrain.planner.planning import plan_from_profile
+from protrain.planner.plans import MODES, WAITS, Forecast, Plan
 from protrain.planner.profiles import LANES, Machine, Profile, Speed, Times
 
 MIB, GIB = 1 << 20, 1 << 30

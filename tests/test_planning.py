@@ -18,7 +18,8 @@ from twins import MIB, adamw, assert_equal, loss_of, run
 import protrain
 from protrain import _core
 from protrain.model.blocks import find_blocks
-from protrain.planner.planning import Anew, _smallest, plan_from_profile
+from protrain.planner.planning import plan_from_profile
+from protrain.planner.smallest import Anew, _smallest
 
 pytest.importorskip("transformers")
 

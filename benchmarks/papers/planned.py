@@ -18,7 +18,7 @@ from protrain.errors import BudgetError
 from protrain.model.layout import pack
 from protrain.planner.hardware import Hardware, load_hardware
 from protrain.planner.offline import gpt2_config, gpt2_parameters, most_layers
-from protrain.planner.planning import Plan
+from protrain.planner.plans import Plan
 
 SEQ = 1024
 STATE_BYTES = 14  # of a parameter: itself in two bytes, fp32 master weight and two moments

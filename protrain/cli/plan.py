@@ -23,7 +23,7 @@ from protrain.errors import BudgetError, PlanError
 if TYPE_CHECKING:
     from protrain.cli.train import Setup, Words
     from protrain.planner.hardware import Hardware
-    from protrain.planner.planning import Plan
+    from protrain.planner.plans import Plan
     from protrain.planner.profiles import Profile
 
 GIB = 1 << 30

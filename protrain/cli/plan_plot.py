@@ -17,7 +17,7 @@ from protrain.planner.explain import LETTERS, limit_of
 from protrain.profiling.timeline import write_file
 
 if TYPE_CHECKING:
-    from protrain.planner.planning import Plan
+    from protrain.planner.plans import Plan
 
 # Colours that readers with any colour vision tell apart; those of modes are the same as in the picture of activations.
 _MODES = {"keep": "#999999", "swap": "#0072B2", "checkpoint": "#D55E00", "checkpoint_swap": "#009E73"}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from protrain.cli.words import CommandError, duration_text, size_text, writing
 
 if TYPE_CHECKING:
-    from protrain.planner.planning import Plan
+    from protrain.planner.plans import Plan
 
 N_BUDGETS = 12
 ENDLESS_BYTES = 1 << 50

@@ -34,7 +34,7 @@ from .footprint import Footprint, Shared, check_on_cpu, one_line, run_narrowed, 
 from .parking import Parked, Space, Tree, clone, described, same, tensors_of
 
 if TYPE_CHECKING:
-    from ..planner.planning import Arrangement
+    from ..planner.plans import Arrangement
     from ..session import Session
 
 

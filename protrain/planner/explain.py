@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..base.sizes import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from .planning import Forecast, Plan
+    from .plans import Forecast, Plan
 
 #: One character for a block of each mode.
 LETTERS = {"keep": "k", "swap": "s", "checkpoint": "c", "checkpoint_swap": "x"}

@@ -36,8 +36,10 @@ from ..model.blocks import find_blocks
 from ..model.layout import chunk_size, describe, pack
 from ..model.strides import dense_like
 from .hardware import Hardware, load_hardware
-from .planning import Plan, anew_from_profiles, check_modes, plan_from_profile, refuse
+from .planning import anew_from_profiles, plan_from_profile
+from .plans import Plan, check_modes
 from .profiles import Profile, Times
+from .smallest import refuse
 
 #: precision -> (type of parameters, bytes of a parameter and of its gradient, bytes of optimizer state beside it).
 PRECISIONS = {"fp32": (torch.float32, 4, 8), "mixed": (torch.bfloat16, 2, 12), "bf16": (torch.bfloat16, 2, 12)}

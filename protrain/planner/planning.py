@@ -1,4 +1,4 @@
-"""The plan: what stays in memory, what shares slots, and each block's mode.
+"""Planning: what stays in memory, what shares slots, and each block's mode.
 
 Sizes come from a dry run of the batch (dryrun.py), times from a profile (profiles.py), decisions from the C core (csrc/plan):
 with times the candidate whose simulated step is the shortest; without, a fixed rule: keep activations where they fit, then keep
@@ -7,210 +7,24 @@ chunks in memory, the first in execution order first.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .. import _core
-from ..base.reading import given_as, parse, typed
 from ..base.sizes import format_bytes
-from ..device.overhead import Overhead
 from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
 from ..errors import BudgetError, PlanError
-from ..model.layout import Chunks, Layout, chunk_size, pack
+from ..model.layout import Chunks, chunk_size, pack
 from ..optim.footprint import Footprint
+from .plans import MODES, WAITS, Arrangement, Forecast, Plan
 from .profiles import DEVICE_UPDATE_BYTES_PER_SECOND, LANES, Machine, Profile, Times
 from .requests import with_memory, with_requests
+from .smallest import NO_OVERHEAD, Anew, refuse
+from .tiers import host_room, place_away
 
-MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
-_NO_OVERHEAD = Overhead()
 #: More than that no part of a step has (csrc/plan/parts.h).
 _MOST_BYTES = 1 << 45
-
-
-#: Why compute waits, in the order of csrc/plan/plan.h.
-WAITS = ("chunk", "stash_write", "stash_read", "gradients", "update")
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Where the time of a step goes, as simulated: seconds of one step of all its passes. compute, recompute, fixed, drag, update
-    and the waits are its sum; lanes are busy beside that.
-
-    compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
-    loses to lanes that use the same processor and memory, and to a budget full to its last 36th, update what step() computes;
-    wait_seconds by reason: chunk (parameters still being brought), stash_write (memory that activations still take), stash_read
-    (activations), gradients (in backward, for them to leave memory), update (in step(), for updates under way).
-    """
-
-    compute_seconds: float
-    recompute_seconds: float
-    fixed_seconds: float
-    drag_seconds: float
-    update_seconds: float
-    wait_seconds: dict[str, float]
-    busy_seconds: dict[str, float]
-    moved_bytes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
-
-    n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
-    share; n_ahead how many chunks behind the one in use are read ahead (0 where a plan does not say it: as its slots let);
-    n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent ones
-    whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
-    updates under way) and activations with all else.
-    """
-
-    chunk_bytes: int
-    n_chunks: int
-    n_persist: int
-    n_buffer: int
-    block_modes: tuple[str, ...]
-    n_swap: int
-    n_checkpoint: int
-    step_seconds: float
-    peak_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    budget_bytes: int = field(default=0, compare=False)
-    n_host: int = 0
-    n_ahead: int = 0
-    persistent_bytes: int = field(default=0, compare=False)
-    slot_bytes: int = field(default=0, compare=False)
-    ring_bytes: int = field(default=0, compare=False)
-    forecast: Forecast | None = field(default=None, compare=False)
-
-    def explain(self, more: Plan | None = None) -> str:
-        """The plan in words, lines of at most 160 characters; each range of blocks is named with its mode. more: the plan for a
-        larger budget, to say what that would buy."""
-        from .explain import explain
-
-        return explain(self, more)
-
-    def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` gives an equal plan."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            PlanError: the text is no JSON object with a plan's fields.
-        """
-        try:
-            found = typed(cls, parse(text))
-            found._check()
-        except ValueError as error:
-            raise PlanError(f"plan: this JSON is no plan: {error}") from error
-        return found
-
-    def _check(self) -> None:
-        """Raises ValueError where its fields contradict each other."""
-        if any(mode not in MODES for mode in self.block_modes):
-            raise ValueError(f"block_modes has a mode that is none of {', '.join(MODES)}")
-        if self.chunk_bytes < 1 or not 0 <= self.n_persist <= self.n_persist + self.n_host <= self.n_chunks:
-            raise ValueError(
-                f"it has {self.n_chunks} chunks of {self.chunk_bytes} bytes, {self.n_persist} persistent and {self.n_host} in "
-                f"host memory"
-            )
-        smallest = min(getattr(self, f.name) for f in fields(self) if f.type == "int")
-        if smallest < 0:
-            raise ValueError(f"one of its numbers is {smallest}")
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A plan with what the engine needs to carry it out.
-
-    accesses: chunks that are not persistent in the order in which a step with the plan's modes reads them.
-    static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
-    stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
-    rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
-    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
-    beside what is asked for behind a block that recomputes.
-    pending_bytes: of gradients of chunks on disk, that may always wait for their updates; more of them within the peak.
-    Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
-    gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
-    host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
-    of them on the way at once.
-    """
-
-    plan: Plan
-    slot_of_chunk: list[int]
-    slot_bytes: list[int]
-    piece_bytes: int
-    n_pieces: int
-    accesses: list[int]
-    static_bytes: int
-    smallest_bytes: int
-    stash_bytes: int = 0
-    headroom_bytes: int = 0
-    rise_bytes: int = 0
-    recompute_bytes: int = 0
-    shadow_of_chunk: dict[int, bool] = field(default_factory=dict)
-    gradient_memory_bytes: int = 0
-    staging_bytes: int = 0
-    host_ring_bytes: int = 0
-    stash_pool_bytes: int = 0
-    stash_window_bytes: int = 0
-    safest_bytes: int = 0
-    pending_bytes: int = 0
-
-
-def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:
-    """`block_modes` as a list of modes.
-
-    Raises:
-        TypeError, ValueError: it is no list of known modes, one for each block.
-    """
-    if block_modes is None:
-        return None
-    if isinstance(block_modes, str) or not hasattr(block_modes, "__iter__"):
-        raise TypeError(f"block_modes is {given_as(block_modes)}; give a list of {', '.join(MODES)}, one for each block")
-    modes = list(block_modes)
-    for number, mode in enumerate(modes):
-        if mode not in MODES:
-            raise ValueError(f"block_modes[{number}] is {mode!r}; allowed are {', '.join(MODES)}")
-    if len(modes) != n_blocks:
-        raise ValueError(f"block_modes has {len(modes)} entries; the model has {n_blocks} blocks, give a mode for each")
-    return modes
-
-
-def check_numbers(plan: Any) -> None:
-    """Whether what a user gave is a plan whose numbers can be any.
-
-    Raises:
-        TypeError: it is no Plan.
-        PlanError: one of its numbers is none, or below zero.
-    """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is {given_as(plan)}; give a protrain.Plan or None")
-    for name in (f.name for f in fields(plan) if f.type == "int"):
-        value, least = getattr(plan, name), 1 if name == "chunk_bytes" else 0
-        if type(value) is not int or (value < least and name != "n_persist"):  # which is looked at with the model
-            raise PlanError(f"plan: {name} is {value!r}; give a whole number, at least {least}")
-
-
-def check_plan(plan: Plan, layout: Layout, n_blocks: int) -> None:
-    """Whether a plan that a user gave is one for this model.
-
-    Raises:
-        PlanError: it was made for another model.
-        ValueError: it has a block mode that is none of the four.
-    """
-    if plan.n_chunks != layout.n_chunks or len(plan.block_modes) != n_blocks:
-        raise PlanError(
-            f"plan: it was made for another model, of {plan.n_chunks} chunks and {len(plan.block_modes)} blocks; "
-            f"this one has {layout.n_chunks} chunks and {n_blocks} blocks"
-        )
-    if not 0 <= plan.n_persist <= plan.n_chunks:
-        raise PlanError(f"plan: n_persist is {plan.n_persist}, allowed are 0 to {plan.n_chunks}")
-    check_modes(plan.block_modes, n_blocks)
 
 
 def linear_accesses(n_chunks: int) -> list[int]:
@@ -461,8 +275,6 @@ def plan_from_profile(
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the profile contradicts itself.
     """
-    from .tiers import host_room, place_away
-
     chunks = pack(profile.parameters, profile.chunk_bytes)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
@@ -487,7 +299,7 @@ def plan_from_profile(
             ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint,
         )  # fmt: skip
     except BudgetError as error:
-        raise refuse(error, "a step of this batch", over or _NO_OVERHEAD) from None
+        raise refuse(error, "a step of this batch", over or NO_OVERHEAD) from None
     if over is not None:
         return place_away(found, chunks, profile.n_states, host_budget_bytes).plan
     if found.host_ring_bytes > host_budget_bytes:
@@ -497,89 +309,3 @@ def plan_from_profile(
             needed_bytes=found.host_ring_bytes, budget_bytes=host_budget_bytes, smallest_bytes=found.host_ring_bytes,
         )  # fmt: skip
     return found.plan
-
-
-@dataclass(frozen=True)
-class Anew:
-    """A plan as it would be asked for anew in another budget, which decides how parameters are packed.
-
-    packed: how they are in a budget. needed: the smallest budget in which a plan fits with the chunks of this one; None: another
-    tier is too small.
-    """
-
-    packed: Callable[[int], Hashable]
-    needed: Callable[[int], int | None]
-
-
-#: What a plan needs falls and grows as chunks grow with the budget. Those above one that works are looked at by this part of it:
-#: larger chunks need more by less than the budget that they come with.
-_LOOKED_AT = 8
-_STEPS = 256  # in which packings are told apart
-
-
-def _begin_of(packed: Callable[[int], Hashable], budget_bytes: int) -> int:
-    """The smallest budget from which on to this one parameters are packed as in this one."""
-    same, here, step = budget_bytes, packed(budget_bytes), max(budget_bytes // _STEPS, 1)
-    other = same - step
-    while other >= 0 and packed(other) == here:
-        same, other = other, other - step
-    if other < 0:
-        return 0
-    while same - other > 1:
-        middle = (same + other) // 2
-        same, other = (middle, other) if packed(middle) == here else (same, middle)
-    return same
-
-
-def _smallest(anew: Anew, refused_bytes: int, needed_bytes: int) -> int:
-    """The smallest budget from which on all work.
-
-    Args:
-        refused_bytes: a budget that does not. needed_bytes: what is needed with its chunks.
-    """
-    known: dict[Hashable, int | None] = {anew.packed(refused_bytes): needed_bytes}
-
-    def needed(budget_bytes: int) -> int | None:
-        packing = anew.packed(budget_bytes)
-        if packing not in known:
-            known[packing] = anew.needed(budget_bytes)
-        return known[packing]
-
-    smallest = needed_bytes
-    while (found := needed(smallest)) is not None and found > smallest:
-        smallest = found
-    high = smallest + smallest // _LOOKED_AT
-    while (found := needed(high)) is not None and found > high:
-        high = found
-    while (found := needed(high)) is not None:
-        begin = _begin_of(anew.packed, high)
-        if found > high:
-            return high + 1
-        if found > begin:
-            return found
-        high = begin - 1
-    return smallest
-
-
-def refuse(
-    error: BudgetError,
-    what: str,
-    overhead: Overhead = _NO_OVERHEAD,
-    anew: Anew | None = None,
-) -> BudgetError:
-    """The planner's refusal in the words of the interface.
-
-    Args:
-        overhead: that it counted, which grows with the budget.
-        anew: who asks again in another budget, where chunks hang on it.
-    """
-    smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
-    if anew is not None:
-        smallest = _smallest(anew, error.budget_bytes, smallest)
-    return BudgetError(
-        f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
-        f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",
-        needed_bytes=error.needed_bytes,
-        budget_bytes=error.budget_bytes,
-        smallest_bytes=smallest,
-    )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..base.sizes import MIB, format_bytes
 from ..errors import BudgetError
 from ..model.layout import PAGE_BYTES, Chunks
-from .planning import Arrangement
+from .plans import Arrangement
 
 STAGING_PIECE_BYTES = 4 * MIB
 STAGING_PIECES = 4

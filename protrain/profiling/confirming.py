@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ..dryrun.phases import recomputes
-from ..planner.planning import Forecast
+from ..planner.plans import Forecast
 from ..planner.profiles import Machine, Speed, Times
 from .observed import DiskWork, waits_of
 from .timeline import COMPUTE, RECOMPUTE, Pass, Raw, both, length, union

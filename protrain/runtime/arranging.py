@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import BudgetError
-from ..planner.planning import Anew, Arrangement, Plan, arrange, refuse
+from ..planner.planning import arrange
+from ..planner.plans import Arrangement, Plan
+from ..planner.smallest import Anew, refuse
 from ..planner.tiers import place_away
 from .wrapped import Wrapped
 

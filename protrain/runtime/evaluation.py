@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRunError
-from ..planner.planning import Arrangement
+from ..planner.plans import Arrangement
 from .fitting import Fitter
 from .homes import Homes
 from .running import inside_transform

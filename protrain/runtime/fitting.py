@@ -25,8 +25,10 @@ from .. import _core
 from ..base.sizes import format_bytes
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError
-from ..planner.planning import Arrangement, Plan, arrange, refuse
+from ..planner.planning import arrange
+from ..planner.plans import Arrangement, Plan
 from ..planner.profiles import Machine, Times
+from ..planner.smallest import refuse
 from ..planner.tiers import host_room
 from .activations import release_failed_backward
 from .arranging import anew_of, arranged_away, placed

@@ -14,7 +14,7 @@ import torch
 
 from .. import _core
 from ..errors import Error
-from ..planner.planning import Arrangement
+from ..planner.plans import Arrangement
 from ..planner.tiers import STAGING_PIECES
 from .residency import Residency
 from .running import Runner

@@ -25,7 +25,7 @@ from typing import Any
 from ..device.compute import Accelerator
 from ..dryrun.phases import DryRun
 from ..errors import BudgetError, DeviceError, DiskError
-from ..planner.planning import Plan
+from ..planner.plans import Plan
 from ..planner.profiles import DEVICE_UPDATE_BYTES_PER_SECOND, Machine, Times
 from ..planner.requests import with_memory
 from ..profiling.calibration import measure_device, measure_machine

@@ -14,7 +14,7 @@ import torch
 
 from .. import _core
 from ..model.parameters import DisableTorchFunction
-from ..planner.planning import Plan
+from ..planner.plans import Plan
 
 if TYPE_CHECKING:
     from ..session import Session

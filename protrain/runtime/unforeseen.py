@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..planner.planning import Plan
+from ..planner.plans import Plan
 
 
 class Unforeseen:

@@ -22,7 +22,7 @@ from ..model.placing import Places
 from ..model.precision import state_arrays, widened_bytes
 from ..optim.foreign import Foreign
 from ..optim.optimizers import Hyper, hyper_of, n_states_of
-from ..planner.planning import Plan
+from ..planner.plans import Plan
 
 
 @dataclass(frozen=True)

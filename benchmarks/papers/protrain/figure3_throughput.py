@@ -13,7 +13,7 @@ from benchmarks.papers.training import Shape
 from protrain.errors import BudgetError
 from protrain.planner.hardware import load_hardware
 from protrain.planner.offline import gpt2_config, plan_for, profile_offline
-from protrain.planner.planning import Plan
+from protrain.planner.plans import Plan
 
 PARAMETER_BYTES = 2  # in mixed precision
 BATCHES = (1, 4, 8, 16, 32, 48, 64, 96)
