@@ -33,8 +33,8 @@ from .device.compute import Accelerator
 from .errors import BudgetError, DiskError, StepError
 from .model import keycaches
 from .model.parameters import DisableTorchFunction, release
+from .profiling.blockclock import BlockClock
 from .profiling.device_clock import DeviceClock
-from .profiling.timeline import BlockClock
 from .runtime import changes
 from .runtime.arranging import first_arrangement
 from .runtime.batches import Batch, Shapes

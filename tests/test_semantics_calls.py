@@ -28,7 +28,7 @@ import protrain
 from protrain.api import session_of
 from protrain.base.counting import uncounted
 from protrain.model.blocks import find_blocks
-from protrain.profiling.timeline import BlockClock
+from protrain.profiling.blockclock import BlockClock
 from protrain.runtime import activations
 
 

@@ -24,10 +24,10 @@ from twins import MIB, adamw, loss_of
 import protrain
 from protrain import _core
 from protrain.api import session_of
+from protrain.profiling.blockclock import BlockClock
 from protrain.profiling.timeline import (
     LANES,
     TRANSFERS,
-    BlockClock,
     Event,
     Timeline,
     both,

@@ -37,7 +37,7 @@ def html(found: dict[str, Any]) -> str:
 
 def write(name: str, found: dict[str, Any]) -> None:
     """As a whole or not at all. Raises OSError."""
-    from protrain.profiling.timeline import write_file
+    from protrain.base.replacing import write_file
 
     write_file(name, html(found).encode())
 

@@ -393,7 +393,7 @@ def write(folder: Path, found: dict[str, Any]) -> list[str]:
     """peers.json, peers.md and, where matplotlib is, peers.png into a folder; returns their names. Raises OSError."""
     from importlib.util import find_spec
 
-    from protrain.profiling.timeline import write_file
+    from protrain.base.replacing import write_file
 
     folder.mkdir(parents=True, exist_ok=True)
     written = ["peers.json", "peers.md"]

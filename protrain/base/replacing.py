@@ -358,3 +358,13 @@ def _sync_all(folder: Path) -> None:
         for name in names:
             _sync(Path(root) / name)
         _sync(Path(root))
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file that is there as a whole or not at all; what was there is replaced.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+    """
+    with replaced_file(path) as fresh, open(fresh, "wb") as file:
+        file.write(content)

@@ -6,8 +6,8 @@ import io
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from protrain.base.replacing import write_file
 from protrain.cli.words import MIB
-from protrain.profiling.timeline import write_file
 
 if TYPE_CHECKING:
     from protrain.cli.bench_activations import Measured

@@ -76,7 +76,7 @@ def run(context: click.Context) -> None:
     source = _source(words, own, words.precision if "precision" in given else None)
     profile = _sweep(words, own, source) if own.sweep else _plan(words, own, source)
     if own.save_profile is not None:
-        from protrain.profiling.timeline import write_file
+        from protrain.base.replacing import write_file
 
         with writing("--save-profile", own.save_profile):
             write_file(own.save_profile, profile.to_json().encode())

@@ -12,9 +12,9 @@ import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from protrain.base.replacing import write_file
 from protrain.cli.words import size_text
 from protrain.planner.explain import LETTERS, limit_of
-from protrain.profiling.timeline import write_file
 
 if TYPE_CHECKING:
     from protrain.planner.plans import Plan

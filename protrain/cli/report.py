@@ -135,8 +135,8 @@ def check_report(name: str | None) -> None:
 
 def write(name: str, page: Page) -> None:
     """Write the page, as a whole or not at all. Raises OSError."""
+    from protrain.base.replacing import write_file
     from protrain.cli.report_page import html
-    from protrain.profiling.timeline import write_file
 
     write_file(name, html(page).encode())
 

@@ -406,7 +406,8 @@ class _Tracer:
 
     def write(self) -> None:
         """Raises CommandError."""
-        from protrain.profiling.timeline import chrome_trace, write_file
+        from protrain.base.replacing import write_file
+        from protrain.profiling.timeline import chrome_trace
 
         if self._file is not None and self._timelines:
             with writing("--trace", self._file):

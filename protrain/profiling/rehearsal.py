@@ -40,8 +40,8 @@ from ..model.compiled import eager, has_compiled
 from ..model.modulestate import Beginning
 from ..model.parameters import DisableTorchFunction
 from ..planner.profiles import Times
+from .blockclock import tensors_in
 from .ring import Ring, copy_batch, make_twin
-from .timeline import _tensors
 
 #: Of blocks that are alike so many run.
 RUN_OF_ALIKE = 4
@@ -333,8 +333,8 @@ class _Rehearsal:
         output = self._forward(call, self.forwards[number], args, kwargs)
         keycaches.drop(args, kwargs)
         watch_backward(
-            _tensors(output),
-            _tensors((args, kwargs)),
+            tensors_in(output),
+            tensors_in((args, kwargs)),
             lambda: clock.mark(number, True, call),
             lambda: clock.mark_end(number, True),
         )

@@ -20,7 +20,7 @@ from .. import _core
 from ..errors import PlanError, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
-from ..profiling.timeline import BlockClock
+from ..profiling.blockclock import BlockClock
 from .activations import check_not_nested
 from .residency import Residency
 from .updates import Updates

@@ -28,6 +28,7 @@ from ..errors import BudgetError, DeviceError, DiskError
 from ..planner.plans import Plan
 from ..planner.profiles import DEVICE_UPDATE_BYTES_PER_SECOND, Machine, Times
 from ..planner.requests import with_memory
+from ..profiling.blockclock import BlockClock
 from ..profiling.calibration import measure_device, measure_machine
 from ..profiling.confirming import (
     MOST_DISK_FACTOR,
@@ -44,7 +45,7 @@ from ..profiling.confirming import (
 )
 from ..profiling.device_clock import DeviceClock
 from ..profiling.observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
-from ..profiling.timeline import BlockClock, Raw, StepTrace
+from ..profiling.timeline import Raw, StepTrace
 from .batches import Shapes, covers, elements
 from .fitting import Fitter
 from .homes import Homes

@@ -21,7 +21,7 @@ from ..errors import PlanError, StepError
 from ..model import keycaches
 from ..model.compiled import frozen, functions_behind, grad_fns, has_compiled
 from ..model.parameters import ChunkParameter, DisableTorchFunction
-from ..profiling.timeline import BlockClock
+from ..profiling.blockclock import BlockClock
 from .activations import (
     BlockHabits,
     Hooks,
