@@ -74,6 +74,7 @@ typedef struct slot_device {
   ptn_event *free; /* behind the last use of what was there, on the compute stream */
   ptn_event *loaded; /* behind the last transfer of the newest load */
   bool used; /* free was recorded */
+  uint32_t marked; /* number of the stream that it was recorded on */
   bool unmarked; /* recording it failed: nothing is loaded before that was made good */
   uint64_t streams; /* compute streams that use what is there, since free was recorded */
   uint64_t followed; /* compute streams that are ordered behind loaded */

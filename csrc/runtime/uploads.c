@@ -49,9 +49,12 @@ void ptn_upload_drop_slot(ptn_engine *engine, slot *slot) {
 
 /* ---- against the compute stream, on the driving thread ---- */
 
-/* What other streams did with the chunk comes before what the present one does from now on. */
+/* What other streams did with the chunk comes before what the present one does from now on; what was behind the mark before, too,
+ * which this one replaces. */
 static ptn_status join_streams(ptn_engine *engine, const slot *slot) {
   engine_device *over = &engine->over;
+  if (slot->device.used && slot->device.marked != over->stream)
+    PTN_TRY(over->kind->follow(over->device, ptn_over_stream(engine), slot->device.free));
   for (uint32_t i = 0; i < over->n_streams; i++) {
     if (i == over->stream || !(slot->device.streams >> i & 1)) continue;
     PTN_TRY(over->kind->record(over->device, over->joined, over->streams[i]));
@@ -69,6 +72,7 @@ ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot) {
   slot->device.unmarked = status != PTN_OK;
   if (status == PTN_OK) {
     slot->device.used = true;
+    slot->device.marked = over->stream;
     slot->device.streams = 0;
   } else {
     ptn_lane_fail(engine, status, ptn_last_error());

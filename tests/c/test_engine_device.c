@@ -103,10 +103,43 @@ static void train(ground ground, bool bf16, uint64_t seed, fake_mode mode, int r
   if (ground != ON_NOTHING) subject_close(&w->subject);
 }
 
+static void look(world *w, int stream, uint32_t c) {
+  const twin *t = &w->twins[c * PER_CHUNK];
+  CHECK_OK(ptn_engine_set_stream(w->engine, w->streams[stream]));
+  CHECK_OK(demand(w, c));
+  kernel *kernel = new_kernel(w, c);
+  kernel->peek = &w->peeks[w->peeks_count];
+  kernel->counts[0] = t->count;
+  w->expected_peeks[w->peeks_count++] = peek_at(w, t->values, t->count);
+  launch(w, stream, peek_kernel, kernel);
+  unuse(w, c);
+}
+
+/* Two streams that nobody orders use a chunk one after the other: what comes to its slot next is behind both. */
+static void use_in_turn(uint64_t seed, fake_mode mode) {
+  static world memory;
+  world *w = &memory;
+  *w = (world){.ground = OVER_CUDA, .seed = seed};
+  CHECK_OK(subject_open(&w->subject, true, seed, mode));
+  for (int c = 0; c < CHUNKS; c++) w->homes[c] = ON_HOST;
+  CHECK_OK(open_world(w));
+  for (uint32_t c = 0; c + SLOTS < CHUNKS; c++) {
+    look(w, 0, c);
+    look(w, 1, c);
+    look(w, 1, c + SLOTS);
+    w->subject.kind->finish(w->subject.device, w->streams[1]);
+  }
+  finish_streams(w);
+  check_all(w);
+  close_world(w);
+  subject_close(&w->subject);
+}
+
 int main(void) {
   for (uint64_t seed = 1; seed <= 4; seed++) train(ON_NOTHING, seed % 2, seed, FAKE_ANY, 4);
   for (uint64_t seed = 1; seed <= 8; seed++) train(OVER_HOST, seed % 2, seed, FAKE_ANY, 4);
   for (uint64_t seed = 1; seed <= 12; seed++) train(OVER_CUDA, seed % 2, seed, (fake_mode)(seed % 3), 3);
+  for (uint64_t seed = 1; seed <= 6; seed++) use_in_turn(seed, (fake_mode)(seed % 3));
   fake_reset(0, FAKE_ANY);
   return 0;
 }
