@@ -125,6 +125,14 @@ static void on_arrived(ptn_transfer *transfer) {
 
 /* ---- on the driving thread ---- */
 
+/* Locked. The update of the step before reads the sum, as long as it waits for its turn and is made; a forward has waited for it. */
+static void wait_for_sum(ptn_engine *engine, const chunk *chunk) {
+  if (!chunk->late) return;
+  int64_t begin = ptn_now_ns();
+  while (chunk->late) ptn_wait(&engine->changed, &engine->mutex);
+  engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);
+}
+
 static ptn_status make(ptn_engine *engine, uint32_t number, offload **out) {
   const param *param = &engine->params[number];
   chunk *chunk = &engine->chunks[param->chunk];
@@ -140,6 +148,7 @@ static ptn_status make(ptn_engine *engine, uint32_t number, offload **out) {
   fresh->transfer.after = engine->over.made;
   fresh->transfer.done = on_arrived;
   ptn_lock(&engine->mutex);
+  if (fresh->direct) wait_for_sum(engine, chunk);
   ptn_status status = fresh->direct ? PTN_OK : wait_for_range(engine, fresh, ptn_round_up(bytes, PTN_TENSOR_ALIGN_BYTES));
   if (!fresh->direct && status == PTN_OK) fresh->transfer.to = (char *)engine->over.pool.memory + fresh->offset;
   ptn_unlock(&engine->mutex);

@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "engine_world.h"
@@ -237,6 +238,8 @@ static struct shim {
   uint32_t events_count;
   const char *entry;
   uint64_t nth, seen_count; /* of the calls of this entry */
+  ptn_condition opened;
+  bool closed; /* the lane that uploads learns of no end */
 } shim;
 
 static const ptn_device_kind *inner_kind(void) { return shim.inner->kind; }
@@ -315,6 +318,11 @@ static ptn_status shim_follow(ptn_device *device, ptn_stream *stream, ptn_event 
 
 static ptn_status shim_wait(ptn_device *device, ptn_event *event) {
   (void)device;
+  char name[16];
+  bool uploads = pthread_getname_np(pthread_self(), name, sizeof name) == 0 && strcmp(name, "ptn-upload") == 0;
+  ptn_lock(&shim.mutex);
+  while (uploads && shim.closed) ptn_wait(&shim.opened, &shim.mutex);
+  ptn_unlock(&shim.mutex);
   return inner_kind()->wait(shim.inner, event);
 }
 
@@ -351,6 +359,67 @@ static const ptn_device_kind shim_kind = {
     .copy = shim_copy,
 };
 
+/* ---- what comes before the step before is over ---- */
+
+static void set_closed(bool closed) {
+  ptn_lock(&shim.mutex);
+  shim.closed = closed;
+  ptn_broadcast(&shim.opened);
+  ptn_unlock(&shim.mutex);
+}
+
+static void *open_later(void *unused) {
+  nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+  set_closed(false);
+  return unused;
+}
+
+static ptn_status give_gradient(world *w, uint32_t number) {
+  buffer *buffer = take_buffer(w);
+  fill(w, buffer->memory, w->twins[number].count); /* over the host, where a test may */
+  add_to_twin(w, &w->twins[number], buffer->memory);
+  w->owners_out++;
+  return ptn_engine_gradient(w->engine, number, buffer->memory, buffer, PTN_GRADIENT_UPDATE);
+}
+
+/* A gradient comes without a forward while its chunk waits for the update that is made after commit, held up by an upload that nobody
+ * has seen the end of: what that update reads stays as it is. */
+static void a_gradient_waits_for_the_update_before(void) {
+  world *w = &memory;
+  *w = (world){.ground = OVER_HOST, .seed = 1};
+  for (int c = 0; c < CHUNKS; c++) w->homes[c] = ON_HOST_LATE;
+  CHECK_OK(subject_open(&w->subject, false, 1, FAKE_ANY));
+  shim = (struct shim){.base = {.kind = &shim_kind}, .inner = w->subject.device};
+  ptn_mutex_create(&shim.mutex);
+  ptn_condition_create(&shim.opened);
+  w->device = &shim.base;
+  CHECK_OK(open_world(w));
+  CHECK_OK(ptn_engine_set_hyper(w->engine, 0, &w->hyper));
+  CHECK_OK(give_gradient(w, 0));
+  CHECK_OK(end_step(w, &(plan){.scale = 1.0f}));
+  CHECK_OK(demand(w, SLOTS));
+  unuse(w, SLOTS);
+  CHECK_OK(ptn_engine_wait(w->engine));
+  set_closed(true);
+  CHECK_OK(demand(w, 0));
+  unuse(w, 0);
+  CHECK_OK(make_step(w, 1.0f));
+  update_twins(w, 1.0f);
+  pthread_t opener;
+  CHECK_OK(ptn_thread_start(&opener, "opener", open_later, NULL));
+  CHECK_OK(give_gradient(w, 0));
+  ptn_thread_join(opener);
+  CHECK_OK(end_step(w, &(plan){.scale = 1.0f}));
+  CHECK_OK(make_step(w, 1.0f));
+  update_twins(w, 1.0f);
+  bool equal;
+  CHECK_OK(compare(w, &equal));
+  CHECK(equal);
+  end_world(w);
+  ptn_condition_destroy(&shim.opened);
+  ptn_mutex_destroy(&shim.mutex);
+}
+
 typedef struct outcome {
   bool equal, counts;
   uint64_t calls_count;
@@ -367,6 +436,7 @@ static outcome run(fake_mode mode, const char *entry, uint64_t nth) {
   world *w = fresh_world(5, mode);
   shim = (struct shim){.base = {.kind = &shim_kind}, .inner = w->subject.device};
   ptn_mutex_create(&shim.mutex);
+  ptn_condition_create(&shim.opened);
   w->device = &shim.base;
   w->frozen = w->by_order = true;
   w->buffers_count = BUFFERS_MAX;
@@ -392,6 +462,7 @@ static outcome run(fake_mode mode, const char *entry, uint64_t nth) {
   CHECK_OK(compare(w, &outcome.equal));
   end_world(w);
   outcome.calls_count = shim.seen_count;
+  ptn_condition_destroy(&shim.opened);
   ptn_mutex_destroy(&shim.mutex);
   return outcome;
 }
@@ -421,6 +492,7 @@ int main(void) {
   memory_that_is_not_locked_is_told();
   what_cannot_be_is_refused();
   without_a_device_it_is_refused();
+  a_gradient_waits_for_the_update_before();
   each_is_missing(recording, 30);
   each_is_missing(waiting, 30);
   fake_reset(0, FAKE_ANY);
