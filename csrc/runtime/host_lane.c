@@ -75,6 +75,7 @@ void ptn_host_queue_late(ptn_engine *engine) {
 
 void ptn_host_enqueue(ptn_engine *engine, job *job) {
   engine_device *over = &engine->over;
+  fegetenv(&job->arithmetic);
   engine->chunks[job->chunk].jobs++;
   over->n_jobs++;
   if (over->last_job) over->last_job->next = job;
@@ -107,6 +108,7 @@ static void run_range(void *context, size_t begin, size_t end) {
   const working *working = context;
   ptn_engine *engine = working->engine;
   part part = {.job = working->job};
+  fesetenv(&working->job->arithmetic);
   for (uint64_t offset = begin; offset < end; offset += PTN_UPDATE_PART_BYTES) {
     part.offset_bytes = offset;
     part.bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, end - offset);

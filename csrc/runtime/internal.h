@@ -130,6 +130,7 @@ typedef struct job {
   bool cancelled; /* read ahead in vain */
   bool failed;
   bool late; /* of a step that is committed: changes the home in place */
+  fenv_t arithmetic; /* of the thread that queued it on the host's lane, as the engine's is for the other */
   uint32_t arriving; /* gradients that the device has not brought yet: nothing is computed before */
   uint64_t grad_bytes;
   uint64_t next_offset; /* of the next piece to start */
@@ -347,7 +348,7 @@ void ptn_offload_release(ptn_engine *engine, struct offload *offload); /* locked
 /* host_lane.c */
 ptn_status ptn_host_start(ptn_engine *engine);
 void ptn_host_stop(ptn_engine *engine);
-void ptn_host_enqueue(ptn_engine *engine, job *job); /* locked; takes the job */
+void ptn_host_enqueue(ptn_engine *engine, job *job); /* locked, on the driving thread; takes the job */
 ptn_status ptn_host_make_sum(ptn_engine *engine, chunk *chunk, bool pinned);
 void ptn_host_drop_sum(ptn_engine *engine, chunk *chunk);
 ptn_status ptn_host_note_late(ptn_engine *engine, chunk *chunk, uint32_t number, float grad_scale); /* locked */
