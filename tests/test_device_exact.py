@@ -9,8 +9,9 @@ import torch
 from nets import TIGHT, Chain, inputs
 from standin import StandIn
 from torch import nn
-from twins import MIB, assert_equal, run
+from twins import MIB, adamw, assert_equal, run
 
+import protrain
 from protrain.device import compute
 from protrain.runtime import pacing
 
@@ -43,3 +44,48 @@ def test_denormal_numbers_are_flushed_where_the_loop_says_so(host: int) -> None:
         assert_equal(run(Chain, loop, memory=TIGHT, host_memory=host), run(Chain, loop), TIGHT)
     finally:
         torch.set_num_threads(threads)
+
+
+class Changing(torch.autograd.Function):
+    """Its backward changes what its forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return grads[0]
+
+
+class SavedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(x)
+        y: torch.Tensor = x.sin()
+        y = y + Changing.apply(x)  # which backward comes to first
+        return y
+
+
+class ChangingChain(Chain):
+    block = SavedTwice
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_backward_that_changes_what_another_one_needs_is_an_error(wrapped: bool) -> None:
+    model: Any = ChangingChain()
+    if wrapped:
+        options: dict[str, Any] = {"memory": 64 * MIB, "host_memory": 64 * MIB}
+        model, _ = protrain.wrap(model, adamw(model), block_modes=["swap"] * 8, **options)
+    loss = model(inputs(1, rows=256)[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    if wrapped:
+        protrain.unwrap(model)

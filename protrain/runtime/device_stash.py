@@ -105,6 +105,16 @@ class Stashed:
             self.record.stash.over(self.record)
 
 
+def _counted(tensor: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """The tensor with the version counter of `owner`: who changes it in place, in a backward of their own, changes what other
+    uses of the record get, and those raise. Tensors of inference have none."""
+    if torch.is_inference_mode_enabled():
+        return tensor
+    alias = owner.detach()
+    alias.data = tensor
+    return alias
+
+
 class DeviceStash:
     """Of one session; called on the thread that drives the step.
 
@@ -209,7 +219,7 @@ class DeviceStash:
             tensor = torch.empty(0, dtype=saved.dtype, device=self._compute.device)
             tensor.set_(storage, saved.offset, saved.size, saved.stride)  # type: ignore[call-overload]
             self._compute.used_here(tensor)
-            return tensor
+            return _counted(tensor, record.owner)
 
     def _find(self, record: Record) -> torch.UntypedStorage:
         storage = self._somewhere(record)
