@@ -308,6 +308,7 @@ def test_what_somebody_has_is_not_brought(device: StandIn, fresh_disk: Path) -> 
     assert stash.pack(torch.zeros(8)) is None  # small
     assert stash.pack(torch.zeros(100, 64, 256)[5]) is None  # of something large that lives on
     assert stash.pack(torch._efficientzerotensor(64 * 256)) is None  # over no memory
+    assert stash.pack(torch.empty(64 * 256, device="meta")) is None  # of another device
     protrain.unwrap(model)
 
 

@@ -150,8 +150,8 @@ class DeviceStash:
             DiskError, DeviceError: it cannot leave, or what left before it could not.
         """
         with DisableTorchFunction(), self._clock.waiting():
-            if tensor._is_zerotensor():
-                return None  # it takes no memory
+            if tensor._is_zerotensor() or tensor.device != self._compute.device:
+                return None  # it takes no memory here
             storage = tensor.untyped_storage()
             key = storage._cdata, tensor._version
             size = storage.nbytes()
