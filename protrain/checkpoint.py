@@ -2,8 +2,8 @@
 
 A folder holds `model*.safetensors` (and config.json) as `from_pretrained` reads them, `optimizer*.safetensors` with the state
 arrays under "ARRAY.PARAMETER" (the fp32 master of a bf16 parameter under "master.PARAMETER"), and `protrain.json` with parameter
-groups, step counters, torch's random state and a checksum of these. It is written tensor by tensor beside its target and takes
-the target's name when it is whole. Nothing in it is a pickle.
+groups, step counters, torch's random state, that of a device beside it, and a checksum of these. It is written tensor by tensor
+beside its target and takes the target's name when it is whole. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -152,6 +152,9 @@ def _save(
                 },
                 "torch_random_state": bytes(torch.get_rng_state().numpy()).hex(),
             }
+            device_state = session.wrapped.compute.own_random_state()
+            if device_state is not None:
+                about["device_random_state"] = bytes(device_state.numpy()).hex()
             if own is not None:
                 about["optimizer_state"] = own[0]
             about[SUM] = _sum_of(json.loads(json.dumps(about)))
@@ -237,6 +240,10 @@ def _check_about(about: dict[str, Any]) -> None:
         torch.Generator().set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8).clone())
     except (ValueError, RuntimeError, TypeError):
         raise ValueError("torch_random_state is none") from None
+    try:
+        bytes.fromhex(about.get("device_random_state", ""))  # not where the CPU computed
+    except (ValueError, TypeError):
+        raise ValueError("device_random_state is none") from None
 
 
 def _check_groups(path: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -335,6 +342,7 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     if session.foreign is None:
         for number, (group, saved) in enumerate(zip(session.wrapped.groups, groups, strict=True)):
             check_arrays(f"{folder}: param_groups[{number}]", session.wrapped.kind, group | saved, session.wrapped.n_states)
+    device_state = _device_state(session, folder, about.get("device_random_state", ""))
     bring = None
     if session.foreign is not None:
         bring = check_states(session, about["optimizer_state"], states.shape, states.tensor)
@@ -369,8 +377,31 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
         for group, saved in zip(session.wrapped.groups, groups, strict=True):
             group.update({k: _as_ours(v, group.get(k)) for k, v in saved.items()})
         session.steps = int(about["steps"])
-        state = bytearray.fromhex(about["torch_random_state"])
-        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
+        torch.set_rng_state(_bytes_of(about["torch_random_state"]))
+        if device_state is not None:
+            session.wrapped.compute.set_own_random_state(device_state)
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()
+
+
+def _device_state(session: Session, folder: str, text: str) -> torch.Tensor | None:
+    """What the generator of the device that computes is to go on from; None: it has none, or the checkpoint is of a CPU.
+
+    Raises:
+        PlanError: it is of another kind of device.
+    """
+    own = session.wrapped.compute.own_random_state()
+    if own is None or not text:
+        return None
+    state = _bytes_of(text)
+    if state.numel() != own.numel():
+        raise PlanError(
+            f"{folder}: device_random_state has {state.numel()} bytes, that of {session.wrapped.compute.device} {own.numel()}: "
+            "load it with the torch, and on the kind of device, that it was saved with"
+        )
+    return state
 
 
 def _put(session: Session, wanted: list[tuple[int, int, _Files, str]], param_steps: dict[str, int], half_loaded: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,39 @@ def test_a_backward_that_changes_what_another_one_needs_is_an_error(wrapped: boo
         loss.backward()
     if wrapped:
         protrain.unwrap(model)
+
+
+class Drawing(StandIn):
+    """It has a generator of its own, as a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def own_random_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_own_random_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+    def draw(self) -> torch.Tensor:
+        return torch.rand(8, generator=self.generator)
+
+
+def test_a_run_that_goes_on_draws_on_the_device_what_it_would_have_drawn(
+    fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing = Drawing()
+    monkeypatch.setattr(compute, "stand_in", drawing)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=24 * MIB)
+    drawing.draw()
+    protrain.save(model, optimizer, fresh_disk / "saved")
+    want = drawing.draw()
+    drawing.draw()
+    protrain.load(model, optimizer, fresh_disk / "saved")
+    assert torch.equal(drawing.draw(), want)
+    monkeypatch.setattr(Drawing, "own_random_state", lambda self: torch.zeros(16, dtype=torch.uint8))
+    with pytest.raises(protrain.PlanError, match=r"device_random_state has \d+ bytes, that of cpu 16: load it with the torch"):
+        protrain.load(model, optimizer, fresh_disk / "saved")
+    protrain.unwrap(model)

@@ -208,6 +208,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "steps of text": about(lambda values: values["param_steps"].update({"head.bias": "1"})),
     "a random state of nothing": about(lambda values: values.update(torch_random_state="")),
     "a random state of text": about(lambda values: values.update(torch_random_state="zz")),
+    "a random state of the device of text": about(lambda values: values.update(device_random_state="zz")),
+    "a random state of the device of a number": about(lambda values: values.update(device_random_state=7)),
     "a deep one": write("protrain.json", b"[" * 100000),
     "a pickle": write("protrain.json", (CORPUS / "checkpoint" / "pickle").read_bytes()),
     "a pipe": to_pipe,

@@ -104,6 +104,13 @@ class Compute:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
+    def own_random_state(self) -> torch.Tensor | None:
+        """Bytes of the device's own generator, in ordinary memory; None: it draws from the host's."""
+        return None
+
+    def set_own_random_state(self, state: torch.Tensor) -> None:
+        """Only where there is one."""
+
 
 class Accelerator(Compute):
     """A device with memory of its own: `core`, as the engine knows it."""
@@ -246,11 +253,17 @@ class Cuda(Accelerator):
         tensor.record_stream(torch.cuda.current_stream(self.number))
 
     def random_state(self) -> Any:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.number)
+        return torch.get_rng_state(), self.own_random_state()
 
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state[0])
-        torch.cuda.set_rng_state(state[1], self.number)
+        self.set_own_random_state(state[1])
+
+    def own_random_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.number)
+
+    def set_own_random_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.number)
 
 
 #: Set by tests alone: an accelerator that stands for the one of any model, where there is none.
