@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -125,4 +125,36 @@ def test_a_run_that_goes_on_draws_on_the_device_what_it_would_have_drawn(
     monkeypatch.setattr(Drawing, "own_random_state", lambda self: torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(protrain.PlanError, match=r"device_random_state has \d+ bytes, that of cpu 16: load it with the torch"):
         protrain.load(model, optimizer, fresh_disk / "saved")
+    protrain.unwrap(model)
+
+
+class Looking(SavedTwice):
+    """It notes which kernels it would choose on a GPU."""
+
+    seen: ClassVar[list[tuple[bool, bool, bool]]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = torch.backends.cudnn
+        self.seen.append((kernels.enabled, kernels.benchmark, kernels.deterministic))
+        y: torch.Tensor = self.down(x).sin()
+        return y
+
+
+class LookingChain(Chain):
+    block = Looking
+
+
+def test_kernels_that_are_chosen_around_a_forward_alone_recompute_it() -> None:
+    model: Any = LookingChain()
+    options: dict[str, Any] = {"memory": 64 * MIB, "host_memory": 64 * MIB}
+    model, optimizer = protrain.wrap(model, adamw(model), block_modes=["checkpoint"] * 8, **options)
+    (x,) = inputs(1)
+    model(x).backward()
+    optimizer.zero_grad()
+    Looking.seen.clear()
+    with torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True):
+        loss = model(x)
+    loss.backward()
+    assert Looking.seen == [(False, True, True)] * 16
+    assert (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark) == (True, False)
     protrain.unwrap(model)
