@@ -14,6 +14,7 @@ from twins import MIB, adamw, assert_equal, run
 
 import protrain
 from protrain.device import compute
+from protrain.model.placing import Places
 from protrain.runtime import pacing
 
 
@@ -158,3 +159,16 @@ def test_kernels_that_are_chosen_around_a_forward_alone_recompute_it() -> None:
     assert Looking.seen == [(False, True, True)] * 16
     assert (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark) == (True, False)
     protrain.unwrap(model)
+
+
+def test_buffers_that_modules_share_are_shared_when_they_are_back() -> None:
+    """On meta here, where everything can go."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    places = Places(model, [])
+    table = torch.zeros(3)
+    for module in model:
+        module.register_buffer("table", table)
+        places._moved.append((module, "table", torch.device("meta")))
+    places.give_back()
+    assert model[0].table is model[1].table
+    assert model[0].table.device.type == "meta"

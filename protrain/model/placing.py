@@ -27,11 +27,14 @@ class Places:
                 module._buffers[leaf] = made.setdefault(id(buffer), buffer.to(device=device))
 
     def give_back(self) -> None:
-        """Everything is where it was; parameters have their values in ordinary memory."""
+        """Everything is where it was, and what is shared still is; parameters have their values in ordinary memory."""
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # each beside what it was made of, whose id is nobody else's so
         for module, leaf, device in self._moved:
             buffer = module._buffers.get(leaf)
             if buffer is not None:
-                module._buffers[leaf] = buffer.to(device=device)
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer.to(device=device), buffer
+                module._buffers[leaf] = made[id(buffer)][0]
         self._moved.clear()
         with DisableTorchFunction():
             for p, device in self._params:
