@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs
+from nets import TIGHT, Chain, inputs, steps
 from standin import StandIn
 from torch import nn
 from twins import MIB, adamw, assert_equal, run
 
 import protrain
+from protrain import _core
 from protrain.device import compute
 from protrain.model.placing import Places
 from protrain.runtime import pacing
@@ -172,3 +173,41 @@ def test_buffers_that_modules_share_are_shared_when_they_are_back() -> None:
     places.give_back()
     assert model[0].table is model[1].table
     assert model[0].table.device.type == "meta"
+
+
+class Noting:
+    """An engine, and the most host memory that it had after one of its calls."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+        self.most_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._engine, name)
+
+        def call(*arguments: Any) -> Any:
+            result = method(*arguments)
+            self.most_bytes = max(self.most_bytes, self._engine.stats()["host_bytes"])
+            return result
+
+        return call
+
+
+def test_homes_move_within_the_budget_of_the_host() -> None:
+    """From an arrangement with activations and three chunks on the host to one with five other chunks there, and back."""
+    sessions = []
+    for mode, rows in (("swap", 256), ("checkpoint", 2048)):
+        model: Any = Chain()
+        options: dict[str, Any] = {"memory": 36 * MIB, "host_memory": 40 * MIB, "block_modes": [mode] * 8}
+        model, optimizer = protrain.wrap(model, adamw(model), **options)
+        steps(inputs(1, rows=rows))(model, optimizer, False)
+        sessions.append(protrain.session_of(model))
+    one, other = (session.homes.arrangement for session in sessions)
+    assert set(one.shadow_of_chunk).isdisjoint(other.shadow_of_chunk)
+    assert one.stash_pool_bytes > other.stash_pool_bytes
+    for session, wanted in zip(sessions, (other, one), strict=True):
+        noting = Noting(session.engine)
+        session.homes._engine = noting  # type: ignore[assignment]
+        session.homes.rearrange(wanted)
+        assert 0 < noting.most_bytes <= 40 * MIB
+        protrain.unwrap(session.model)

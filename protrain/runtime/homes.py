@@ -103,6 +103,7 @@ class Homes:
             engine.drop_slots()
             engine.drop_ring()
             self._wrapped.compute.trim()
+            self._leave_host(arrangement)
             self._to_away(arrangement)
             if foreign is not None:
                 foreign.leave()
@@ -114,15 +115,36 @@ class Homes:
             self._residency.bind_all()
             self.settled = True
 
+    def _leave_host(self, arrangement: Arrangement) -> None:
+        """Beside a device: the host has room for what comes there. What passes through it shrinks now, and grows when homes have
+        moved; chunks that go on to the device, which has no room for them yet, wait on disk where both do not fit."""
+        old, wrapped, engine = self.arrangement, self._wrapped, self._engine
+        if not wrapped.compute.separate:
+            return
+        if arrangement.gradient_memory_bytes < old.gradient_memory_bytes:
+            engine.set_gradient_memory(arrangement.gradient_memory_bytes)
+        if arrangement.staging_bytes < old.staging_bytes:
+            engine.set_staging(arrangement.staging_bytes, STAGING_PIECES if arrangement.staging_bytes else 0)
+        if arrangement.stash_pool_bytes < old.stash_pool_bytes:
+            engine.set_stash_memory(arrangement.stash_pool_bytes)
+        leaving = [number for number in old.shadow_of_chunk if arrangement.slot_of_chunk[number] < 0]
+        homes_bytes = sum(
+            wrapped.layout.sizes[number] * (1 + (1 + wrapped.state_arrays) * (1 + old.shadow_of_chunk[number]))
+            for number in leaving
+        )
+        if arrangement.plan.host_bytes + homes_bytes > wrapped.settings.host_bytes:
+            for number in leaving:
+                if not engine.in_memory(number):
+                    engine.to_disk(number)
+
     def _to_away(self, arrangement: Arrangement) -> None:
-        """Those on disk first: what leaves the host gives others room there."""
-        away = [number for number, slot in enumerate(arrangement.slot_of_chunk) if slot >= 0]
-        for number in away:
-            if number not in arrangement.shadow_of_chunk:
+        """Those on disk first, then those on the host that may lose a shadow: what leaves the host gives others room there."""
+        shadows, here = arrangement.shadow_of_chunk, self.arrangement.shadow_of_chunk
+        for number, slot in enumerate(arrangement.slot_of_chunk):
+            if slot >= 0 and number not in shadows:
                 self._engine.to_disk(number)
-        for number in away:
-            if number in arrangement.shadow_of_chunk:
-                self._engine.to_host(number, arrangement.shadow_of_chunk[number])
+        for number in sorted(shadows, key=lambda number: (shadows[number], number not in here, number)):
+            self._engine.to_host(number, shadows[number])
 
     def _to_memory(self, arrangement: Arrangement) -> None:
         """State comes now, not at the first update: what is free in the first step tells of the others."""
