@@ -211,3 +211,21 @@ def test_homes_move_within_the_budget_of_the_host() -> None:
         session.homes.rearrange(wanted)
         assert 0 < noting.most_bytes <= 40 * MIB
         protrain.unwrap(session.model)
+
+
+def test_what_is_kept_for_later_is_free_for_first_homes(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator keeps what a program gave back, and the driver has no room for homes meanwhile."""
+    trimmed: list[int] = []
+    monkeypatch.setattr(device, "trim", lambda: trimmed.append(len(made)))
+    made: list[int] = []
+    base = device.base
+
+    def bound(engine: _core.Engine, chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(chunk)
+        return base(engine, chunk, dtype)
+
+    monkeypatch.setattr(device, "base", bound)
+    model: Any = Chain()
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=24 * MIB)
+    assert trimmed == [0]
+    protrain.unwrap(model)

@@ -36,6 +36,8 @@ class Homes:
 
     def begin_fill(self) -> None:
         """Give every chunk its first home and slot; the parameters' values come next, chunk by chunk."""
+        if self._wrapped.compute.separate:
+            self._wrapped.compute.trim()  # what torch keeps for later of the program before counts as free memory
         for number, slot in enumerate(self.arrangement.slot_of_chunk):
             if slot < 0:
                 self._engine.to_memory(number, False)
