@@ -2,7 +2,8 @@
  *
  * A chunk is complete when every gradient that is expected came: those that came in the step before. A gradient that nobody
  * expected, after its chunk went to the lane, makes a second job over the first one's shadow; a gradient that does not come
- * leaves the chunk to ptn_engine_flush. So expectations decide when, never what.
+ * leaves the chunk to ptn_engine_flush, or to the lane before that where memory is short. So expectations decide when, never
+ * what.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -108,7 +109,7 @@ static ptn_status enqueue(ptn_engine *engine, chunk *chunk) {
 
 ptn_status ptn_gradients_enqueue_some(ptn_engine *engine, bool *found) {
   *found = false;
-  for (uint32_t c = 0; c < engine->n_chunks && !*found; c++) {
+  for (uint32_t c = engine->n_chunks; c-- > 0 && !*found;) { /* backward has left the last ones, and may not come back to them */
     if (engine->chunks[c].arrived == 0) continue;
     PTN_TRY(enqueue(engine, &engine->chunks[c]));
     *found = true;
@@ -487,6 +488,8 @@ bool ptn_engine_relieve(ptn_engine *engine, bool must) {
     while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
     useful = true;
+  } else if (!useful && must && !engine->over.device) { /* gradients that are expected and do not come keep no others waiting */
+    if (ptn_gradients_enqueue_some(engine, &useful) != PTN_OK) useful = false;
   }
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
