@@ -29,6 +29,7 @@ from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
 from .model.precision import has_master, saved_config
 from .optim.optimizers import Optimizer, check_arrays, hyper_of, state_names
+from .runtime.changes import name_parameters
 from .runtime.loads import PARAMETERS, STATE
 from .session import Session
 from .state.materialise import weight_files
@@ -123,6 +124,7 @@ def save(
 def _save(
     session: Session, model: nn.Module, folder: str, extra: Callable[[Path], Any] | None, progress: Progress | None
 ) -> None:
+    name_parameters(session.wrapped)
     commits = session.engine.commits()
     groups = _plain_groups(session)
     own = states_of(session) if session.foreign is not None else None
@@ -328,6 +330,7 @@ def _place(folder: str) -> tuple[int, int] | None:
 
 
 def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    gone = name_parameters(session.wrapped)
     clear_leftovers(folder)
     place = _place(folder)
     about = _read_about(folder)
@@ -352,7 +355,8 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
             raise PlanError(f"{folder}: buffer {name} is of shape {weights.shape(name)}, the model's is of {tuple(buffer.shape)}")
     wanted: list[tuple[int, int, _Files, str]] = []
     for entry in session.layout.entries:
-        wanted.append((entry.index, 0, weights, entry.name))
+        if entry.index not in gone or weights.shape(entry.name) is not None:
+            wanted.append((entry.index, 0, weights, entry.name))
         if entry.group >= 0 and about["param_steps"].get(entry.name):
             names = state_names(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group] | groups[entry.group]))
             wanted += [(entry.index, 1 + array, states, f"{name}.{entry.name}") for array, name in enumerate(names)]

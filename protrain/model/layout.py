@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 @dataclass
 class Entry:
     """One parameter: where it lies, with which strides, and to which group of the optimizer it belongs (-1: frozen, not trained).
-    Nothing of it changes but the strides, where a user gives a parameter others (changes.py)."""
+    Nothing of it changes but the strides and the name, where a user gives a parameter others (changes.py)."""
 
     name: str
     index: int

@@ -150,6 +150,24 @@ def check_parameters(wrapped: Wrapped) -> None:
                 raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
 
 
+def name_parameters(wrapped: Wrapped) -> set[int]:
+    """Parameters have the names that the model gives them now, by which a checkpoint knows them: they may have been tied, or have
+    changed places, since wrap. Returns those that are no part of the model any more, whose names are their own all the same.
+
+    Raises:
+        PlanError: a parameter was added or replaced; it is named.
+    """
+    check_parameters(wrapped)
+    names = {wrapped.number_of[id(p)]: name for name, p in wrapped.model.named_parameters()}
+    taken, gone = set(names.values()), set[int]()
+    for number, entry in enumerate(wrapped.layout.entries):
+        if number not in names:
+            gone.add(number)
+            names[number] = entry.name if entry.name not in taken else f"{entry.name} before"
+        entry.name = names[number]
+    return gone
+
+
 def check_frozen(wrapped: Wrapped) -> None:
     """Whether the optimizer has no more to train than it had at wrap.
 

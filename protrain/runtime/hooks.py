@@ -47,9 +47,8 @@ class ModelHooks:
             if entry.group >= 0:
                 self._watch_gradient(session, number, p)
         for module in wrapped.model.modules():
-            own = {leaf: wrapped.number_of[id(p)] for leaf, p in module._parameters.items() if p is not None}
-            if own:
-                self._watch_state(session, module, own)
+            if any(p is not None for p in module._parameters.values()):
+                self._watch_state(session, module)
             if next(module.parameters(), None) is not None:
                 for name, method in changes.guard(module, wrapped.layout.dtype, wrapped.compute.device, self.put_in).items():
                     self._replace(module, name, method)
@@ -196,15 +195,14 @@ class ModelHooks:
             self._handles.append(p.register_hook(before))
             self._handles.append(p.register_post_accumulate_grad_hook(accumulated))
 
-    def _watch_state(self, session: Session, module: nn.Module, own: dict[str, int]) -> None:
-        """own: the module's own parameters by their names in it."""
-        values, states = session.values, session.states
+    def _watch_state(self, session: Session, module: nn.Module) -> None:
+        values, states, wrapped = session.values, session.states, session.wrapped
 
-        def loads(_module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-            before_load(values, own, state_dict, prefix)
+        def loads(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+            before_load(values, wrapped.own_numbers(module), state_dict, prefix)
 
-        def fill(_module: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> None:
-            states.fill_state_dict(own, state_dict, prefix)
+        def fill(module: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> None:
+            states.fill_state_dict(wrapped.own_numbers(module), state_dict, prefix)
 
         def check(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
             changes.check_load(session.engine, metadata)

@@ -86,6 +86,12 @@ class Wrapped:
         """Of a module's parameters."""
         return [self.number_of[id(p)] for p in module.parameters()]
 
+    def own_numbers(self, module: nn.Module) -> dict[str, int]:
+        """A module's own parameters by their names in it, as they are now: they may have been tied, or have changed places, since
+        wrap. Those that came after it, which no step takes, have no number."""
+        number_of, own = self.number_of, module._parameters
+        return {leaf: number_of[id(p)] for leaf, p in own.items() if p is not None and id(p) in number_of}
+
     @property
     def n_together(self) -> int:
         """The most chunks that a compiled module reads, which does so at once."""
