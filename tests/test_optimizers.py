@@ -228,6 +228,36 @@ def test_groups_schedules_and_hooks(gpt2: Any, token_batches: Any) -> None:
     assert seen["before"].count("pre") == 3 + len(seen["plain"])
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Counting"])
+def test_hooks_on_state_dicts(name: str, gpt2: Any, token_batches: Any) -> None:
+    """Those registered before wrap and after it run once for each call, and what they return stands in its place."""
+    kind: type[torch.optim.Optimizer] = Counting if name == "Counting" else torch.optim.AdamW
+    calls: list[str] = []
+
+    def watch(optimizer: torch.optim.Optimizer, when: str) -> None:
+        optimizer.register_state_dict_pre_hook(lambda _which: calls.append(f"{when}: state"))
+        optimizer.register_state_dict_post_hook(lambda _which, found: {**found, when: len(found["state"])})
+        optimizer.register_load_state_dict_pre_hook(lambda _which, given: {k: v for k, v in given.items() if k != when})
+        optimizer.register_load_state_dict_post_hook(lambda _which: calls.append(f"{when}: loaded"))
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = kind(model.parameters(), lr=1e-3)
+        watch(optimizer, "before")
+        return optimizer
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        calls.clear()
+        watch(optimizer, "after")
+        figures: list[Any] = fit(token_batches(2, length=32))(model, optimizer, plain)
+        found = optimizer.state_dict()
+        figures += [found["before"], found["after"], list(found)]
+        optimizer.load_state_dict(found)
+        figures += calls
+        return figures + fit(token_batches(2, length=32, seed=5))(model, optimizer, plain)
+
+    assert_equal(run(gpt2, loop, make, memory=TIGHT), run(gpt2, loop, make), TIGHT)
+
+
 def test_state_made_before_wrap_goes_on(gpt2: Any, token_batches: Any) -> None:
     batches = token_batches(4, length=32)
 

@@ -129,6 +129,13 @@ def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_s
         )
 
 
+#: Where torch's optimizers keep the hooks that users register.
+HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
 class Optimizer(torch.optim.Optimizer):
     """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
     know the class, else by the class's own step, parameter by parameter.
@@ -140,8 +147,8 @@ class Optimizer(torch.optim.Optimizer):
         self._session: Session | None = None
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
         self.param_groups = inner.param_groups
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks  # theirs and ours: once for each step
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        for hooks in HOOKS:  # theirs and ours: once for each call
+            setattr(self, hooks, getattr(inner, hooks))
         self._session = session
         self.grad_norm: torch.Tensor | None = None
 
@@ -203,8 +210,30 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: full, separately owned tensors, which plain torch loads. They are not counted in the budget."""
-        return self._open().states.optimizer()
+        session = self._open()
+        if session.foreign is not None:
+            return session.states.optimizer()  # the class's own method, which calls hooks
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = session.states.optimizer()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = _or(after(self, found), found)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes plain torch's, or one of another wrapped optimizer."""
-        self._open().states.load_optimizer(state_dict)
+        session = self._open()
+        if session.foreign is not None:
+            session.states.load_optimizer(state_dict)
+            return
+        given = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            given = _or(before(self, given), given)
+        session.states.load_optimizer(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _or(found: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
+    """What a user's hook returned in the place of a state dict, if it did."""
+    return before if found is None else found
