@@ -643,6 +643,45 @@ def test_parameters_frozen_and_thawed_between_steps() -> None:
     both(Chain, loop)
 
 
+@pytest.mark.parametrize("leaf", ["up.bias", "norm_in.weight"])
+def test_parameters_frozen_in_every_block_need_no_more_memory(leaf: str) -> None:
+    """A block's other gradients do not wait in memory for one that does not come any more."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = steps(inputs(2))(model, optimizer, plain)
+        for block in model.blocks:
+            block.get_parameter(leaf).requires_grad_(False)
+        return figures + steps(inputs(3, seed=2))(model, optimizer, plain)
+
+    both(Chain, loop)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_that_change_places_between_steps(accumulate: int, tmp_path: Any) -> None:
+    """Tied, exchanged and left out after wrap: state dicts and checkpoints have them under the names that they have now."""
+
+    def saved(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        values = [(name, bits(value)) for name, value in model.state_dict().items()]
+        if not plain:
+            protrain.save(model, optimizer, tmp_path / "saved")
+            steps(inputs(1, seed=6))(model, optimizer, plain)
+            protrain.load(model, optimizer, tmp_path / "saved")
+        return values
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures = steps(inputs(2))(model, optimizer, plain)
+        one, other, tied = model.blocks[1].up, model.blocks[2].up, model.blocks[3]
+        one.weight, other.weight = other.weight, one.weight
+        tied.down.weight = model.blocks[4].down.weight
+        figures += steps(inputs(2, seed=2))(model, optimizer, plain) + saved(model, optimizer, plain)
+        del model.blocks[6]
+        figures += steps(inputs(2, seed=3))(model, optimizer, plain) + saved(model, optimizer, plain)
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        return figures + steps(inputs(2, seed=4))(model, optimizer, plain)
+
+    both(Chain, loop, accumulate=accumulate)
+
+
 @pytest.mark.parametrize("order", ["reversed", "some", "mixed"])
 def test_an_optimizer_of_another_order(order: str) -> None:
     """Its parameters come in another order than the model's, or are only some of them."""

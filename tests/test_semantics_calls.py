@@ -26,7 +26,7 @@ from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
 from protrain.api import session_of
-from protrain.base.counting import uncounted
+from protrain.base.counting import counted, uncounted
 from protrain.model.blocks import find_blocks
 from protrain.profiling.blockclock import BlockClock
 from protrain.runtime import activations
@@ -319,7 +319,7 @@ def test_state_dicts_in_part(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["replace", "add"])
-def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any) -> None:
+def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any, tmp_path: Path) -> None:
     model, optimizer = wrapped
     block = model.blocks[4]
     before = block.up
@@ -329,6 +329,8 @@ def test_parameters_put_in_after_wrap_are_refused(change: str, wrapped: Any) -> 
         block.adapter = nn.Linear(256, 4)
     with pytest.raises(protrain.PlanError, match=r"blocks\.4\."):
         model(inputs(1)[0])
+    with pytest.raises(protrain.PlanError, match=r"blocks\.4\."):
+        protrain.save(model, optimizer, tmp_path / "saved")
     if change == "replace":
         block.up = before
     else:
@@ -684,6 +686,21 @@ def test_functional_calls(mode: str) -> None:
         torch.vmap(lambda row: model(row[None], loss=False))(x)
     steps(inputs(2))(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(2))
+    protrain.unwrap(model)
+
+
+def test_a_transform_where_memory_is_short_is_refused_by_its_own_name() -> None:
+    """Before its forward, memory that a failed backward holds is looked for, by one of nothing: torch has none in a transform."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, block_modes=["keep"] * 8)
+    steps(inputs(1))(model, optimizer, False)
+    with counted(session_of(model).engine, session_of(model).wrapped.compute):
+        held = torch.empty((TIGHT - protrain.status(model).memory_bytes) // 4 - 65536)
+    with uncounted():
+        bias, (x,) = torch.zeros(256), inputs(1)
+    with pytest.raises(protrain.PlanError, match=r"torch\.func\.functional_call"):
+        torch.func.grad(lambda bias: torch.func.functional_call(model, {"head.bias": bias}, (x,)))(bias)
+    del held
     protrain.unwrap(model)
 
 

@@ -489,8 +489,8 @@ def no_outer_hooks() -> Iterator[None]:
 def release_failed_backward() -> None:
     """A backward that ended in an exception leaves its graph in torch's queue, with all it saved, until the next backward of the
     thread begins: so make one, of nothing."""
-    if torch._C._current_graph_task_id() != -1:
-        return  # this is a backward
+    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return  # this is a backward, or a transform of torch.func, which takes none
     with no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
         torch.zeros((), requires_grad=True).clone().backward()
 
