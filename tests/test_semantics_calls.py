@@ -19,6 +19,7 @@ import torch
 from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -260,6 +261,49 @@ def test_a_deep_copy_is_a_plain_model(wrapped: Any) -> None:
     assert made(x).item() == 0
     steps(inputs(3)[2:])(model, optimizer, False)
     assert state_of(model) == state_of(plain_after(3))
+
+
+class Copying(Block):
+    """Copies its objects itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copying:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class Normed(nn.Linear):
+    """A layer that is made a parametrized one, whose class copies it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 256)
+        weight_norm(self)
+
+
+@pytest.mark.parametrize("kind", [Copying, Normed])
+def test_a_deep_copy_of_blocks_whose_class_copies_itself_is_a_plain_one(kind: type[nn.Module]) -> None:
+    """It trains, is evaluated and loaded apart from the model that it was copied from."""
+
+    class Copied(Chain):
+        block = kind
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        figures: list[Any] = steps(inputs(2))(model, optimizer, plain)
+        with uncounted():
+            twin = copy.deepcopy(model)
+            figures += steps(inputs(2, seed=2))(model, optimizer, plain)
+            with torch.no_grad():
+                figures.append(twin(inputs(1)[0]).item())
+            figures += steps(inputs(2, seed=3))(twin, adamw(twin), True)
+            twin.blocks[3].load_state_dict(copy.deepcopy(twin.blocks[2].state_dict()))
+            twin.blocks[4].zero_grad(set_to_none=False)
+            figures += list(state_of(twin.double()).items())
+        assert not [name for module in twin.modules() for name in vars(module) if name in ("forward", "_apply", "zero_grad")]
+        return figures + steps(inputs(2, seed=4))(model, optimizer, plain)
+
+    budget = TIGHT if kind is Copying else 6 * MIB
+    both(Copied, loop, memory=budget)
 
 
 def test_pickles_of_parameters_of_the_model_and_of_the_optimizer(wrapped: Any) -> None:

@@ -7,7 +7,8 @@ a parameter, is refused by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -231,10 +232,18 @@ def guard(
         return type(module)._apply(module, fn, recurse)
 
     def reduce(_protocol: Any = None) -> NoReturn:
-        raise PlanError(f"a wrapped {type(module).__name__} cannot be pickled: take its state_dict(), or call protrain.save")
+        raise PlanError(
+            f"a wrapped {type(module).__name__} cannot be pickled, nor copied by copy.copy: take its state_dict(), call "
+            "protrain.save, or copy.deepcopy, which gives a plain model"
+        )
 
     def duplicate(memo: dict[int, Any]) -> nn.Module:
-        return copied(module, memo, put_in(module))
+        own = getattr(type(module), "__deepcopy__", None)
+        if own is None:
+            return copied(module, memo, put_in(module))
+        with as_before(module, put_in(module)), uncounted():
+            made: nn.Module = own(module, memo)
+            return made
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -242,10 +251,7 @@ def guard(
         for p in module.parameters():
             p.grad = None  # without a look at it, which would be an error where it has left memory
 
-    methods: dict[str, Callable[..., Any]] = {
-        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "zero_grad": zero_grad,
-    }  # fmt: skip
-    return {name: method for name, method in methods.items() if name != "__deepcopy__" or not hasattr(type(module), name)}
+    return {"_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "zero_grad": zero_grad}
 
 
 def is_own(hook: Any) -> bool:
@@ -253,6 +259,32 @@ def is_own(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)
     hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", "")).startswith("protrain.")
+
+
+def _has_hooks(name: str, value: Any) -> bool:
+    """Whether an attribute of a module is one of torch's tables of hooks."""
+    return name.endswith("_hooks") and isinstance(value, dict)
+
+
+def _without_own(hooks: dict[Any, Any]) -> dict[Any, Any]:
+    """Those of the user."""
+    return type(hooks)((key, hook) for key, hook in hooks.items() if not is_own(hook))
+
+
+@contextmanager
+def as_before(module: nn.Module, ours: dict[str, Any]) -> Iterator[None]:
+    """Inside, the module is without what wrapping put into it, for a class that copies its objects itself: a parametrized one, or
+    the user's. A copy with a forward of the session's would run the module that it is a copy of. ours: as `copied` has it."""
+    now, own = dict(module.__dict__), module.__dict__
+    try:
+        for name, before in ours.items():
+            own.pop(name, None)
+            if before is not ABSENT:
+                own[name] = before
+        own.update((name, _without_own(value)) for name, value in now.items() if _has_hooks(name, value))
+        yield
+    finally:
+        own.update(now)
 
 
 def copied(module: nn.Module, memo: dict[int, Any], ours: dict[str, Any]) -> nn.Module:
@@ -264,8 +296,8 @@ def copied(module: nn.Module, memo: dict[int, Any], ours: dict[str, Any]) -> nn.
         value = ours.get(name, value)
         if value is ABSENT or name == CALL:
             continue
-        if name.endswith("_hooks") and isinstance(value, dict) and id(value) not in memo:
-            value = type(value)((key, hook) for key, hook in value.items() if not is_own(hook))
+        if _has_hooks(name, value) and id(value) not in memo:
+            value = _without_own(value)
         with uncounted():
             made.__dict__[name] = copy.deepcopy(value, memo)
     return made
