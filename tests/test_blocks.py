@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from protrain.model.blocks import find_blocks
 
@@ -91,3 +92,9 @@ def test_a_shared_layer_is_one_block() -> None:
     shared = layer(4)
     model = nn.ModuleList([shared, layer(4), shared])
     assert [name for name, _ in find_blocks(model)] == ["0", "1"]
+
+
+def test_parametrized_layers_are_of_the_class_that_they_were_of() -> None:
+    """torch gives each of them a class of its own."""
+    model = nn.Sequential(*[weight_norm(nn.Linear(8, 8)) for _ in range(3)], nn.LayerNorm(8))
+    assert [name for name, _ in find_blocks(model)] == ["0", "1", "2"]

@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections import Counter
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """A module's class; of a parametrized one, which has a class of its own, what it was before."""
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return kind
 
 
 def _marked_classes(model: nn.Module) -> set[str]:
@@ -28,16 +35,16 @@ def _repeated(container: nn.Module, marked: set[str] | None) -> list[tuple[str, 
     """The children of the class that occurs most often among those that own parameters, where at least two are of it."""
     children, seen = [], set()
     for name, child in container.named_children():
-        wanted = marked is None or type(child).__name__ in marked
+        wanted = marked is None or _kind(child).__name__ in marked
         if id(child) not in seen and wanted and _owns_parameters(child):
             seen.add(id(child))
             children.append((name, child))
-    counts = Counter(type(child) for _, child in children)
+    counts = Counter(_kind(child) for _, child in children)
     if not counts or max(counts.values()) < 2:
         return []
     most = max(counts.values())
-    chosen = next(type(child) for _, child in children if counts[type(child)] == most)
-    return [(name, child) for name, child in children if type(child) is chosen]
+    chosen = next(_kind(child) for _, child in children if counts[_kind(child)] == most)
+    return [(name, child) for name, child in children if _kind(child) is chosen]
 
 
 def _collect(module: nn.Module, prefix: str, marked: set[str] | None, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
