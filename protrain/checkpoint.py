@@ -103,7 +103,9 @@ def save(
     extra: Callable[[Path], Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole.
+    """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole. What others
+    put into a checkpoint stays.
+
 
     Args:
         extra: called with the folder while it is written, to add files of its own (a tokenizer).

@@ -310,6 +310,49 @@ def test_a_folder_of_a_model_is_replaced(tmp_path: Path) -> None:
     assert names(folder) == ["new"]
 
 
+def test_what_others_put_into_a_checkpoint_stays(tmp_path: Path, way: str) -> None:
+    """Files and folders that are no part of it, a log that is being written among them; what the last one left of itself goes."""
+    folder = tmp_path / "run"
+    write(folder, "first")
+    for name in ("protrain.json", "model-00002-of-00002.safetensors", "notes.txt", "eval/deep/1.json", "tokenizer/x"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "latest").symlink_to("nowhere")
+    with (folder / "log.txt").open("w") as log:
+        for content in ("second", "third"):
+            with replaced(folder) as fresh:
+                (fresh / "model.safetensors").write_text(content)
+                (fresh / "protrain.json").write_text(content)
+            print(content, file=log, flush=True)
+    assert names(folder) == ["eval", "latest", "log.txt", "model.safetensors", "notes.txt", "protrain.json", "tokenizer"]
+    for name in ("notes.txt", "eval/deep/1.json", "tokenizer/x"):
+        assert (folder / name).read_text() == name
+    assert (folder / "log.txt").read_text() == "second\nthird\n"
+    assert (folder / "latest").readlink() == Path("nowhere")
+    assert (folder / "model.safetensors").read_text() == "third"
+    assert names(tmp_path) == ["run"]
+
+
+def test_what_cannot_be_kept_beside_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    write(folder, "first")
+    for name in ("protrain.json", "notes.txt", "deep/notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    for _ in ("a file", "a folder alone"):
+        with pytest.raises(protrain.DiskError, match=r"holds '(notes\.txt|deep)', which is no part of a checkpoint"):
+            write(folder, "second")
+        assert (folder / "model.safetensors").read_text() == "first"
+        assert names(tmp_path) == ["run"]
+        (folder / "notes.txt").unlink(missing_ok=True)
+    assert (folder / "deep" / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_appears_while_it_is_written_is_not_replaced(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "model"

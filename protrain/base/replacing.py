@@ -35,16 +35,21 @@ _OF_MODELS = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
 )
 
+#: The file by which a folder is a checkpoint.
+_CHECKPOINT = "protrain.json"
+
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
 @contextmanager
 def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not.
+    """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not. What
+    others put into a checkpoint's folder, such as a log, is in the new one too.
 
     Raises:
-        DiskError: the folder cannot be made, or what has its name is not to be replaced: see `check_target`.
+        DiskError: the folder cannot be made, or what has its name is not to be replaced: see `check_target`; or what others put
+            there cannot be kept.
     """
     check_target(folder)
     target = Path(os.path.realpath(folder))
@@ -58,6 +63,7 @@ def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
             yield fresh
             _sync_all(fresh)
             check_target(folder)  # somebody may have made it in the meantime
+            _keep_others(target, fresh)
             _put_in_place(fresh, target)
         made.clear()
     finally:
@@ -96,12 +102,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         )
     try:
         with os.scandir(target) as entries:
-            found = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+            found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DiskError(f"{name} cannot be listed: {error.strerror}", errno=error.errno or 0, filename=name) from None
-    if "protrain.json" in found:
+    if any(entry.name == _CHECKPOINT for entry in found):
         return
-    others = [entry for entry, is_file in sorted(found.items()) if not (is_file and _OF_MODELS.fullmatch(entry))]
+    others = [entry.name for entry in found if _is_others(entry)]
     if others:
         raise DiskError(
             f"{name} holds files that are no checkpoint, such as {others[0]!r}, and would be replaced as a whole; name a new or "
@@ -109,6 +115,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
             errno=errno.ENOTEMPTY,
             filename=name,
         )
+
+
+def _is_others(entry: os.DirEntry[str]) -> bool:
+    """Whether it is no file of a model or of a checkpoint."""
+    ours = entry.name == _CHECKPOINT or _OF_MODELS.fullmatch(entry.name)
+    return not (ours and entry.is_file(follow_symlinks=False))
 
 
 def _is_mount_point(folder: Path) -> bool:
@@ -245,6 +257,38 @@ def _remove(path: Path) -> None:
 
 
 # ---- places ----
+
+
+def _keep_others(target: Path, fresh: Path) -> None:
+    """What others put into the target has its name in the new folder too, where that has nothing of this name. They are the same
+    files, not copies, so that a log that is being written goes on; before the folders change places, so that a run may die.
+
+    Raises:
+        DiskError: they cannot have a second name.
+    """
+    if not target.exists():
+        return
+    with os.scandir(target) as entries:
+        others = [entry for entry in entries if _is_others(entry) and not os.path.lexists(fresh / entry.name)]
+    for entry in others:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.copytree(entry.path, fresh / entry.name, symlinks=True, copy_function=_link)
+            else:
+                _link(entry.path, fresh / entry.name)
+        except OSError as error:  # of copytree's own kind, with a list of all that failed, too
+            raise DiskError(
+                f"{target} holds {entry.name!r}, which is no part of a checkpoint and cannot be kept beside a new one: "
+                f"{error.strerror or 'no second name for it'}; move it elsewhere",
+                errno=error.errno or errno.EPERM,
+                filename=entry.path,
+            ) from error
+    if others:
+        _sync(fresh)
+
+
+def _link(source: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    os.link(source, name, follow_symlinks=False)
 
 
 def _put_in_place(fresh: Path, target: Path) -> None:
