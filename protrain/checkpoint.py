@@ -106,7 +106,6 @@ def save(
     """Write the last complete step of a wrapped model and its optimizer to a folder, which is replaced as a whole. What others
     put into a checkpoint stays.
 
-
     Args:
         extra: called with the folder while it is written, to add files of its own (a tokenizer).
         progress: called after each tensor with the bytes that are written and the bytes in all.

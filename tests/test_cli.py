@@ -441,6 +441,22 @@ def test_a_rate_that_is_given_counts_where_a_training_goes_on(
     assert losses[0][1] != losses[1][1]
 
 
+def test_a_training_that_goes_on_tells_its_own_steps_and_needs_its_model(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small("llama").save_pretrained(work / "llama")
+    code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, "--memory", "64MiB", "--out", "begun", "--save-every", 3)
+    assert code == 0, errors
+    assert re.search(r"^trained: 3 steps in [0-9.]+ s$", printed, re.MULTILINE)
+    on = ("--memory", "64MiB", "--resume", "begun", "--steps", 4)
+    code, printed, errors = answer(capfd, monkeypatch, work, *SMALL, *on)
+    assert code == 0, errors
+    assert re.search(r"^trained: 1 step in [0-9.]+ s, 4 with those of the checkpoint$", printed, re.MULTILINE)
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *on, "--model", "llama")
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    assert errors.startswith("protrain: --resume 'begun' is not of --model 'llama', or not whole: begun: tensor ")
+
+
 def test_a_training_that_goes_on_keeps_its_tokenizer(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

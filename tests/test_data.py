@@ -94,6 +94,16 @@ def test_a_tokenizer_that_cuts_and_pads_gives_all_of_a_text(file: Path, tmp_path
         assert (one.backend_tokenizer.truncation["max_length"], one.backend_tokenizer.padding["length"]) == (16, 16)
 
 
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_its_folder(damage: str, file: Path, tmp_path: Path) -> None:
+    data.train_tokenizer([file], config()).save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer.json"
+    path.unlink() if damage == "gone" else path.write_text(path.read_text()[:50])
+    assert data.has_tokenizer(tmp_path / "saved")
+    with pytest.raises(data.DataError, match=r"the tokenizer in the folder '.*saved' cannot be read: .*take another copy"):
+        data.read_tokenizer(tmp_path / "saved")
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(file: Path) -> None:
     tokenizer = data.train_tokenizer([file], config(400))
     with pytest.raises(data.DataError, match="vocabulary ends at 259"):

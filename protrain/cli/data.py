@@ -266,6 +266,20 @@ def batch(tokens: NDArray[np.unsignedinteger[Any]], seq: int, count: int, seed: 
     return np.stack([tokens[start : start + seq] for start in starts]).astype(np.int64)
 
 
+def read_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder that has one. Raises DataError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise many kinds for files that they cannot read
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"the tokenizer in the folder {str(folder)!r} cannot be read: {reason}; take another copy of its files"
+        ) from error
+    return tokenizer
+
+
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a tokenizer."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

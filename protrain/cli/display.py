@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from protrain.cli.words import duration_text, size_text
+from protrain.cli.words import count, duration_text, size_text
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished training. `fields` is what the library's status says, by its names."""
+    """A finished training. `fields` is what the library's status says, by its names, such as the steps in all; `steps_made` are
+    those of this run, which may have gone on from a checkpoint."""
 
+    steps_made: int
     first_loss: float
     last_loss: float
     seconds: float
@@ -232,9 +234,10 @@ def _median(values: list[float]) -> float:
 def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     fields = summary.fields
     states_bytes = 16 * summary.parameters
-    steps = int(fields["steps"])
+    made, steps = summary.steps_made, int(fields["steps"])
+    in_all = f", {steps:,} with those of the checkpoint" if steps != made else ""
     rows = [
-        ("trained", f"{steps} step{'s' if steps != 1 else ''} in {duration_text(summary.seconds)}"),
+        ("trained", f"{count(made, 'step')} in {duration_text(summary.seconds)}{in_all}"),
         ("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"),
         ("states", f"{size_text(states_bytes)} of parameters, gradients and moments"),
         ("peak", f"{_of_budget(int(fields['peak_memory_bytes']), summary.budget_bytes)} of memory"),

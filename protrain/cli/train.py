@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protrain.base.replacing import clear_leftovers
-from protrain.cli.data import batch, check_length, encode, has_tokenizer, text_files, train_tokenizer
+from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
 from protrain.cli.words import CommandError, check_file, naming, size_text, writing
@@ -198,10 +198,8 @@ def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
     config = setup.config
     folder = next((folder for folder in (words.resume, setup.folder) if folder is not None and has_tokenizer(folder)), None)
     if folder is not None:
-        from transformers import AutoTokenizer
-
         display.stage(f"reading the tokenizer in {folder}")
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = read_tokenizer(folder)
     else:
         display.stage(
             f"training a tokenizer of {config.vocab_size:,} tokens on {len(setup.files):,} file"
@@ -250,10 +248,17 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     display.stage("planning, and the first step")
     begin = time.monotonic()
     if words.resume is not None:
-        protrain.load(model, optimizer, words.resume)
+        try:
+            protrain.load(model, optimizer, words.resume)
+        except protrain.PlanError as error:
+            raise CommandError(
+                f"--resume {words.resume!r} is not of --model {words.model_name!r}, or not whole: {error}; give the --model that "
+                "it was trained with"
+            ) from error
         if words.lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = words.lr
+    done = protrain.status(model).steps
     saver = _Saver(words.out, words.save_every, setup.config, tokenizer, display.saving)
     tracer = _Tracer(words.trace)
     reporter = _Reporter(words, setup.seq, model) if words.report is not None else None
@@ -284,8 +289,8 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             written.append(None)
     display.finish(
         Summary(
-            losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes, list(main.warnings_seen), status,
-            *written,
+            words.steps - done, losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes,
+            list(main.warnings_seen), status, *written,
         )
     )  # fmt: skip
     if failure is not None:
