@@ -54,6 +54,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     small().save_pretrained(folder / "tiny")
     (folder / "text.txt").write_text(Path(json.__file__).read_text() * 4)
+    (folder / "text.html").write_text("<p>text</p>")
     (folder / "file").write_text("no folder")
     (folder / "full").mkdir()
     (folder / "full" / "notes.txt").write_text("mine")
@@ -308,6 +309,8 @@ def test_wrong_words_are_2_with_the_usage(
         (["--out", "inner", "--trace", "./inner"], "--trace './inner' is --out or inside of it"),
         (["--out", "inner", "--disk", "inner/disk"], "--disk 'inner/disk' is inside of --out"),
         (["--trace", "one.html", "--report", "./one.html"], "--trace 'one.html' and --report are one file"),
+        (["--trace", "./text.txt"], "--trace './text.txt' is the text of --data"),
+        (["--data", "text.html", "--report", "text.html"], "--report 'text.html' is the text of --data"),
         (["--trace", ""], "--trace '' names no file"),
         (["--trace", "text.txt/"], "--trace 'text.txt/' names no file"),
         (["--disk", ""], "--disk '' is no folder"),

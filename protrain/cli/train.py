@@ -119,6 +119,10 @@ def _check_apart(words: Words) -> None:
     trace, report, disk = (Path(os.path.realpath(name)) if name else None for name in (words.trace, words.report, words.disk))
     if trace is not None and trace == report:
         raise CommandError(f"--trace {words.trace!r} and --report are one file; give two names")
+    read = {os.path.realpath(name) for name in words.data}
+    for option, given in (("--trace", words.trace), ("--report", words.report)):
+        if given and os.path.realpath(given) in read:
+            raise CommandError(f"{option} {given!r} is the text of --data, which would be gone; give another name")
     if words.out is None:
         return
     out = Path(os.path.realpath(words.out))
