@@ -298,6 +298,18 @@ def test_a_folder_with_more_than_a_model_is_not_replaced(other: str, tmp_path: P
     assert names(tmp_path) == ["project"]
 
 
+@pytest.mark.parametrize(("length", "refused"), [(229, False), (230, True), (300, True)])
+def test_a_name_that_leaves_no_room_for_the_longer_one_is_refused_first(length: int, refused: bool, tmp_path: Path) -> None:
+    target = tmp_path / ("x" * length)
+    if refused:
+        with pytest.raises(protrain.DiskError, match="is too long") as caught:
+            replacing.check_target(target)
+        assert caught.value.errno == errno.ENAMETOOLONG
+    else:
+        replacing.check_target(target)
+        write(target, "new")
+
+
 def test_a_folder_of_a_model_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -84,6 +84,15 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     if not name:
         raise DiskError("the folder to write has no name: give the path of a folder", errno=errno.ENOENT, filename=name)
     target = Path(os.path.realpath(name))
+    try:
+        os.lstat(_name(target, "partial"))  # which is longer, and what a training of hours would be saved under
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise DiskError(
+                f"{name[:80]}... is too long: the folder is written under a name of 26 bytes more; give a shorter name",
+                errno=errno.ENAMETOOLONG,
+                filename=name,
+            ) from None
     if not target.exists():
         return
     if not target.is_dir():
