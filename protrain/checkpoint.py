@@ -28,7 +28,7 @@ from .base.replacing import clear_leftovers, replaced
 from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
 from .model.precision import has_master, saved_config
-from .optim.optimizers import Optimizer, check_arrays, hyper_of, state_names
+from .optim.optimizers import Optimizer, check_arrays, hyper_of, n_states_of, state_names
 from .runtime.changes import name_parameters
 from .runtime.loads import PARAMETERS, STATE
 from .session import Session
@@ -51,7 +51,7 @@ def _states(session: Session) -> Iterator[tuple[int, int, str]]:
     """(parameter, array, name in the file) of each state array that an update has written."""
     for entry in session.layout.entries:
         if entry.group >= 0 and session.engine.steps(entry.index):
-            for array, name in enumerate(state_names(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group]))):
+            for array, name in enumerate(state_names(session.wrapped.kind, session.wrapped.n_states)):
                 yield entry.index, 1 + array, f"{name}.{entry.name}"
         if has_master(session.wrapped, entry.index):
             yield entry.index, session.wrapped.master_array, f"master.{entry.name}"
@@ -359,8 +359,10 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
         if entry.index not in gone or weights.shape(entry.name) is not None:
             wanted.append((entry.index, 0, weights, entry.name))
         if entry.group >= 0 and about["param_steps"].get(entry.name):
-            names = state_names(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group] | groups[entry.group]))
-            wanted += [(entry.index, 1 + array, states, f"{name}.{entry.name}") for array, name in enumerate(names)]
+            used = n_states_of(hyper_of(session.wrapped.kind, session.wrapped.groups[entry.group] | groups[entry.group]))
+            for array, name in enumerate(state_names(session.wrapped.kind, session.wrapped.n_states)):
+                if array < used or states.shape(f"{name}.{entry.name}") is not None:
+                    wanted.append((entry.index, 1 + array, states, f"{name}.{entry.name}"))
         if entry.group >= 0 and states.shape(f"master.{entry.name}") is not None:  # saved in bf16; in fp32 it is the parameter
             wanted.append((entry.index, session.wrapped.master_array, states, f"master.{entry.name}"))
     for number, _, files, name in wanted:
@@ -419,7 +421,9 @@ def _put(session: Session, wanted: list[tuple[int, int, _Files, str]], param_ste
         if entry.group < 0:
             continue
         steps = int(param_steps.get(entry.name, 0))
-        if steps == 0 and (session.engine.steps(entry.index) or half_loaded):
+        if session.wrapped.kind is torch.optim.SGD and (entry.index, 1) not in given:
+            steps = 0  # those without momentum, which older checkpoints counted, left no buffer
+        if session.engine.steps(entry.index) or half_loaded:
             for array in range(1, session.wrapped.n_states + 1):
                 if (entry.index, array) not in given:
                     with uncounted():

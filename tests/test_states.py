@@ -426,3 +426,51 @@ def test_the_state_of_a_wrapped_optimizer_is_not_found_empty() -> None:
         optimizer.state = {}
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
     protrain.unwrap(model)
+
+
+def dampened(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+OPTIONS = {"momentum": (dampened, 0.9, 0.0), "amsgrad": (amsgrad, True, False)}
+
+
+def switched(model: Any, optimizer: Any, option: str, values: list[Any], batches: list[torch.Tensor]) -> list[Any]:
+    """A step of each batch with a value of the option; the last one of the values stays."""
+    figures = []
+    for value, x in zip(values, batches, strict=False):
+        optimizer.param_groups[0][option] = value
+        figures += steps([x])(model, optimizer, False)
+    optimizer.param_groups[0][option] = values[-1]
+    return figures
+
+
+@pytest.mark.parametrize("way", ["save", "state_dict"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_state_that_an_option_makes_no_use_of_is_kept(option: str, way: str, tmp_path: Path) -> None:
+    """A buffer of momentum waits for the momentum to come back, also in a checkpoint; one that begins late begins with the
+    gradient, which nothing dampens."""
+    made, on, off = OPTIONS[option]
+    values, batches = [off, on, on, off] if option == "momentum" else [on, on, off], inputs(7)
+    plain = Chain()
+    plain_optimizer = made(plain)
+    want = switched(plain, plain_optimizer, option, values, batches)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, made(model), memory=TIGHT)
+    losses = switched(model, optimizer, option, values, batches)
+    state, kept = optimizer.state_dict(), plain_optimizer.state_dict()["state"]
+    assert {n: list(entry) for n, entry in state["state"].items()} == {n: list(entry) for n, entry in kept.items()}
+    if way == "save":
+        protrain.save(model, optimizer, tmp_path / "saved")
+    weights = model.state_dict()
+    protrain.unwrap(model)
+    model = Chain()
+    model, optimizer = protrain.wrap(model, made(model), memory=AMPLE)
+    if way == "save":
+        protrain.load(model, optimizer, tmp_path / "saved")
+    else:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    losses += switched(model, optimizer, option, [off, on, on], batches[4:])
+    assert losses == want + switched(plain, plain_optimizer, option, [off, on, on], batches[4:])
+    protrain.unwrap(model)

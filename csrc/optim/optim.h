@@ -57,6 +57,9 @@ typedef struct ptn_hyper {
 #define PTN_STATE_MAX 3
 /* Arrays of fp32 state for each parameter: Adam 2 (exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq), SGD 1 with momentum. */
 int ptn_state_count(const ptn_hyper *hyper);
+/* Whether an update with these is one of those that a parameter counts: Adam's all are. SGD has a buffer since the first that had
+ * momentum, which takes the gradient as it is; those before and between leave no trace in its state, and are not counted. */
+bool ptn_update_counts(const ptn_hyper *hyper);
 
 /* Square roots of count floats. out does not overlap in. */
 typedef void (*ptn_square_roots)(size_t count, const float *in, float *out);
@@ -85,7 +88,7 @@ typedef struct ptn_update_scalars {
 /* One step's constants. Opaque to callers, passed by value where handy. */
 typedef struct ptn_update {
   ptn_hyper hyper;
-  double step;        /* the number of this update of the parameter, from 1, as torch's float32 counter holds it */
+  double step;        /* of this update among those that count, from 1, as torch's float32 counter holds it */
   ptn_update_scalars scalars;
 } ptn_update;
 /* Every gradient is multiplied by grad_scale first, rounded to fp32 (clipping); by exactly 1 it is unchanged. PTN_INVALID: step 0 or

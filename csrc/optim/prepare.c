@@ -13,6 +13,8 @@ int ptn_state_count(const ptn_hyper *hyper) {
   return hyper->amsgrad ? 3 : 2;
 }
 
+bool ptn_update_counts(const ptn_hyper *hyper) { return hyper->kind != PTN_SGD || hyper->momentum != 0; }
+
 static ptn_square_roots torch_roots;
 
 void ptn_update_use_square_roots(ptn_square_roots roots) { torch_roots = roots; }

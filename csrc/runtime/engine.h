@@ -177,7 +177,7 @@ ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t param, uint32_t
 /* Makes the slot hold the chunk without reading it; the caller fills it and calls ptn_engine_end_fill. */
 ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t chunk);
 ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t chunk);
-uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param); /* updates made of this parameter */
+uint64_t ptn_engine_steps(const ptn_engine *engine, uint32_t param); /* updates made of it that count */
 void ptn_engine_set_steps(ptn_engine *engine, uint32_t param, uint64_t steps);
 
 /* ---- residency (runtime/residency.c) ---- */

@@ -321,6 +321,11 @@ static ptn_status prepare_in_memory(ptn_engine *engine, uint32_t number, float g
   return ptn_update_prepare(update, &engine->hypers[param->group], param->steps + 1, grad_scale);
 }
 
+/* Whether an update of the parameter with its group's values is counted. */
+static bool counts(const ptn_engine *engine, uint32_t number) {
+  return ptn_update_counts(&engine->hypers[engine->params[number].group]);
+}
+
 static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad, const ptn_update *update) {
   param *param = &engine->params[number];
   const chunk *chunk = &engine->chunks[param->chunk];
@@ -336,7 +341,7 @@ static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad,
   } else {
     ptn_update_run(true, update, values, states, grad, all);
   }
-  param->steps++;
+  param->steps += counts(engine, number);
 }
 
 ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
@@ -361,7 +366,7 @@ ptn_status ptn_engine_make_step(ptn_engine *engine, const ptn_memory_update *upd
   if (status == PTN_OK) {
     for (size_t i = 0; i < count; i++) {
       if (is_ours(engine, &updates[i])) run_in_memory(engine, updates[i].param, updates[i].grad, &prepared[i]);
-      else engine->params[updates[i].param].steps++;
+      else engine->params[updates[i].param].steps += counts(engine, updates[i].param);
     }
     ptn_engine_commit(engine);
   }
@@ -395,7 +400,7 @@ void ptn_engine_commit(ptn_engine *engine) {
   if (engine->over.device) ptn_host_queue_late(engine);
   for (uint32_t i = 0; i < engine->n_params; i++) {
     param *param = &engine->params[i];
-    param->steps += param->updated;
+    param->steps += param->updated && counts(engine, i);
     param->updated = param->spilled = param->summed = false;
   }
   engine->gradients = 0;

@@ -110,9 +110,9 @@ def n_states_of(hyper: Hyper) -> int:
     return 3 if hyper.amsgrad else 2
 
 
-def state_names(hyper: Hyper) -> tuple[str, ...]:
-    """Their names in torch's state dicts."""
-    return (SGD_STATE if hyper.kind == SGD else ADAM_STATE)[: n_states_of(hyper)]
+def state_names(kind: type[torch.optim.Optimizer], n_states: int) -> tuple[str, ...]:
+    """Names in torch's state dicts of the first arrays of state, which stay where a group's options make no use of them."""
+    return (SGD_STATE if kind is torch.optim.SGD else ADAM_STATE)[:n_states]
 
 
 def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_states: int) -> None:

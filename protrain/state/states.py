@@ -11,7 +11,7 @@ import torch
 
 from .. import _core
 from ..errors import PlanError, StepError
-from ..optim.optimizers import Group, check_arrays, hyper_of, state_names
+from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, n_states_of, state_names
 from ..runtime.loads import STATE
 from .values import Values
 
@@ -71,17 +71,18 @@ class States:
         value = value or self._values.get
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
-        place = 0
+        place, names = 0, state_names(wrapped.kind, wrapped.n_states)
         for group in wrapped.groups:
-            names = state_names(hyper_of(wrapped.kind, group))
+            used = n_states_of(hyper_of(wrapped.kind, group))
             for offset, p in enumerate(group["params"]):
                 number = wrapped.number_of[id(p)]
                 steps = self._engine.steps(number)
-                untouched = steps == 0 or (wrapped.kind is torch.optim.SGD and not names)
-                if wrapped.layout.entries[number].group < 0 or (untouched and not wrapped.master_array):
+                if wrapped.layout.entries[number].group < 0 or (steps == 0 and not wrapped.master_array):
                     continue
                 known = names if steps or wrapped.kind is not torch.optim.SGD else ()  # a buffer that no step has made is none
                 entry = {name: value(number, 1 + array) for array, name in enumerate(known)}
+                if used < len(known) and known[-1] == ADAM_STATE[-1] and not entry[known[-1]].any():
+                    del entry[known[-1]]  # amsgrad is off, and nothing tells that it was ever on
                 if wrapped.master_array:
                     entry["master"] = value(number, wrapped.master_array)
                 if wrapped.kind is not torch.optim.SGD:
@@ -146,7 +147,7 @@ class States:
             check_arrays(f"optimizer: group {number}", wrapped.kind, group, wrapped.n_states)
         for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True):
             state = states.get(id(p), {})
-            for name in (*state_names(hyper_of(wrapped.kind, groups[entry.group])), "master") if entry.group >= 0 else ():
+            for name in (*state_names(wrapped.kind, wrapped.n_states), "master") if entry.group >= 0 else ():
                 value = dict.get(state, name)  # of one that is read on demand what stands for it
                 if isinstance(value, torch.Tensor) and value.shape != entry.shape:
                     raise PlanError(
@@ -157,10 +158,10 @@ class States:
     def _import(self, states: dict[int, dict[str, Any]], half_loaded: bool) -> None:
         """half_loaded: there may be state of no step (loads.py)."""
         wrapped, values = self._wrapped, self._values
+        names = state_names(wrapped.kind, wrapped.n_states)
         for number, (p, entry) in enumerate(zip(wrapped.params, wrapped.layout.entries, strict=True)):
             if entry.group < 0:
                 continue
-            names = state_names(hyper_of(wrapped.kind, wrapped.groups[entry.group]))
             state = states.get(id(p), {})
             for array, name in enumerate(names):
                 value = state.get(name)
