@@ -2,13 +2,14 @@
 
 A folder holds `model*.safetensors` (and config.json) as `from_pretrained` reads them, `optimizer*.safetensors` with the state
 arrays under "ARRAY.PARAMETER" (the fp32 master of a bf16 parameter under "master.PARAMETER"), and `protrain.json` with parameter
-groups, step counters, torch's random state, that of a device beside it, and a checksum of these. It is written tensor by tensor
-beside its target and takes the target's name when it is whole. Nothing in it is a pickle.
+groups, step counters, what modules give by get_extra_state, torch's random state, that of a device beside it, and a checksum of
+these. It is written tensor by tensor beside its target and takes the target's name when it is whole. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import numbers
@@ -33,7 +34,7 @@ from .runtime.changes import name_parameters
 from .runtime.loads import PARAMETERS, STATE
 from .session import Session
 from .state.materialise import weight_files
-from .state.statefiles import check_states, states_of
+from .state.statefiles import check_extra_states, check_states, extra_states_of, states_of
 from .state.tensorfiles import Entry, Progress, TensorFile, Told, entries, unreadable, write_tensors
 
 FORMAT = 1
@@ -129,6 +130,7 @@ def _save(
     commits = session.engine.commits()
     groups = _plain_groups(session)
     own = states_of(session) if session.foreign is not None else None
+    extra_values, extra_entries, extra_tensors = extra_states_of(model)
     size_bytes = 0
     try:
         with replaced(folder) as fresh:
@@ -141,6 +143,7 @@ def _save(
             read = session.values.get
             values: Iterator[tuple[str, torch.Tensor]] = ((name, read(number, array)) for number, array, name in states)
             expected, values = (own[1], own[2]) if own else (expected, values)
+            expected, values = [*expected, *extra_entries], itertools.chain(values, extra_tensors)
             size_bytes = sum(entry.size_bytes for entry in (*weights, *expected))
             told = Told(progress or (lambda _done, _all: None), size_bytes)
             write_tensors(fresh, weights, told.through(session.states.tensors()))
@@ -160,6 +163,8 @@ def _save(
                 about["device_random_state"] = bytes(device_state.numpy()).hex()
             if own is not None:
                 about["optimizer_state"] = own[0]
+            if extra_values:
+                about["extra_state"] = extra_values
             about[SUM] = _sum_of(json.loads(json.dumps(about)))
             (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
@@ -298,13 +303,29 @@ class _Files:
         return self.where[name].read(name)
 
 
-def _optimizer_files(folder: str) -> list[str]:
-    names = sorted(n for n in os.listdir(folder) if n.startswith("optimizer") and n.endswith(".safetensors"))
-    return [os.path.join(folder, name) for name in names]
+def _files(folder: str, stem: str) -> list[str]:
+    """Those that `save` wrote, with what that puts before the number of a shard where the index is lost."""
+    return [path for path in weight_files(folder, stem) if os.path.basename(path).startswith(stem)]
 
 
-def _weight_files(folder: str) -> list[str]:
-    return [path for path in weight_files(folder) if not os.path.basename(path).startswith("optimizer")]
+def _buffers_to_load(folder: str, model: nn.Module, weights: _Files) -> dict[str, torch.Tensor]:
+    """The model's buffers that a checkpoint has, by name.
+
+    Raises:
+        PlanError: it lacks one of them, has one of another shape, or a tensor that the model has not.
+    """
+    buffers = dict(model.named_buffers())
+    saved = {entry.name for entry in entries(model)}
+    for name, buffer in buffers.items():
+        shape, ours = weights.shape(name), tuple(buffer.shape)
+        if shape != ours and (shape is not None or name in saved):
+            what = "missing" if shape is None else f"of shape {shape}"
+            raise PlanError(f"{folder}: buffer {name} is {what}, the model's is of {ours}")
+    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    unknown = next((name for name in weights.where if name not in own), None)
+    if unknown is not None:
+        raise PlanError(f"{folder} is of another model: it has {shown(unknown)}, which this {type(model).__name__} has not")
+    return {name: buffer for name, buffer in buffers.items() if weights.shape(name) is not None}
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
@@ -335,7 +356,7 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     clear_leftovers(folder)
     place = _place(folder)
     about = _read_about(folder)
-    weights, states = _Files(_weight_files(folder)), _Files(_optimizer_files(folder))
+    weights, states = _Files(_files(folder, "model")), _Files(_files(folder, "optimizer"))
     groups: list[dict[str, Any]] = about["param_groups"]
     if about["optimizer"] != session.wrapped.kind.__name__ or len(groups) != len(session.wrapped.groups):
         own = f"{session.wrapped.kind.__name__} with {len(session.wrapped.groups)}"
@@ -350,10 +371,8 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     bring = None
     if session.foreign is not None:
         bring = check_states(session, about["optimizer_state"], states.shape, states.tensor)
-    buffers = {name: b for name, b in model.named_buffers() if weights.shape(name) is not None}
-    for name, buffer in buffers.items():
-        if weights.shape(name) != tuple(buffer.shape):
-            raise PlanError(f"{folder}: buffer {name} is of shape {weights.shape(name)}, the model's is of {tuple(buffer.shape)}")
+    bring_extra = check_extra_states(model, about.get("extra_state", {}), states.shape, states.tensor)
+    buffers = _buffers_to_load(folder, model, weights)
     wanted: list[tuple[int, int, _Files, str]] = []
     for entry in session.layout.entries:
         if entry.index not in gone or weights.shape(entry.name) is not None:
@@ -381,6 +400,7 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(weights.tensor(name))
+        bring_extra()
         for group, saved in zip(session.wrapped.groups, groups, strict=True):
             group.update({k: _as_ours(v, group.get(k)) for k, v in saved.items()})
         session.steps = int(about["steps"])

@@ -137,6 +137,65 @@ def test_a_file_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -
     protrain.unwrap(model)
 
 
+def test_what_others_put_beside_the_weights_is_not_loaded(tmp_path: Path) -> None:
+    """An average of the weights has the same names; so has another optimizer's state."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "checkpoint"
+
+    def averages(fresh: Path) -> None:
+        for file, name in (("model", "weights_average"), ("model", "model_average"), ("optimizer", "optimizer_before")):
+            tensors = load_file(fresh / f"{file}.safetensors")
+            save_file({key: torch.zeros_like(value) for key, value in tensors.items()}, fresh / f"{name}.safetensors")
+
+    model, optimizer = trained(TIGHT)
+    protrain.save(model, optimizer, folder, extra=averages)
+    want = state_of(model)
+    steps(inputs(1, seed=8))(model, optimizer, False)
+    protrain.load(model, optimizer, folder)
+    assert state_of(model) == want
+    want_losses = steps(inputs(2, seed=4))(model, optimizer, False)
+    protrain.load(model, optimizer, folder)
+    assert steps(inputs(2, seed=4))(model, optimizer, False) == want_losses
+    protrain.unwrap(model)
+    with torch.device("meta"):
+        empty: Any = Chain()
+    empty, _ = protrain.wrap(empty, adamw(empty), memory=TIGHT, weights=folder)
+    assert state_of(empty) == want
+    protrain.unwrap(empty)
+
+
+class Counting(Chain):
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__()
+        self.blocks = self.blocks[:n_blocks]
+        self.register_buffer("count", torch.zeros(3))
+
+
+@pytest.mark.parametrize("n_blocks", [7, 8])
+def test_a_checkpoint_of_a_larger_model_or_without_a_buffer_is_refused(n_blocks: int, tmp_path: Path) -> None:
+    """As load_state_dict refuses it; nothing is changed."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "checkpoint"
+    model: Any = Counting(8)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.save(model, optimizer, folder)
+    protrain.unwrap(model)
+    if n_blocks == 8:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["count"]
+        save_file(tensors, folder / "model.safetensors")
+    other: Any = Counting(n_blocks)
+    other, optimizer = protrain.wrap(other, adamw(other), memory=TIGHT)
+    steps(inputs(1))(other, optimizer, False)
+    before = state_of(other)
+    with pytest.raises(protrain.PlanError, match=r"buffer count is missing" if n_blocks == 8 else r"it has 'blocks\.7\."):
+        protrain.load(other, optimizer, folder)
+    assert state_of(other) == before
+    protrain.unwrap(other)
+
+
 def test_progress_is_told_tensor_by_tensor(fresh_disk: Any) -> None:
     model = torch.nn.Linear(64, 64)
     model, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), fused=True), memory="8MiB", disk=fresh_disk)

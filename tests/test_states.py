@@ -474,3 +474,42 @@ def test_state_that_an_option_makes_no_use_of_is_kept(option: str, way: str, tmp
     losses += switched(model, optimizer, option, [off, on, on], batches[4:])
     assert losses == want + switched(plain, plain_optimizer, option, [off, on, on], batches[4:])
     protrain.unwrap(model)
+
+
+class Telling(Chain):
+    """Has what is neither a parameter nor a buffer."""
+
+    def __init__(self, told: Any = None) -> None:
+        super().__init__()
+        self.told = told
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+def test_what_modules_give_as_extra_state_is_saved_or_refused_by_name(tmp_path: Path) -> None:
+    scale = torch.arange(6.0).view(2, 3).t()
+    model: Any = Telling({"seen": 3, "scale": scale, "again": [scale, float("inf")]})
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    protrain.save(model, optimizer, tmp_path / "saved")
+    assert "_extra_state" not in load_file(tmp_path / "saved" / "model.safetensors")
+    model.told = None
+    protrain.load(model, optimizer, tmp_path / "saved")
+    assert list(model.told) == ["seen", "scale", "again"]
+    assert model.told["seen"] == 3
+    assert model.told["again"][0] is model.told["scale"]
+    assert model.told["again"][1] == float("inf")
+    assert model.told["scale"].equal(scale)
+    assert model.told["scale"].stride() == scale.stride()
+    model.told = {"made_by": object()}
+    with pytest.raises(protrain.PlanError, match=r"model: its made_by\._extra_state is a object, which cannot be saved"):
+        protrain.save(model, optimizer, tmp_path / "saved")
+    protrain.unwrap(model)
+    other: Any = Chain()
+    other, optimizer = protrain.wrap(other, adamw(other), memory=TIGHT)
+    with pytest.raises(protrain.PlanError, match="what modules give by get_extra_state is not this model's"):
+        protrain.load(other, optimizer, tmp_path / "saved")
+    protrain.unwrap(other)

@@ -241,15 +241,16 @@ def from_weights(session: Session, folder: str) -> None:
         filler.leave(entry.index)
 
 
-def weight_files(folder: str) -> list[str]:
-    """The safetensors files of a folder, those of its index where it has one.
+def weight_files(folder: str, stem: str = "model") -> list[str]:
+    """The safetensors files of a folder: those of its index where it has one, or the one of that name; else all. What others put
+    beside these, an average of the weights, has the same names of tensors.
 
     Raises:
         ValueError: there is none.
         PlanError: the index is none, or names what does not lie in the folder.
         DiskError: the index cannot be read.
     """
-    index = os.path.join(folder, "model.safetensors.index.json")
+    index, alone = os.path.join(folder, f"{stem}.safetensors.index.json"), os.path.join(folder, f"{stem}.safetensors")
     if os.path.lexists(index):
         size_bytes = 0
         try:
@@ -264,6 +265,8 @@ def weight_files(folder: str) -> list[str]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{index} is no index of safetensors files: {error}") from None
         return [os.path.join(folder, name) for name in sorted(listed)]
+    if os.path.lexists(alone):
+        return [alone]
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")) if os.path.isdir(folder) else []
     if not names:
         raise ValueError(f"weights: {folder} is no folder with safetensors files")

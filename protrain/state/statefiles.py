@@ -1,4 +1,5 @@
-"""State of optimizers without a kernel in checkpoints: tensors in safetensors, all else as JSON.
+"""State of optimizers without a kernel, and what modules give by get_extra_state, in checkpoints: tensors in safetensors, all
+else as JSON.
 
 A tree of containers, tensors and plain values becomes JSON in which a tensor is its name in the files. Nothing is a pickle, so
 what is neither a container, a tensor nor a plain value cannot be written.
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..base.counting import uncounted
 from ..base.reading import shown
@@ -28,8 +30,9 @@ def _name(path: tuple[str, ...], owner: str) -> str:
     return ".".join((*path, owner))
 
 
-def _encode(tree: Tree, owner: str, names: dict[int, str], path: tuple[str, ...] = ()) -> Any:
-    """The tree as JSON values; `names` gets the name of each tensor, by id: its path in the tree, then the owner.
+def _encode(tree: Tree, owner: str, names: dict[int, str], path: tuple[str, ...] = (), whose: str = "optimizer") -> Any:
+    """The tree as JSON values; `names` gets the name of each tensor, by id: its path in the tree, then the owner. whose
+    tree it is stands in errors.
 
     Raises:
         PlanError: something in it can be written neither as a tensor nor as JSON.
@@ -37,44 +40,48 @@ def _encode(tree: Tree, owner: str, names: dict[int, str], path: tuple[str, ...]
     name = _name(path, owner)
     if isinstance(tree, torch.Tensor):
         if not is_plain(tree) or tree.dtype not in SAVED_TYPES:
-            raise PlanError(f"optimizer: its {name} is a {type(tree).__name__} of {tree.dtype}, which cannot be saved")
+            raise PlanError(f"{whose}: its {name} is a {type(tree).__name__} of {tree.dtype}, which cannot be saved")
         value: dict[str, Any] = {"tensor": names.setdefault(id(tree), name)}
         return value if tree.stride() == contiguous_strides(tree.shape) else value | {"stride": list(tree.stride())}
     if isinstance(tree, dict):
         for key in tree:
             if key is not None and type(key) not in (bool, int, str):
-                raise PlanError(f"optimizer: a key of its {name} is a {type(key).__name__}, which cannot be saved")
-        return {"dict": [[key, _encode(item, owner, names, (*path, str(key)))] for key, item in tree.items()]}
+                raise PlanError(f"{whose}: a key of its {name} is a {type(key).__name__}, which cannot be saved")
+        return {"dict": [[key, _encode(item, owner, names, (*path, str(key)), whose)] for key, item in tree.items()]}
     if type(tree) in (list, tuple):
-        items = [_encode(item, owner, names, (*path, str(place))) for place, item in enumerate(tree)]
+        items = [_encode(item, owner, names, (*path, str(place)), whose) for place, item in enumerate(tree)]
         return {type(tree).__name__: items}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
-    raise PlanError(f"optimizer: its {name} is a {type(tree).__name__}, which cannot be saved")
+    raise PlanError(f"{whose}: its {name} is a {type(tree).__name__}, which cannot be saved")
 
 
-def _decode(value: Any, tensor: Callable[[str], Any]) -> Tree:
-    """The tree that `_encode` wrote; `tensor` gives that of a name.
+def _decode(value: Any, tensor: Callable[[str], Any], made: dict[Any, Any] | None = None) -> Tree:
+    """The tree that `_encode` wrote; `tensor` gives that of a name. made: tensors with strides of their own, by name and these.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
     if not isinstance(value, dict):
         return value
+    made = {} if made is None else made
     if "tensor" in value:
         found = tensor(value["tensor"])
         if "stride" not in value:
             return found
         _check_stride(value["stride"], found)
-        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device=found.device).copy_(found)
+        key = value["tensor"], tuple(value["stride"])
+        if key not in made:
+            made[key] = torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device=found.device).copy_(found)
+        return made[key]
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {key: _decode(item, tensor) for key, item in content}
+        return {key: _decode(item, tensor, made) for key, item in content}
     if kind == "float":
         return float(content)
-    return {"list": list, "tuple": tuple}[kind](_decode(item, tensor) for item in content)
+    return {"list": list, "tuple": tuple}[kind](_decode(item, tensor, made) for item in content)
 
 
 def _check_stride(stride: Any, tensor: torch.Tensor) -> None:
@@ -170,5 +177,62 @@ def check_states(
     def bring() -> None:
         foreign.put((numbers[owner], _read(value, tensor)) for owner, value in saved["params"].items())
         foreign.set_shared(_read(saved["param_groups"], tensor), _read(saved["loose"], tensor))
+
+    return bring
+
+
+# ---- what modules give by get_extra_state ----
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the name that torch's state dict has for what they give."""
+    own: Any = nn.Module.get_extra_state
+    return {
+        f"{prefix}._extra_state" if prefix else "_extra_state": module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not own
+    }
+
+
+def extra_states_of(model: nn.Module) -> tuple[dict[str, Any], list[Entry], list[tuple[str, torch.Tensor]]]:
+    """What there is to write of it: JSON values, and its tensors, which are the modules' own.
+
+    Raises:
+        PlanError: something of it cannot be written.
+    """
+    names: dict[int, str] = {}
+    trees = {name: module.get_extra_state() for name, module in _with_extra_state(model).items()}
+    found = {name: _encode(tree, name, names, whose="model") for name, tree in trees.items()}
+    tensors = {id(tensor): tensor for tree in trees.values() for tensor in tensors_of(tree)}
+    named = [(name, tensors[key]) for key, name in names.items()]
+    return found, [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named], named
+
+
+def check_extra_states(
+    model: nn.Module, saved: Any, shape: Callable[[str], tuple[int, ...] | None], tensor: Callable[[str], torch.Tensor]
+) -> Callable[[], None]:
+    """Check what `extra_states_of` gave, as it was read; what is returned gives it to the modules. Arguments as `check_states`.
+
+    Raises:
+        PlanError: it is of another model, or a tensor is missing.
+    """
+    modules = _with_extra_state(model)
+
+    def look(name: str) -> torch.Tensor:
+        if not isinstance(name, str) or (found := shape(name)) is None:
+            raise ValueError(f"tensor {shown(name)} is missing")
+        return torch.empty(found, device="meta")
+
+    try:
+        if saved.keys() != modules.keys():
+            raise ValueError(f"it has {shown(', '.join(saved))}, this model {shown(', '.join(modules))}")
+        for value in saved.values():
+            _decode(value, look)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise PlanError(f"checkpoint: what modules give by get_extra_state is not this model's: {shown(str(error))}") from error
+
+    def bring() -> None:
+        for name, value in saved.items():
+            modules[name].set_extra_state(_read(value, tensor))
 
     return bring
