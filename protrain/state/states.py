@@ -80,9 +80,9 @@ class States:
                 if wrapped.layout.entries[number].group < 0 or (steps == 0 and not wrapped.master_array):
                     continue
                 known = names if steps or wrapped.kind is not torch.optim.SGD else ()  # a buffer that no step has made is none
+                if used < len(known) and known == ADAM_STATE and not self._values.get(number, len(known)).any():
+                    known = known[:-1]  # amsgrad is off, and nothing tells that it was ever on
                 entry = {name: value(number, 1 + array) for array, name in enumerate(known)}
-                if used < len(known) and known[-1] == ADAM_STATE[-1] and not entry[known[-1]].any():
-                    del entry[known[-1]]  # amsgrad is off, and nothing tells that it was ever on
                 if wrapped.master_array:
                     entry["master"] = value(number, wrapped.master_array)
                 if wrapped.kind is not torch.optim.SGD:
