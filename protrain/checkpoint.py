@@ -71,6 +71,8 @@ def _as_ours(value: Any, ours: Any) -> Any:
     """A group's value, read from JSON, as one that stands where ours does."""
     if isinstance(ours, torch.Tensor):
         return torch.full_like(ours, value)
+    if isinstance(ours, numbers.Real) and not isinstance(ours, int | float):  # of NumPy, with which torch rounds otherwise
+        return type(ours)(value)  # type: ignore[call-arg]
     return tuple(value) if isinstance(value, list) and not isinstance(ours, list) else value
 
 

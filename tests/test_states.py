@@ -513,3 +513,40 @@ def test_what_modules_give_as_extra_state_is_saved_or_refused_by_name(tmp_path: 
     with pytest.raises(protrain.PlanError, match="what modules give by get_extra_state is not this model's"):
         protrain.load(other, optimizer, tmp_path / "saved")
     protrain.unwrap(other)
+
+
+@pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.RMSprop], ids=["kernel", "without"])
+def test_rates_of_numpy_round_as_in_torch_and_are_saved(made: Any, tmp_path: Path) -> None:
+    """A schedule that is computed with NumPy sets them; torch's loop computes in fp32 with one of fp32."""
+    rates, batches = numpy.float32([3.337e-3, 1.1e-3, 0.0123, 0.9e-3, 1.7e-3, 2.3e-3, 3.1e-3, 4.7e-3]), inputs(8)
+
+    def go_on(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[Any]:
+        figures = []
+        for rate, x in zip(rates[first : first + 4], batches[first : first + 4], strict=True):
+            figures += steps([x])(model, optimizer, False)
+            optimizer.param_groups[0]["lr"] = rate
+        return figures
+
+    plain = Chain()
+    plain_optimizer = made(plain.parameters(), lr=rates[0], weight_decay=0.17)
+    want = go_on(plain, plain_optimizer, 0) + go_on(plain, plain_optimizer, 4)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, made(model.parameters(), lr=rates[0], weight_decay=0.17), memory=24 * MIB)
+    losses = go_on(model, optimizer, 0)
+    protrain.save(model, optimizer, tmp_path / "saved")
+    optimizer.param_groups[0]["lr"] = rates[0]
+    protrain.load(model, optimizer, tmp_path / "saved")
+    assert type(optimizer.param_groups[0]["lr"]) is numpy.float32
+    assert losses + go_on(model, optimizer, 4) == want
+    found = {name: bits(value) for name, value in model.state_dict().items()}
+    assert found == {name: bits(value) for name, value in plain.state_dict().items()}
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize(
+    "option", [{"lr": numpy.float16(1e-3)}, {"weight_decay": numpy.float32(0.1)}, {"lr": torch.ones(()).half()}]
+)
+def test_options_of_other_numbers_are_refused_where_torch_rounds_otherwise(option: dict[str, Any]) -> None:
+    model = Chain()
+    with pytest.raises(protrain.PlanError, match=r"optimizer: \w+ is of float\d\d, with which torch's loop rounds otherwise"):
+        protrain.wrap(model, torch.optim.AdamW(model.parameters(), **option), memory=TIGHT)

@@ -47,7 +47,7 @@ typedef struct ptn_hyper {
   double lr, weight_decay;
   bool maximize;
   bool fused;               /* rounded as torch's fused kernels do; else as its loop over parameters */
-  bool lr_is_float;         /* lr is a tensor of fp32 */
+  bool lr_is_float;         /* lr is of fp32, a tensor or a NumPy number */
   double beta1, beta2, eps; /* Adam, AdamW */
   bool amsgrad;             /* Adam, AdamW */
   double momentum, dampening; /* SGD */

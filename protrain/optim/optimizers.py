@@ -40,7 +40,7 @@ class Hyper(NamedTuple):
     nesterov: bool
     #: Rounded as torch's fused kernels do; else as its loop over parameters, the default on a CPU.
     fused: bool
-    #: lr is a tensor of fp32, with which that loop computes in fp32.
+    #: lr is of fp32, a tensor or a number of NumPy, with which that loop computes in fp32.
     lr_is_float: bool
 
 
@@ -84,16 +84,15 @@ def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
     """A parameter group's values as the kernels take them.
 
     Raises:
-        PlanError: an option that the kernels do not have.
+        PlanError: an option that the kernels do not have, or of a type that torch's loop rounds otherwise with.
     """
     for option in ("differentiable",):
         if group.get(option):
             raise PlanError(f"optimizer: {option}=True is not supported")
-    for option in ("betas", "eps", "weight_decay", "momentum", "dampening"):
-        if not group.get("fused") and any(isinstance(value, torch.Tensor) for value in tree_leaves(group.get(option))):
-            raise PlanError(f"optimizer: {option} is of tensors, with which torch's loop rounds otherwise; give numbers")
+    if not group.get("fused"):
+        _check_numbers(group)
     lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
-    rounding = bool(group.get("fused")), isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32
+    rounding = bool(group.get("fused")), _type_name(group["lr"]) == "float32"
     if kind is torch.optim.SGD:
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
         return Hyper(SGD, lr, decay, maximize, 0.0, 0.0, 0.0, False, momentum, dampening, bool(group["nesterov"]), *rounding)
@@ -101,6 +100,31 @@ def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     eps, amsgrad = float(group["eps"]), bool(group["amsgrad"])
     return Hyper(code, lr, decay, maximize, beta1, beta2, eps, amsgrad, 0.0, 0.0, False, *rounding)
+
+
+def _type_name(value: Any) -> str:
+    """Of a tensor's numbers, or of a number of NumPy, such as "float32"; "" of Python's own."""
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def _check_numbers(group: Group) -> None:
+    """Whether torch's loop computes with these options in double, and with the rate in double or in fp32.
+
+    Raises:
+        PlanError: it does not.
+    """
+    for option in ("betas", "eps", "weight_decay", "momentum", "dampening"):
+        for value in tree_leaves(group.get(option)):
+            if isinstance(value, torch.Tensor):
+                raise PlanError(f"optimizer: {option} is of tensors, with which torch's loop rounds otherwise; give numbers")
+            _check_type(option, value, ("", "float64"))
+    _check_type("lr", group["lr"], ("", "float32", "float64"))
+
+
+def _check_type(option: str, value: Any, known: tuple[str, ...]) -> None:
+    name = _type_name(value)
+    if "float" in name and name not in known:
+        raise PlanError(f"optimizer: {option} is of {name}, with which torch's loop rounds otherwise; give it as a float")
 
 
 def n_states_of(hyper: Hyper) -> int:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -24,6 +25,13 @@ from .tensorfiles import SAVED_TYPES, Entry
 
 if TYPE_CHECKING:
     from ..session import Session
+
+
+#: Numbers of NumPy, which stand in groups where a schedule is computed with it: what is computed with them rounds otherwise.
+_NUMPY: dict[str, Any] = {
+    numpy.dtype(kind).name: numpy.dtype(kind).type
+    for kind in ("bool", "f2", "f4", "f8", *(f"{sign}{n}" for sign in "iu" for n in (1, 2, 4, 8)))
+}
 
 
 def _name(path: tuple[str, ...], owner: str) -> str:
@@ -51,6 +59,8 @@ def _encode(tree: Tree, owner: str, names: dict[int, str], path: tuple[str, ...]
     if type(tree) in (list, tuple):
         items = [_encode(item, owner, names, (*path, str(place)), whose) for place, item in enumerate(tree)]
         return {type(tree).__name__: items}
+    if isinstance(tree, numpy.generic) and tree.dtype.name in _NUMPY:
+        return {"numpy": [tree.dtype.name, repr(tree.item())]}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}
     if tree is None or type(tree) in (bool, int, float, str):
@@ -81,6 +91,9 @@ def _decode(value: Any, tensor: Callable[[str], Any], made: dict[Any, Any] | Non
         return {key: _decode(item, tensor, made) for key, item in content}
     if kind == "float":
         return float(content)
+    if kind == "numpy":
+        name, text = content
+        return _NUMPY[name](text == "True" if name == "bool" else int(text) if "int" in name else float(text))
     return {"list": list, "tuple": tuple}[kind](_decode(item, tensor, made) for item in content)
 
 
