@@ -42,7 +42,7 @@ from .model.precision import check_dtypes, check_grads, converted, dtype_of, sta
 from .model.strides import shared_memory
 from .optim.footprint import Footprint
 from .optim.foreign import Foreign
-from .optim.optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_of
+from .optim.optimizers import Optimizer, footprint_of, has_kernel, hyper_of, kind_of, n_states_for
 from .planner.planning import anew_from_profiles, plan_from_profile
 from .planner.plans import Plan, check_modes, check_numbers, check_plan
 from .planner.profiles import Machine, Profile, Times
@@ -308,7 +308,7 @@ def wrap(
     wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
         Settings(budget, host_budget, folder, accumulate, norm, plan, modes), compute,
-        Foreign(optimizer, footprint) if footprint else None,
+        Foreign(optimizer, footprint) if footprint else None, n_states_for(optimizer) if footprint is None else 0,
     )  # fmt: skip
     meta = onmeta.OnMeta(model)
     session = Session(wrapped)
@@ -509,7 +509,7 @@ def _foresee(
         n_states = 0
     elif optimizer is not None:
         hypers = [hyper_of(kind_of(optimizer), group) for group in optimizer.param_groups]
-        n_states, fused = max(map(n_states_of, hypers)), all(hyper.fused for hyper in hypers)
+        n_states, fused = n_states_for(optimizer), all(hyper.fused for hyper in hypers)
     given, model = model, converted(model, dtype)
     trained = list(model.named_parameters())
     groups = {id(q): groups[id(p)] for (_, p), (_, q) in zip(named, trained, strict=True) if id(p) in groups}

@@ -476,6 +476,23 @@ def test_state_that_an_option_makes_no_use_of_is_kept(option: str, way: str, tmp
     protrain.unwrap(model)
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_state_that_is_there_at_wrap_is_kept_though_no_option_uses_it(option: str) -> None:
+    made, on, off = OPTIONS[option]
+    found: list[Any] = []
+    for wrapped in (False, True):
+        model: Any = Chain()
+        optimizer = made(model)
+        losses = switched(model, optimizer, option, [on, off], inputs(2))
+        if wrapped:
+            model, optimizer = protrain.wrap(model, optimizer, memory=TIGHT)
+        losses += switched(model, optimizer, option, [off, on], inputs(4)[2:])
+        found.append((losses, [bits(value) for value in model.state_dict().values()]))
+        if wrapped:
+            protrain.unwrap(model)
+    assert found[0] == found[1]
+
+
 class Telling(Chain):
     """Has what is neither a parameter nor a buffer."""
 

@@ -134,6 +134,15 @@ def n_states_of(hyper: Hyper) -> int:
     return 3 if hyper.amsgrad else 2
 
 
+def n_states_for(optimizer: torch.optim.Optimizer) -> int:
+    """Arrays of state beside each parameter of an optimizer with a kernel: those that a group's options need now, and those that
+    are there since they did."""
+    needed = max((n_states_of(hyper_of(type(optimizer), group)) for group in optimizer.param_groups), default=0)
+    names = SGD_STATE if type(optimizer) is torch.optim.SGD else ADAM_STATE
+    there = {name for state in optimizer.state.values() for name in state if state[name] is not None}
+    return max(needed, *(place + 1 for place, name in enumerate(names) if name in there), 0)
+
+
 def state_names(kind: type[torch.optim.Optimizer], n_states: int) -> tuple[str, ...]:
     """Names in torch's state dicts of the first arrays of state, which stay where a group's options make no use of them."""
     return (SGD_STATE if kind is torch.optim.SGD else ADAM_STATE)[:n_states]

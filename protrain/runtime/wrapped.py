@@ -21,7 +21,7 @@ from ..model.layout import Layout, first_blocks
 from ..model.placing import Places
 from ..model.precision import state_arrays, widened_bytes
 from ..optim.foreign import Foreign
-from ..optim.optimizers import Hyper, hyper_of, n_states_of
+from ..optim.optimizers import Hyper, hyper_of
 from ..planner.plans import Plan
 
 
@@ -58,6 +58,7 @@ class Wrapped:
         settings: Settings,
         compute: Compute,
         foreign: Foreign | None = None,
+        n_states: int = 0,
     ) -> None:
         self.model, self.layout, self.params, self.blocks = model, layout, params, blocks
         self.kind, self.groups, self.settings, self.foreign = kind, groups, settings, foreign
@@ -70,7 +71,7 @@ class Wrapped:
         owned = [self.number_of[id(p)] for group in groups for p in group["params"]]
         self.frozen = [number for number in owned if layout.entries[number].group < 0]
         self.element_bytes = layout.dtype.itemsize
-        self.n_states = max((n_states_of(hyper) for hyper in self.hypers()), default=0)
+        self.n_states = n_states
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
         self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0
 

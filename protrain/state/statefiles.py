@@ -182,7 +182,7 @@ def check_states(
         _check_dict(_decode(saved["loose"], look))
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise PlanError(f"checkpoint: its optimizer state is none that this version writes: {shown(str(error))}") from error
     if len(groups) != len(foreign.values_of_groups()):
         raise PlanError(f"checkpoint: its optimizer has {len(groups)} groups, this one {len(foreign.values_of_groups())}")
@@ -241,7 +241,7 @@ def check_extra_states(
             raise ValueError(f"it has {shown(', '.join(saved))}, this model {shown(', '.join(modules))}")
         for value in saved.values():
             _decode(value, look)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise PlanError(f"checkpoint: what modules give by get_extra_state is not this model's: {shown(str(error))}") from error
 
     def bring() -> None:
