@@ -883,13 +883,13 @@ def test_an_interrupt_in_a_later_forward_of_a_step(where: str, monkeypatch: pyte
         plain = Chain()
         plain_optimizer = adamw(plain)
     interrupts: list[int] = []
-    call: Any = activations._pop if where == "hooks" else session.engine.unuse
+    call: Any = activations.pop if where == "hooks" else session.engine.unuse
     for step in range(3):
         one, other = inputs(2, seed=step)
         model(one).backward()
         with monkeypatch.context() as patch:
             if where == "hooks":
-                patch.setattr(activations, "_pop", interrupt)
+                patch.setattr(activations, "pop", interrupt)
             else:
                 patch.setattr(session.runner, "_engine", SimpleNamespace(commits=session.engine.commits, unuse=interrupt))
             with pytest.raises(KeyboardInterrupt):

@@ -19,45 +19,35 @@ tensors.
 
 from __future__ import annotations
 
-import collections
 import random
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .. import _core
 from ..base.counting import uncounted
-from ..errors import PlanError, StepError
+from ..errors import PlanError
 from ..model import keycaches, randomness, surroundings
 from ..model.compiled import functions_behind, grad_fns
 from ..model.modulestate import ModuleState
 from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
 from ..model.randomness import numpy_state, same_numpy_state
-from ..model.strides import copied_bytes, copies, storage_of
+from ..model.strides import copied_bytes
+from .blockinputs import Input, bring_inputs, copied_inputs, is_leaf, no_leaves, stash_inputs, versions_of
+from .otherhooks import (
+    Hooks,
+    pop,
+    push,
+    top,
+)
 
 if TYPE_CHECKING:
     from ..device.compute import Compute
     from .running import Runner
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_top = torch._C._autograd._top_saved_tensors_default_hooks
-
-#: Containers that can be made again of anything.
-_PLAIN = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-#: Where torch's own functions of that name are.
-_BACKWARDS = ("torch.autograd", "torch._tensor")
 
 
 class SavedParameter:
@@ -110,76 +100,6 @@ class Stop(BaseException):
     """Ends a recomputation that has brought back all that was saved."""
 
 
-class Input:
-    """A tensor among a block's inputs that is in the stash until the block is recomputed.
-
-    view: how it lies over what is stashed, where it is a view of that.
-    """
-
-    __slots__ = ("hooks", "requires_grad", "saved", "view")
-
-    def __init__(self, hooks: _core.SavedTensors, saved: object, tensor: torch.Tensor, base: torch.Tensor | None) -> None:
-        self.hooks, self.saved, self.requires_grad = hooks, saved, tensor.requires_grad
-        first = tensor.storage_offset() - (0 if base is None else base.storage_offset())
-        self.view = None if base is None else (tensor.size(), tensor.stride(), first)
-
-    def bring(self) -> torch.Tensor:
-        found = self.hooks.unpack(self.saved).requires_grad_(self.requires_grad)
-        if self.view is None:
-            return found
-        size, stride, first = self.view
-        with torch.enable_grad():
-            return found.as_strided(size, stride, found.storage_offset() + first)
-
-
-def _is_leaf(value: Any) -> bool:
-    """Only plain containers and named tuples are looked into: they can be made again, whatever is put into them."""
-    kind = type(value)
-    return kind not in _PLAIN and not (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
-
-
-def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
-    """The tensors among them, and their versions; those made in inference mode have none."""
-    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-
-
-def _stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool, copied: bool) -> Any:
-    """`inputs` with an Input for each tensor that the stash took; a tensor that occurs twice is one Input. views: those that are
-    views will be views again, on which compiled code can depend. copied: they may be changed in place, so those that lie in one
-    memory stay in it."""
-    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
-    taken: dict[int, Any] = {}
-    plain = {id(leaf): leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()}
-    memory = collections.Counter(storage_of(leaf) for leaf in plain.values()) if copied else {}
-    for leaf in leaves:
-        if id(leaf) in plain and id(leaf) not in taken and memory.get(storage_of(leaf), 1) == 1:
-            base = leaf._base if views else None
-            taken[id(leaf)] = leaf
-            if base is None or (type(base) is torch.Tensor and base.dtype == leaf.dtype and base.numel() == leaf.numel()):
-                saved = hooks.pack(leaf if base is None else base)
-                if getattr(saved, "stashed", False):
-                    taken[id(leaf)] = Input(hooks, saved, leaf, base)
-    return tree_unflatten([taken.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def _bring_inputs(inputs: Any) -> Any:
-    leaves, spec = tree_flatten(inputs, is_leaf=_is_leaf)
-    found = {id(leaf): leaf.bring() for leaf in {id(leaf): leaf for leaf in leaves if type(leaf) is Input}.values()}
-    return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def _copied_inputs(inputs: Any, views: bool) -> Any:
-    """`inputs` with a copy of each plain tensor, or of each that is no view; one that occurs twice is copied once."""
-    leaves, spec = tree_flatten(inputs)
-    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
-    with torch.no_grad():
-        made = copies(leaf for leaf in plain if views or leaf._base is None)
-    for leaf in plain:
-        if id(leaf) in made:
-            made[id(leaf)].requires_grad_(leaf.requires_grad)
-    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias that shares the tensor's version counter and lies over no memory; None of a sparse or nested tensor and of a class
     with dispatch of its own, which have none."""
@@ -189,15 +109,6 @@ def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
-
-
-def _no_leaves(inputs: Any) -> Any:
-    """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
-    leaves, spec = tree_flatten(inputs)
-    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and not leaf.is_inference()]
-    trained = {storage_of(leaf) for leaf in plain if leaf.requires_grad}
-    made = copies(leaf for leaf in plain if storage_of(leaf) in trained)
-    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 class BlockHabits:
@@ -237,16 +148,16 @@ class Frame:
         leaves, spec = tree_flatten((args, kwargs))
         leaves, self.caches = keycaches.copied(leaves)
         self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
-        self.given_versions = _versions(leaf for leaf in leaves if type(leaf) is torch.Tensor)
+        self.given_versions = versions_of(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
         if copied is None:
             copied = runner.can_copy(copied_bytes(leaf for leaf, _ in self.given_versions))
         views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
-        inputs = _copied_inputs(self.given, views) if copied else self.given
+        inputs = copied_inputs(self.given, views) if copied else self.given
         self.copied = copied
         # None: the block was recomputed
-        self.inputs: Any = inputs if stash is None else _stash_inputs(stash, inputs, self.habits.compiled, copied)
-        self.versions = _versions(tree_leaves(self.inputs))
+        self.inputs: Any = inputs if stash is None else stash_inputs(stash, inputs, self.habits.compiled, copied)
+        self.versions = versions_of(tree_leaves(self.inputs))
         self.compute = runner.compute
         others = list(leaves)
         for parent in runner.parents[number]:
@@ -276,10 +187,10 @@ class Frame:
             self.code = [type(node) for node in functions_behind(result, self.ends)]
             self.ends = set()
         in_place = any(leaf._version != version for leaf, version in self.given_versions)
-        stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=_is_leaf))
+        stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=is_leaf))
         if self.copied and not in_place and not stashed:
             self.inputs, self.copied = self.given, False
-            self.versions = _versions(tree_leaves(self.inputs))
+            self.versions = versions_of(tree_leaves(self.inputs))
         elif self.copied and not in_place:
             owners = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
             self.versions = [(owner, version) for owner, version in owners if owner is not None]
@@ -327,7 +238,7 @@ class Frame:
                 f"{self.name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "
                 "before step(), or wrap with block_modes that keep this block"
             )
-        inputs = _bring_inputs(self.inputs)
+        inputs = bring_inputs(self.inputs)
         before_bytes = self.runner.bytes_in_use()
         now = _random_state(self.compute)
         self.compute.set_random_state(self.random_state[0])
@@ -366,7 +277,7 @@ class Frame:
                 surroundings.restored(self.surroundings),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
-                args, kwargs = _no_leaves(inputs) if self.habits.in_place else inputs
+                args, kwargs = no_leaves(inputs) if self.habits.in_place else inputs
                 ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
                 result = _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
             if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:
@@ -433,15 +344,15 @@ def _run_inside(
 
 def _enter(runner: Runner, hooks: Hooks) -> None:
     runner.pushed.append(hooks)
-    _push(*hooks)
+    push(*hooks)
 
 
 def leave(runner: Runner, depth: int = 0) -> None:
     """No more than the `depth` outermost of the runner's hooks are left, wherever an interrupt came between."""
     while len(runner.pushed) > depth:
-        top = _top(True)
-        if top is not None and top[0] is runner.pushed[-1][0]:
-            _pop()
+        innermost = top(True)
+        if innermost is not None and innermost[0] is runner.pushed[-1][0]:
+            pop()
         runner.pushed.pop()
 
 
@@ -469,92 +380,6 @@ def run_checkpointed(
     result = _run_block(runner, number, frame, (frame.pack, frame.unpack), forward, args, kwargs)
     frame.settle(result)
     return result
-
-
-@contextmanager
-def no_outer_hooks() -> Iterator[None]:
-    """What runs inside is seen by no saved-tensor hooks of others, and by no dispatch modes, which count what runs, for one."""
-    outer: list[Hooks] = []
-    while (hooks := _top(True)) is not None:
-        _pop()
-        outer.append(hooks)
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        for pack, unpack in reversed(outer):
-            _push(pack, unpack)
-
-
-def release_failed_backward() -> None:
-    """A backward that ended in an exception leaves its graph in torch's queue, with all it saved, until the next backward of the
-    thread begins: so make one, of nothing."""
-    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # this is a backward, or a transform of torch.func, which takes none
-    with no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
-        torch.zeros((), requires_grad=True).clone().backward()
-
-
-def check_outer_hooks(name: str, block: nn.Module, mode: str) -> None:
-    """Whether a block of a mode other than keep may run here.
-
-    Raises:
-        PlanError: it is inside saved-tensor hooks of others, runs in backward, as in a hook on a gradient or in
-            torch.utils.checkpoint, or is a layer of transformers that checkpoints itself.
-    """
-    itself = getattr(block, "gradient_checkpointing", False) and block.training
-    in_backward = torch._C._current_graph_task_id() != -1
-    if _top(True) is None and not in_backward and not itself:
-        return
-    if in_backward:
-        raise PlanError(
-            f"block {name} of mode {mode} runs inside a backward pass, as in a hook on a gradient or in torch.utils.checkpoint: "
-            "call the model before or after backward(), call model.gradient_checkpointing_disable(), or pass block_modes with "
-            "keep for this block"
-        )
-    raise PlanError(
-        f"block {name} of mode {mode} runs inside torch.utils.checkpoint or other saved-tensor hooks, which claim the same "
-        f"tensors: call model.gradient_checkpointing_disable(), end the hooks before the model's forward, or pass block_modes "
-        f"with keep for this block"
-    )
-
-
-def n_backwards() -> int:
-    """So many backward passes run inside one another on this thread."""
-    frame, found = sys._getframe(1), 0
-    while frame is not None:
-        found += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def check_not_nested(allowed: int) -> None:
-    """Whether the backward pass under way is not inside another one: its gradients would be a part of those of the step's pass.
-
-    Args:
-        allowed: frames of a backward that a hook is inside of in any case.
-
-    Raises:
-        StepError: it is.
-    """
-    frame, depth, maker = sys._getframe(1), 0, None
-    while frame is not None:
-        depth += frame.f_code is _RUN_BACKWARD
-        where = frame.f_globals.get("__name__", "")
-        if maker is None and depth == 1 and frame.f_code.co_name == "backward" and where not in _BACKWARDS:
-            maker = frame.f_code.co_qualname, where
-        frame = frame.f_back  # type: ignore[assignment]
-    if depth <= allowed:
-        return
-    made = "" if maker is None else f", made by {maker[0]} of {maker[1]}"
-    if maker is not None and maker[1] == "torch.utils.checkpoint":
-        remedy = "pass use_reentrant=False to torch.utils.checkpoint, or leave recomputation to block_modes"
-    else:
-        remedy = (
-            "a torch.autograd.Function may ask for gradients by torch.autograd.grad, and return them; reversible layers that "
-            "accumulate them in its backward, as Reformer's, cannot be trained"
-        )
-    raise StepError(f"a backward pass runs inside another one{made}: {remedy}")
 
 
 # ---- running one operation outside of blocks ----
@@ -598,7 +423,7 @@ def _hooks_within(runner: Runner, outer: Hooks) -> Hooks:
 
 def run_operation(runner: Runner, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on parameters on disk with hooks that recognise their memory."""
-    outer = _top(True)
+    outer = top(True)
     if outer is not None and outer[0] is runner.innermost:
         return func(*args, **kwargs)  # the block's own hooks do
     depth = len(runner.pushed)

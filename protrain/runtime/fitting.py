@@ -30,12 +30,12 @@ from ..planner.plans import Arrangement, Plan
 from ..planner.profiles import Machine, Times
 from ..planner.smallest import refuse
 from ..planner.tiers import host_room
-from .activations import release_failed_backward
 from .arranging import anew_of, arranged_away, placed
 from .batches import Batch, Shapes, Words, covers, tensors_of
 from .foreseeing import Foreseer
 from .homes import Homes
 from .losses import Losses
+from .otherhooks import release_failed_backward
 from .unforeseen import Unforeseen
 from .wrapped import Wrapped
 

@@ -12,7 +12,7 @@ from ..base.sizes import default_memory_bytes
 from ..dryrun.dryrun import dry_forward, dry_run
 from ..dryrun.phases import DryRun
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
-from .activations import no_outer_hooks
+from .otherhooks import no_outer_hooks
 from .wrapped import Wrapped
 
 _Found = TypeVar("_Found")

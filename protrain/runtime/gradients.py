@@ -21,7 +21,7 @@ from ..errors import PlanError, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
 from ..profiling.blockclock import BlockClock
-from .activations import check_not_nested
+from .otherhooks import check_not_nested
 from .residency import Residency
 from .updates import Updates
 from .wrapped import Wrapped

@@ -20,7 +20,8 @@ from .. import _core
 from ..model.parameters import DisableTorchFunction, Owner, enchain, release
 from ..model.views import Views
 from ..profiling.device_clock import DeviceClock
-from .activations import SavedParameter, check_version, n_backwards
+from .activations import SavedParameter, check_version
+from .otherhooks import n_backwards
 from .wrapped import Wrapped
 
 #: Under this name a node of the graph has its mark among its metadata.

@@ -24,14 +24,13 @@ from ..model.parameters import ChunkParameter, DisableTorchFunction
 from ..profiling.blockclock import BlockClock
 from .activations import (
     BlockHabits,
-    Hooks,
-    check_outer_hooks,
     leave,
     run_checkpointed,
     run_operation,
     run_swapped,
 )
 from .device_stash import DeviceStash, Stashed
+from .otherhooks import Hooks, check_outer_hooks
 from .residency import Residency
 from .wrapped import Wrapped
 
