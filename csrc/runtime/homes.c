@@ -1,8 +1,9 @@
 /* Homes, slots and the ring: what is arranged between steps, and the transfer of single parameters.
  *
- * Over a device homes in memory and on the host are device_homes.c's. A home on disk is an extent of parameters followed by the state arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and
- * its shadow, reserved together so that no step fails for lack of space. A home in memory is a region for the parameters,
- * one block for the state and one for the master, made when they are first written or the first update needs them.
+ * Over a device homes in memory and on the host are device_homes.c's. A home on disk is an extent of parameters followed by the state
+ * arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and its shadow, reserved together so that no
+ * step fails for lack of space. A home in memory is a region for the parameters, one block for the state and one for the master, made
+ * when they are first written or the first update needs them.
  */
 #include <stdlib.h>
 #include <string.h>

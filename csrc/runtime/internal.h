@@ -249,7 +249,8 @@ struct ptn_engine {
   ptn_error lane_error;
   void *ring_memory;
   piece *pieces;
-  uint32_t n_pieces, piece_head, piece_tail; /* ring: started at head, finished at tail */
+  uint32_t n_pieces;
+  uint64_t piece_head, piece_middle, piece_tail; /* ring: started at head, computed at middle, finished at tail; ever, so wide */
   uint64_t piece_bytes;
   bool ring_has_grads;
 

@@ -20,7 +20,7 @@
 
 #include "runtime/internal.h"
 
-static piece *piece_at(const ptn_engine *engine, uint32_t position) { return &engine->pieces[position % engine->n_pieces]; }
+static piece *piece_at(const ptn_engine *engine, uint64_t position) { return &engine->pieces[position % engine->n_pieces]; }
 
 /* ---- queueing ---- */
 
@@ -399,9 +399,9 @@ static uint32_t compute_piece(ptn_engine *engine, piece *piece) {
   return written;
 }
 
-static bool compute_next(ptn_engine *engine, uint32_t *middle) {
-  if (*middle == engine->piece_head) return false;
-  piece *piece = piece_at(engine, *middle);
+static bool compute_next(ptn_engine *engine) {
+  if (engine->piece_middle == engine->piece_head) return false;
+  piece *piece = piece_at(engine, engine->piece_middle);
   if (piece->state != PIECE_READING || piece->in_flight) return false;
   if (piece->status != PTN_OK && piece->job->open) ptn_lane_cancel(engine);
   if (piece->job->open || piece->job->arriving > 0) return false;
@@ -409,7 +409,7 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
     read_params(engine, piece);
     return true;
   }
-  (*middle)++;
+  engine->piece_middle++;
   piece->state = PIECE_WRITING;
   note_failure(engine, piece);
   if (piece->job->failed || piece->job->cancelled) return true;
@@ -431,8 +431,8 @@ static bool compute_next(ptn_engine *engine, uint32_t *middle) {
   return true;
 }
 
-static bool finish_oldest(ptn_engine *engine, uint32_t middle) {
-  if (engine->piece_tail == middle) return false;
+static bool finish_oldest(ptn_engine *engine) {
+  if (engine->piece_tail == engine->piece_middle) return false;
   piece *piece = piece_at(engine, engine->piece_tail);
   if (piece->in_flight) return false;
   note_failure(engine, piece);
@@ -456,11 +456,10 @@ static bool close_empty(ptn_engine *engine) {
 
 static void *lane_body(void *argument) {
   ptn_engine *engine = argument;
-  uint32_t middle = 0;
   ptn_thread_be_prompt();
   ptn_lock(&engine->mutex);
   for (;;) {
-    if (close_empty(engine) || finish_oldest(engine, middle) || start_piece(engine) || compute_next(engine, &middle)) continue;
+    if (close_empty(engine) || finish_oldest(engine) || start_piece(engine) || compute_next(engine)) continue;
     if (engine->stop) break;
     ptn_wait(&engine->lane_work, &engine->mutex);
   }

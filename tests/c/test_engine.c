@@ -263,6 +263,15 @@ static void move_homes(world *w) {
   set_slots(w);
 }
 
+/* As after as many pieces as 32 bits count, which some days of training make. */
+static void count_pieces(ptn_engine *engine, uint64_t count) {
+  ptn_lock(&engine->mutex);
+  engine->piece_head += count;
+  engine->piece_middle += count;
+  engine->piece_tail += count;
+  ptn_unlock(&engine->mutex);
+}
+
 static void train(bool in_bf16) {
   bf16 = in_bf16;
   element_bytes = bf16 ? sizeof(ptn_bf16) : sizeof(float);
@@ -280,6 +289,7 @@ static void train(bool in_bf16) {
                               .bf16 = bf16,
                               .release = release};
   CHECK_OK(ptn_engine_create(&w.engine, &config));
+  count_pieces(w.engine, UINT32_MAX - 20);
   for (uint32_t c = 0; c < CHUNKS; c++) CHECK_OK(ptn_engine_to_disk(w.engine, c));
   set_slots(&w);
   for (uint32_t i = 0; i < PARAMS; i++) CHECK_OK(ptn_engine_transfer(w.engine, i, 0, w.twins[i].values, true));
