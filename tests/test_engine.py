@@ -14,6 +14,7 @@ from protrain import _core
 from protrain.optim.optimizers import Hyper
 
 ADAM = Hyper(0, 1e-3, 0.0, False, 0.9, 0.999, 1e-8, False, 0.0, 0.0, False, True, False)
+UPDATE = 0  # the last gradient of a step
 SPILL = 1  # a gradient that is added to those on disk
 
 
@@ -83,3 +84,17 @@ def test_who_only_asks_does_not_drive(disk: Path, rigs: list[Rig]) -> None:
     other.join()
     room = 24 * MIB - engine.stats()["live_bytes"]
     assert torch.zeros(room + MIB, dtype=torch.uint8).numel() > room  # with what the gradient had
+
+
+def test_what_was_read_ahead_in_vain_is_no_step(disk: Path, rigs: list[Rig]) -> None:
+    """Values may be written while its reads are still on their way: nobody waits for what they bring."""
+    rigs.append(Rig(disk, 1 << 30, n_chunks=1, n_each=1, count=4 * MIB))
+    engine, values = rigs[0].engine, torch.ones(4 * MIB)
+    engine.set_ring(8 * MIB, 2, False)
+    engine.gradient(0, values.data_ptr(), values, UPDATE)
+    engine.wait()
+    engine.make_step([], 1.0)
+    for _ in range(8):
+        engine.read_ahead(True)
+        engine.read_ahead(False)
+        engine.transfer(0, 0, values.data_ptr(), True)

@@ -22,13 +22,20 @@ static uint64_t master_bytes(const ptn_engine *engine, const chunk *chunk) {
   return chunk->trained && engine->bf16 ? engine->widening * chunk->param_bytes : 0;
 }
 
+/* Locked. Jobs that are open, or were cancelled and not ended yet, are of no step. */
+static bool only_read_ahead(const ptn_engine *engine) {
+  for (const job *job = engine->first_job; job; job = job->next)
+    if (!job->open && !job->cancelled) return false;
+  return true;
+}
+
 ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what) {
   ptn_lock(&engine->mutex);
-  if (engine->ahead && engine->n_jobs == 1) ptn_lane_settle(engine); /* what was read ahead only */
+  if (only_read_ahead(engine)) ptn_lane_settle(engine);
   if (!engine->gradients) ptn_over_settle(engine); /* updates of the step before */
+  bool quiet = !engine->n_jobs && !engine->any_shadow && !engine->gradients;
   ptn_unlock(&engine->mutex);
-  if (engine->n_jobs || engine->any_shadow || engine->gradients)
-    return ptn_fail(PTN_STEP, "%s in the middle of a step: call step() or zero_grad() first", what);
+  if (!quiet) return ptn_fail(PTN_STEP, "%s in the middle of a step: call step() or zero_grad() first", what);
   return PTN_OK;
 }
 
