@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,3 +98,54 @@ def test_what_was_read_ahead_in_vain_is_no_step(disk: Path, rigs: list[Rig]) -> 
         engine.read_ahead(True)
         engine.read_ahead(False)
         engine.transfer(0, 0, values.data_ptr(), True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, address: engine.steps(2),
+        lambda engine, address: engine.steps(-1),
+        lambda engine, address: engine.steps(1 << 32),
+        lambda engine, address: engine.in_memory(2),
+        lambda engine, address: engine.region(2),
+        lambda engine, address: engine.unuse(2),
+        lambda engine, address: engine.spilled(2, address),
+        lambda engine, address: engine.transfer_part(0, 0, -1, 1, address, False),
+        lambda engine, address: engine.gradient(0, address, None, 7),
+        lambda engine, address: engine.set_order([1 << 32]),
+        lambda engine, address: engine.set_headroom(-1, 0),
+        lambda engine, address: (engine.drop_slots(), engine.set_slots([0], [4096, 4096])),
+        lambda engine, address: engine.set_ring(1 << 62, 1 << 15, True),
+        lambda engine, address: engine.make_step([(2, 0)], 1.0),
+    ],
+)
+def test_numbers_that_the_engine_does_not_have_are_refused(
+    call: Callable[[_core.Engine, int], object], disk: Path, rigs: list[Rig]
+) -> None:
+    rigs.append(Rig(disk, 1 << 30, n_chunks=2, n_each=1, count=16))
+    with pytest.raises((ValueError, OverflowError)):
+        call(rigs[0].engine, torch.empty(16).data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "param", "n_groups"),
+    [
+        ((4096, True), (0, (1 << 64) - 64, 16, True, 0), 1),
+        ((4096, True), (0, 0, 1 << 62, True, 0), 1),
+        ((1 << 63, True), (0, 0, 16, True, 0), 1),
+        ((4096, False), (0, 0, 16, True, 0), 1),
+        ((4096, True), (0, 0, 16, True, 0), -1),
+    ],
+)
+def test_a_description_whose_sizes_overflow_is_refused(
+    chunk: tuple[int, bool], param: tuple[int, int, int, bool, int], n_groups: int, disk: Path
+) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        _core.Engine(str(disk), 1 << 30, [chunk], [param], n_groups, 2)
+
+
+def test_an_engine_closed_by_a_call_within_its_step_says_so(disk: Path, rigs: list[Rig]) -> None:
+    rigs.append(Rig(disk, 1 << 30, n_chunks=1, n_each=1, count=16))
+    with pytest.raises(RuntimeError, match="closed"):
+        rigs[0].engine.make_step([], 1.0, [(rigs[0].engine.close, (), {})])
+    rigs.clear()

@@ -30,6 +30,13 @@ PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 /* (kind, lr, weight_decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov); 0 with an exception set. */
 int ptn_python_hyper(PyObject *tuple, ptn_hyper *out);
 
+/* numbers.c. Converters for PyArg_Parse ("O&") into unsigned int and unsigned long long; what is negative or too large is an
+ * OverflowError. */
+int ptn_python_u32(PyObject *object, void *out);
+int ptn_python_u64(PyObject *object, void *out);
+/* Whether the engine has a chunk, a parameter of this number; false with an exception set. */
+bool ptn_python_has_chunk(const ptn_engine *engine, uint32_t chunk);
+bool ptn_python_has_param(const ptn_engine *engine, uint32_t param);
 /* A list of non-negative integers as a malloc'ed array of uint64; NULL with an exception set. Free with PyMem_Free. */
 uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
 

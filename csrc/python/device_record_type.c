@@ -15,7 +15,7 @@ PyObject *ptn_python_put(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned long long address, bytes;
   int block;
-  if (!engine || !PyArg_ParseTuple(arguments, "KKi", &address, &bytes, &block)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&i", ptn_python_u64, &address, ptn_python_u64, &bytes, &block)) return NULL;
   ptn_device_stash *stash = ptn_engine_device_stash(engine);
   if (!stash) return PyErr_Format(PyExc_ValueError, "this engine computes in ordinary memory: SavedTensors stashes there");
   PyTypeObject *type = (PyTypeObject *)ptn_python_device_record_type(object);

@@ -93,7 +93,7 @@ static PyObject *device_measure_link(PyObject *object, PyObject *arguments) {
   unsigned long long piece_bytes;
   unsigned int count;
   ptn_device *device = ptn_python_device(object, NULL);
-  if (!device || !PyArg_ParseTuple(arguments, "KI", &piece_bytes, &count)) return NULL;
+  if (!device || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &piece_bytes, ptn_python_u32, &count)) return NULL;
   ptn_link_speed speed;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_link_measure(device, piece_bytes, count, &speed));

@@ -54,7 +54,7 @@ PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments) {
   (void)module;
   const char *folder;
   unsigned long long bytes = 256 * PTN_MIB;
-  if (!PyArg_ParseTuple(arguments, "s|K", &folder, &bytes)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "s|O&", &folder, ptn_python_u64, &bytes)) return NULL;
   figures out = {0};
   ptn_status status;
   PTN_WITHOUT_GIL(status, run(folder, bytes, &out));

@@ -9,7 +9,9 @@ PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned int chunk;
   int with_shadow;
-  if (!engine || !PyArg_ParseTuple(arguments, "Ip", &chunk, &with_shadow)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&p", ptn_python_u32, &chunk, &with_shadow) ||
+      !ptn_python_has_chunk(engine, chunk))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_host(engine, chunk, with_shadow != 0));
   return ptn_python_answer(status);
@@ -32,7 +34,7 @@ PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned long long piece_bytes;
   unsigned int n_pieces;
-  if (!engine || !PyArg_ParseTuple(arguments, "KI", &piece_bytes, &n_pieces)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_set_staging(engine, piece_bytes, n_pieces));
   return ptn_python_answer(status);
@@ -88,7 +90,7 @@ static PyObject *make_tensor(PyObject *object, void *address, ptn_region *region
 PyObject *ptn_python_base(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned int chunk;
-  if (!engine || !PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_region *region = ptn_engine_region(engine, chunk);
   if (!region) Py_RETURN_NONE;
   int bits = ptn_python_is_bf16(object) ? 16 : 32;
@@ -98,7 +100,9 @@ PyObject *ptn_python_base(PyObject *object, PyObject *arguments) {
 PyObject *ptn_python_state(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
   unsigned int chunk, array;
-  if (!engine || !PyArg_ParseTuple(arguments, "II", &chunk, &array)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &chunk, ptn_python_u32, &array) ||
+      !ptn_python_has_chunk(engine, chunk))
+    return NULL;
   void *memory = ptn_engine_state(engine, chunk, array);
   if (!memory) Py_RETURN_NONE;
   uint64_t element_bytes = ptn_python_is_bf16(object) ? 2 : 4;

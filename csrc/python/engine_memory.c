@@ -159,7 +159,8 @@ PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) {
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned long long headroom_bytes, recompute_bytes;
-  if (!engine || !PyArg_ParseTuple(arguments, "KK", &headroom_bytes, &recompute_bytes)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &headroom_bytes, ptn_python_u64, &recompute_bytes))
+    return NULL;
   ptn_stash_set_headroom(ptn_engine_stash(engine), headroom_bytes, recompute_bytes);
   Py_RETURN_NONE;
 }

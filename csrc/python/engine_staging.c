@@ -5,7 +5,9 @@ PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned int param;
   unsigned long long address;
-  if (!engine || !PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &param, ptn_python_u64, &address) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_stage(engine, param, (const float *)(uintptr_t)address));
   return ptn_python_answer(status);
@@ -35,7 +37,7 @@ PyObject *ptn_python_reserve(PyObject *object, PyObject *number) {
 PyObject *ptn_python_release(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned long long offset, bytes;
-  if (!engine || !PyArg_ParseTuple(arguments, "KK", &offset, &bytes)) return NULL;
+  if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &offset, ptn_python_u64, &bytes)) return NULL;
   ptn_extent extent = {.offset = offset, .bytes = bytes};
   ptn_engine_release(engine, &extent);
   Py_RETURN_NONE;
@@ -45,7 +47,9 @@ PyObject *ptn_python_move(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned long long offset, address, bytes;
   int write;
-  if (!engine || !PyArg_ParseTuple(arguments, "KKKp", &offset, &address, &bytes, &write)) return NULL;
+  if (!engine ||
+      !PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u64, &offset, ptn_python_u64, &address, ptn_python_u64, &bytes, &write))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_move(engine, offset, (void *)(uintptr_t)address, bytes, write != 0));
   return ptn_python_answer(status);

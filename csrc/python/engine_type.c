@@ -124,7 +124,7 @@ static int read_chunks(PyObject *list, ptn_engine_chunk *chunks) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     unsigned long long bytes;
     int trained;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "Kp", &bytes, &trained)) return 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&p", ptn_python_u64, &bytes, &trained)) return 0;
     chunks[i] = (ptn_engine_chunk){.param_bytes = bytes, .trained = trained != 0};
   }
   return 1;
@@ -135,7 +135,9 @@ static int read_params(PyObject *list, ptn_engine_param *params) {
     unsigned int chunk, group;
     unsigned long long offset, count;
     int trained;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "IKKpI", &chunk, &offset, &count, &trained, &group)) return 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&O&O&pO&", ptn_python_u32, &chunk, ptn_python_u64, &offset, ptn_python_u64,
+                          &count, &trained, ptn_python_u32, &group))
+      return 0;
     params[i] =
         (ptn_engine_param){.chunk = chunk, .offset_bytes = offset, .count = count, .trained = trained != 0, .group = group};
   }
@@ -164,9 +166,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   PyObject *chunk_list, *param_list, *device_object = Py_None, *current_stream = Py_None;
   unsigned int n_groups, n_states;
   int disk_engine = PTN_DISK_AUTO, bf16 = 0;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKO!O!II|ipOKO", names, &folder, &limit, &PyList_Type, &chunk_list,
-                                   &PyList_Type, &param_list, &n_groups, &n_states, &disk_engine, &bf16, &device_object,
-                                   &device_limit, &current_stream))
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO&O!O!O&O&|ipOO&O", names, &folder, ptn_python_u64, &limit,
+                                   &PyList_Type, &chunk_list, &PyList_Type, &param_list, ptn_python_u32, &n_groups,
+                                   ptn_python_u32, &n_states, &disk_engine, &bf16, &device_object, ptn_python_u64, &device_limit,
+                                   &current_stream))
     return NULL;
   int device_number = -1;
   ptn_device *device = NULL;
@@ -228,7 +231,7 @@ static PyObject *engine_close(PyObject *object, PyObject *unused) {
 static PyObject *engine_in_memory(PyObject *object, PyObject *arguments) {
   ENGINE_TO_ASK;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   return PyBool_FromLong(ptn_engine_in_memory(engine, chunk));
 }
 
@@ -236,7 +239,8 @@ static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
   int with_state;
-  if (!PyArg_ParseTuple(arguments, "Ip", &chunk, &with_state)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&p", ptn_python_u32, &chunk, &with_state) || !ptn_python_has_chunk(engine, chunk))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_memory(engine, chunk, with_state != 0));
   return ptn_python_answer(status);
@@ -245,7 +249,7 @@ static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
 static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_to_disk(engine, chunk));
   return ptn_python_answer(status);
@@ -263,9 +267,16 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
     PyMem_Free(slot_bytes);
     return PyErr_NoMemory();
   }
-  for (Py_ssize_t i = 0; i < n_chunks; i++) slots[i] = (int32_t)PyLong_AsLong(PyList_GetItem(of_chunk, i));
+  for (Py_ssize_t i = 0; i < n_chunks; i++) {
+    long slot = PyLong_AsLong(PyList_GetItem(of_chunk, i));
+    slots[i] = slot > INT32_MAX ? INT32_MAX : slot < 0 ? -1 : (int32_t)slot; /* the largest is no slot either */
+  }
   PyObject *result = NULL;
-  if (!PyErr_Occurred()) {
+  if (PyErr_Occurred()) {
+  } else if ((size_t)n_chunks != ptn_engine_chunks_count(engine)) {
+    PyErr_Format(PyExc_ValueError, "slots of %zd chunks: give one for each of %u, -1 where there is none", n_chunks,
+                 ptn_engine_chunks_count(engine));
+  } else {
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
     result = ptn_python_answer(status);
@@ -287,7 +298,7 @@ static PyObject *engine_drop_slots(PyObject *object, PyObject *unused) {
 static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_own_slot(engine, chunk));
   return ptn_python_answer(status);
@@ -298,7 +309,7 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   unsigned long long piece_bytes;
   unsigned int n_pieces;
   int with_grads;
-  if (!PyArg_ParseTuple(arguments, "KIp", &piece_bytes, &n_pieces, &with_grads)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&p", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces, &with_grads)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
   return ptn_python_answer(status);
@@ -316,7 +327,7 @@ static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
 static PyObject *engine_set_pending(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned long long bytes;
-  if (!PyArg_ParseTuple(arguments, "K", &bytes)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u64, &bytes)) return NULL;
   ptn_engine_set_pending(engine, bytes);
   Py_RETURN_NONE;
 }
@@ -324,7 +335,7 @@ static PyObject *engine_set_pending(PyObject *object, PyObject *arguments) {
 static PyObject *engine_region(PyObject *object, PyObject *arguments) {
   ENGINE_TO_ASK;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
   return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
 }
@@ -334,7 +345,9 @@ static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
   unsigned int param, array;
   unsigned long long address;
   int write;
-  if (!PyArg_ParseTuple(arguments, "IIKp", &param, &array, &address, &write)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &address, &write) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
@@ -345,7 +358,10 @@ static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
   unsigned int param, array;
   unsigned long long first, count, address;
   int write;
-  if (!PyArg_ParseTuple(arguments, "IIKKKp", &param, &array, &first, &count, &address, &write)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &first,
+                        ptn_python_u64, &count, ptn_python_u64, &address, &write) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
@@ -354,7 +370,7 @@ static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
 static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_begin_fill(engine, chunk));
   return ptn_python_answer(status);
@@ -363,7 +379,7 @@ static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
 static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_end_fill(engine, chunk));
   return ptn_python_answer(status);
@@ -372,7 +388,7 @@ static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
 static PyObject *engine_steps(PyObject *object, PyObject *arguments) {
   ENGINE_TO_ASK;
   unsigned int param;
-  if (!PyArg_ParseTuple(arguments, "I", &param)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &param) || !ptn_python_has_param(engine, param)) return NULL;
   return PyLong_FromUnsignedLongLong(ptn_engine_steps(engine, param));
 }
 
@@ -380,7 +396,9 @@ static PyObject *engine_set_steps(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int param;
   unsigned long long steps;
-  if (!PyArg_ParseTuple(arguments, "IK", &param, &steps)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &param, ptn_python_u64, &steps) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
   ptn_engine_set_steps(engine, param, steps);
   Py_RETURN_NONE;
 }
@@ -395,7 +413,7 @@ static PyObject *engine_set_order(PyObject *object, PyObject *arguments) {
   uint64_t *values = ptn_python_integers(list, &count);
   if (!values) return NULL;
   uint32_t *accesses = PyMem_Malloc((size_t)(count + 1) * sizeof *accesses);
-  for (Py_ssize_t i = 0; accesses && i < count; i++) accesses[i] = (uint32_t)values[i];
+  for (Py_ssize_t i = 0; accesses && i < count; i++) accesses[i] = values[i] < UINT32_MAX ? (uint32_t)values[i] : UINT32_MAX;
   PyObject *result = accesses ? ptn_python_answer(ptn_engine_set_order(engine, accesses, (uint32_t)count)) : PyErr_NoMemory();
   PyMem_Free(accesses);
   PyMem_Free(values);
@@ -405,7 +423,7 @@ static PyObject *engine_set_order(PyObject *object, PyObject *arguments) {
 static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int moment;
-  if (!PyArg_ParseTuple(arguments, "I", &moment)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &moment)) return NULL;
   Py_BEGIN_ALLOW_THREADS
   ptn_engine_seek(engine, moment);
   Py_END_ALLOW_THREADS
@@ -415,7 +433,7 @@ static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
 static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   bool conflict;
   PTN_WITHOUT_GIL(status, ptn_engine_demand(engine, chunk, &conflict));
@@ -426,7 +444,7 @@ static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
 static PyObject *engine_unuse(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "I", &chunk)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_engine_unuse(engine, chunk);
   Py_RETURN_NONE;
 }
@@ -445,7 +463,8 @@ static PyObject *engine_set_hyper(PyObject *object, PyObject *arguments) {
   unsigned int group;
   PyObject *tuple;
   ptn_hyper hyper;
-  if (!PyArg_ParseTuple(arguments, "IO!", &group, &PyTuple_Type, &tuple) || !ptn_python_hyper(tuple, &hyper)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O!", ptn_python_u32, &group, &PyTuple_Type, &tuple) || !ptn_python_hyper(tuple, &hyper))
+    return NULL;
   return ptn_python_answer(ptn_engine_set_hyper(engine, group, &hyper));
 }
 
@@ -455,7 +474,12 @@ static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
   unsigned long long address;
   PyObject *owner;
   int use;
-  if (!PyArg_ParseTuple(arguments, "IKOi", &param, &address, &owner, &use)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&Oi", ptn_python_u32, &param, ptn_python_u64, &address, &owner, &use) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
+  if (use < PTN_GRADIENT_UPDATE || use > PTN_GRADIENT_SPILL_TOTAL)
+    return PyErr_Format(PyExc_ValueError, "use %d: that of a gradient is %d to %d", use, PTN_GRADIENT_UPDATE,
+                        PTN_GRADIENT_SPILL_TOTAL);
   Py_INCREF(owner);
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
@@ -467,7 +491,9 @@ static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int param;
   unsigned long long address;
-  if (!PyArg_ParseTuple(arguments, "IK", &param, &address)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &param, ptn_python_u64, &address) ||
+      !ptn_python_has_param(engine, param))
+    return NULL;
   ptn_status status;
   bool found;
   PTN_WITHOUT_GIL(status, ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
@@ -509,11 +535,12 @@ static PyObject *engine_wait(PyObject *object, PyObject *unused) {
 }
 
 /* A list of (parameter, address of its gradient); false with an exception set where it is another thing. */
-static bool read_updates(PyObject *list, ptn_memory_update *updates, Py_ssize_t count) {
+static bool read_updates(const ptn_engine *engine, PyObject *list, ptn_memory_update *updates, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; i++) {
     unsigned long long address;
     PyObject *pair = PyList_GetItem(list, i); /* borrowed */
-    if (!pair || !PyArg_ParseTuple(pair, "IK", &updates[i].param, &address)) return false;
+    if (!pair || !PyArg_ParseTuple(pair, "O&O&", ptn_python_u32, &updates[i].param, ptn_python_u64, &address)) return false;
+    if (!ptn_python_has_param(engine, updates[i].param)) return false;
     updates[i].grad = (const void *)(uintptr_t)address;
   }
   return true;
@@ -542,7 +569,8 @@ static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
   ptn_memory_update *updates = PyMem_Malloc((size_t)(count + 1) * sizeof *updates);
   if (!updates) return PyErr_NoMemory();
   PyObject *result = NULL;
-  if (read_updates(list, updates, count) && run_calls(calls)) {
+  /* A call may close the engine. */
+  if (read_updates(engine, list, updates, count) && run_calls(calls) && (engine = ptn_python_engine(object))) {
     ptn_status status;
     PTN_WITHOUT_GIL(status, ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
     result = ptn_python_answer(status);

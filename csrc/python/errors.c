@@ -20,21 +20,3 @@ PyObject *ptn_python_answer(ptn_status status) {
   if (status != PTN_OK) return ptn_python_raise();
   Py_RETURN_NONE;
 }
-
-uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count) {
-  Py_ssize_t n = PySequence_Size(list);
-  if (n < 0) return NULL;
-  uint64_t *values = PyMem_Malloc((size_t)(n + 1) * sizeof *values);
-  if (!values) return (uint64_t *)(void *)PyErr_NoMemory();
-  for (Py_ssize_t i = 0; i < n; i++) {
-    PyObject *item = PySequence_GetItem(list, i);
-    values[i] = item ? PyLong_AsUnsignedLongLong(item) : 0;
-    Py_XDECREF(item);
-    if (PyErr_Occurred()) {
-      PyMem_Free(values);
-      return NULL;
-    }
-  }
-  *count = n;
-  return values;
-}

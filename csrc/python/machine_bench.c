@@ -137,7 +137,9 @@ static PyObject *bench_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
   const char *folder;
   unsigned long long memory_bytes, file_bytes;
   int fused = 1;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sKK|p", names, &folder, &memory_bytes, &file_bytes, &fused)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO&O&|p", names, &folder, ptn_python_u64, &memory_bytes, ptn_python_u64,
+                                   &file_bytes, &fused))
+    return NULL;
   if (memory_bytes % (ARRAYS * PIECE_COUNT * sizeof(float)) != 0 || memory_bytes == 0)
     return PyErr_Format(PyExc_ValueError, "memory_bytes is %llu; a positive multiple of %zu is wanted", memory_bytes,
                         ARRAYS * PIECE_COUNT * sizeof(float));
@@ -202,7 +204,7 @@ static PyObject *start_disk(PyObject *object, PyObject *arguments) {
   bench_object *self = idle_one(object);
   int reads, writes;
   unsigned long long bytes = REQUEST_BYTES;
-  if (!self || !PyArg_ParseTuple(arguments, "pp|K", &reads, &writes, &bytes)) return NULL;
+  if (!self || !PyArg_ParseTuple(arguments, "pp|O&", &reads, &writes, ptn_python_u64, &bytes)) return NULL;
   ptn_status status;
   PTN_WITHOUT_GIL(status, ptn_traffic_start(self->traffic, reads != 0, writes != 0, bytes));
   if (status != PTN_OK) return ptn_python_raise();

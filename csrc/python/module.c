@@ -91,7 +91,7 @@ static PyObject *checksum(PyObject *module, PyObject *arguments) {
   (void)module;
   Py_buffer buffer;
   unsigned int before = 0;
-  if (!PyArg_ParseTuple(arguments, "y*|I:checksum", &buffer, &before)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "y*|O&:checksum", &buffer, ptn_python_u32, &before)) return NULL;
   uint32_t sum;
   Py_BEGIN_ALLOW_THREADS;
   sum = ptn_checksum_best()(buffer.buf, (size_t)buffer.len);

@@ -329,8 +329,8 @@ static PyObject *saved_tensors_new(PyTypeObject *type, PyObject *arguments, PyOb
   static char *names[] = {"engine", "saved_parameter", "unpack_parameter", "least_bytes", "stash_tensor", NULL};
   PyObject *engine, *saved_parameter, *unpack_parameter, *stash_tensor = Py_None;
   unsigned long long least_bytes;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOK|O", names, &engine, &saved_parameter, &unpack_parameter,
-                                   &least_bytes, &stash_tensor) ||
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO&|O", names, &engine, &saved_parameter, &unpack_parameter,
+                                   ptn_python_u64, &least_bytes, &stash_tensor) ||
       !ptn_python_engine(engine))
     return NULL;
   saved_tensors_object *self = PyObject_GC_New(saved_tensors_object, type);

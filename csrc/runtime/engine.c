@@ -6,24 +6,31 @@
 
 /* Some ten steps of a large model. */
 #define TRACE_EVENTS_COUNT ((size_t)1 << 16)
+#define LARGEST_CHUNK_BYTES (1ull << 56) /* with what lies beside it no sum of its sizes overflows */
 
 static ptn_status out_of_memory(void) { return ptn_fail(PTN_MEMORY, "no memory for the engine's own tables"); }
 
 static uint64_t element_bytes(const ptn_engine_config *config) { return config->bf16 ? sizeof(ptn_bf16) : sizeof(float); }
 
+static bool lies_inside(const ptn_engine_config *config, const ptn_engine_param *param) {
+  if (param->chunk >= config->n_chunks || param->offset_bytes % PTN_TENSOR_ALIGN_BYTES != 0) return false;
+  uint64_t chunk_bytes = config->chunks[param->chunk].param_bytes;
+  return param->offset_bytes <= chunk_bytes && param->count <= (chunk_bytes - param->offset_bytes) / element_bytes(config);
+}
+
 static ptn_status check_config(const ptn_engine_config *config) {
   if (config->n_states > PTN_STATE_MAX)
     return ptn_fail(PTN_INVALID, "%u arrays of optimizer state, at most %d are supported", config->n_states, PTN_STATE_MAX);
   for (uint32_t i = 0; i < config->n_chunks; i++)
-    if (config->chunks[i].param_bytes == 0 || config->chunks[i].param_bytes % PTN_PAGE_BYTES != 0)
-      return ptn_fail(PTN_INVALID, "chunk %u has %llu bytes, a multiple of %zu is wanted", i,
-                      (unsigned long long)config->chunks[i].param_bytes, PTN_PAGE_BYTES);
+    if (config->chunks[i].param_bytes == 0 || config->chunks[i].param_bytes % PTN_PAGE_BYTES != 0 ||
+        config->chunks[i].param_bytes > LARGEST_CHUNK_BYTES)
+      return ptn_fail(PTN_INVALID, "chunk %u has %llu bytes, a multiple of %zu up to %llu is wanted", i,
+                      (unsigned long long)config->chunks[i].param_bytes, PTN_PAGE_BYTES, LARGEST_CHUNK_BYTES);
   for (uint32_t i = 0; i < config->n_params; i++) {
     const ptn_engine_param *param = &config->params[i];
-    if (param->chunk >= config->n_chunks || (param->trained && param->group >= config->n_groups) ||
-        param->offset_bytes % PTN_TENSOR_ALIGN_BYTES != 0 ||
-        param->offset_bytes + param->count * element_bytes(config) > config->chunks[param->chunk].param_bytes)
-      return ptn_fail(PTN_INVALID, "parameter %u does not lie inside its chunk", i);
+    if (!lies_inside(config, param)) return ptn_fail(PTN_INVALID, "parameter %u does not lie inside its chunk", i);
+    if (param->trained && (param->group >= config->n_groups || !config->chunks[param->chunk].trained))
+      return ptn_fail(PTN_INVALID, "parameter %u is trained, and its group is not there or its chunk is not trained", i);
   }
   return PTN_OK;
 }
@@ -57,9 +64,9 @@ static ptn_status copy_config(ptn_engine *engine, const ptn_engine_config *confi
   engine->n_arrays = config->n_states + config->bf16;
   engine->max_slots = 2 * config->n_chunks + 1; /* each chunk may need one of its own beside the shared ones */
   engine->chunks = calloc(config->n_chunks + 1, sizeof *engine->chunks);
-  engine->params = calloc(config->n_params + 1, sizeof *engine->params);
+  engine->params = calloc((size_t)config->n_params + 1, sizeof *engine->params);
   engine->order_params = calloc(config->n_params + 1, sizeof *engine->order_params);
-  engine->hypers = calloc(config->n_groups + 1, sizeof *engine->hypers);
+  engine->hypers = calloc((size_t)config->n_groups + 1, sizeof *engine->hypers);
   engine->slots = calloc(engine->max_slots, sizeof *engine->slots);
   engine->seen = calloc(config->n_chunks + 1, sizeof *engine->seen);
   engine->updates = calloc(config->n_chunks + 1, sizeof *engine->updates);
@@ -153,6 +160,8 @@ void ptn_engine_destroy(ptn_engine *engine) {
   free(engine);
 }
 
+uint32_t ptn_engine_chunks_count(const ptn_engine *engine) { return engine->n_chunks; }
+uint32_t ptn_engine_params_count(const ptn_engine *engine) { return engine->n_params; }
 ptn_store *ptn_engine_store(ptn_engine *engine) { return engine->store; }
 ptn_stash *ptn_engine_stash(ptn_engine *engine) { return engine->stash; }
 ptn_trace *ptn_engine_trace(ptn_engine *engine) { return engine->trace; }

@@ -106,6 +106,8 @@ typedef struct ptn_engine_held {
 
 ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config);
 void ptn_engine_destroy(ptn_engine *engine); /* waits for what is under way; nothing is committed */
+uint32_t ptn_engine_chunks_count(const ptn_engine *engine);
+uint32_t ptn_engine_params_count(const ptn_engine *engine);
 void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out);
 void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out); /* runtime/homes.c */
 ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */

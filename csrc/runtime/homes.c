@@ -11,6 +11,7 @@
 #include "runtime/internal.h"
 
 #define BOUNCE_BYTES ((uint64_t)1 << 20)
+#define RING_MOST_BYTES ((uint64_t)1 << 47) /* of parameters */
 
 bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk) { return engine->chunks[chunk].home == HOME_MEMORY; }
 
@@ -214,6 +215,9 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
   PTN_TRY(ptn_homes_quiet(engine, "the ring cannot change"));
   if (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || n_pieces == 0)
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
+                    (unsigned long long)piece_bytes);
+  if (piece_bytes > RING_MOST_BYTES / n_pieces)
+    return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes are more than there are addresses", n_pieces,
                     (unsigned long long)piece_bytes);
   ptn_engine_drop_ring(engine);
   uint64_t bytes = ring_bytes(engine, piece_bytes, n_pieces, with_grads);
