@@ -504,6 +504,8 @@ void ptn_store_release(ptn_store *store, ptn_extent *extent) {
   *extent = (ptn_extent){0};
 }
 
+void ptn_store_forget(ptn_store *store, ptn_extent extent) { ptn_page_sums_forget(&store->sums, extent.offset, extent.bytes); }
+
 void ptn_store_trim(ptn_store *store, uint64_t spare_bytes) {
   ptn_lock(&store->space_mutex);
   uint64_t used_bytes = ptn_space_used_end(&store->space);

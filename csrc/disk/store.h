@@ -84,6 +84,8 @@ const char *ptn_store_engine_name(const ptn_store *store); /* "io_uring" or "thr
  * more than keeping it. What has been reserved and never written since reads as zeros. Release only what no request uses. */
 ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out);
 void ptn_store_release(ptn_store *store, ptn_extent *extent); /* sets *extent to none */
+/* What lies in a reserved extent, which no request uses, counts no more: it reads as zeros, as if it had never been written. */
+void ptn_store_forget(ptn_store *store, ptn_extent extent);
 /* Gives released space at the end of the file back, in steps of 64 MiB, but for spare_bytes there that are expected to be needed
  * again. Never fails: what the disk does not take back is kept, and used again. */
 void ptn_store_trim(ptn_store *store, uint64_t spare_bytes);

@@ -245,7 +245,8 @@ ptn_status ptn_engine_stage_rest(ptn_engine *engine);
 /* Space in the engine's file for what is the caller's own; as ptn_store_reserve and ptn_store_release. */
 ptn_status ptn_engine_reserve(ptn_engine *engine, uint64_t bytes, ptn_extent *out);
 void ptn_engine_release(ptn_engine *engine, ptn_extent *extent);
-/* Between memory and such an extent. offset is a multiple of PTN_PAGE_BYTES; memory that begins on a page goes without a copy. */
+/* Between memory and such an extent. offset is a multiple of PTN_PAGE_BYTES; memory that begins on a page goes without a copy. What is
+ * written has its last page for itself. */
 ptn_status ptn_engine_move(ptn_engine *engine, uint64_t offset, void *memory, uint64_t bytes, bool write);
 
 /* Turns shadows into homes; call after a successful wait. */

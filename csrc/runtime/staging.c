@@ -24,10 +24,13 @@ ptn_status ptn_engine_stage(ptn_engine *engine, uint32_t number, const float *va
     return ptn_fail(PTN_INVALID, "parameter %u cannot be staged: its chunk lies on the host without a shadow", number);
   if (engine->n_jobs) return ptn_fail(PTN_STEP, "a parameter is staged while updates are under way: wait first");
   if (param->updated) return ptn_fail(PTN_STEP, "parameter %u is staged twice in one step", number);
+  bool first = !chunk->has_shadow;
   ptn_lock(&engine->mutex);
   chunk->has_shadow = engine->any_shadow = true;
   while (chunk->uploads > 0) ptn_wait(&engine->changed, &engine->mutex); /* out of what is the shadow now, it may be */
   ptn_unlock(&engine->mutex);
+  /* What an earlier step left there, half written where the disk failed it, is not to be read beside what is staged. */
+  if (first && chunk->home == HOME_DISK) ptn_store_forget(engine->store, chunk->extents[1 - chunk->current]);
   uint64_t bytes = param->count * engine->element_bytes;
   uint64_t offset = chunk->extents[1 - chunk->current].offset + param->offset_bytes;
   if (chunk->home == HOME_HOST) memcpy((char *)chunk->host[1 - chunk->current].memory + param->offset_bytes, values, bytes);
@@ -82,10 +85,26 @@ void ptn_engine_release(ptn_engine *engine, ptn_extent *extent) {
   ptn_store_release(engine->store, extent);
 }
 
+/* The last page of an extent that begins at `offset`, of which `bytes` count. What was there is not read: nobody has the rest. */
+static ptn_status write_last(ptn_engine *engine, uint64_t offset, const char *memory, uint64_t bytes) {
+  void *page;
+  PTN_TRY(ptn_arena_alloc(NULL, PTN_PAGE_BYTES, &page));
+  memset(page, 0, PTN_PAGE_BYTES);
+  memcpy(page, memory, bytes);
+  ptn_status status = ptn_store_transfer(engine->store, page, offset, PTN_PAGE_BYTES, true);
+  ptn_arena_free(page);
+  return status;
+}
+
 ptn_status ptn_engine_move(ptn_engine *engine, uint64_t offset, void *memory, uint64_t bytes, bool write) {
   if (offset % PTN_PAGE_BYTES != 0)
     return ptn_fail(PTN_INVALID, "bytes are moved to %llu, no multiple of a page", (unsigned long long)offset);
-  uint64_t whole = (uintptr_t)memory % PTN_PAGE_BYTES == 0 ? bytes / PTN_PAGE_BYTES * PTN_PAGE_BYTES : 0;
-  if (whole) PTN_TRY(ptn_store_transfer(engine->store, memory, offset, whole, write));
-  return whole == bytes ? PTN_OK : ptn_homes_transfer(engine, offset + whole, (char *)memory + whole, bytes - whole, write);
+  uint64_t whole = bytes / PTN_PAGE_BYTES * PTN_PAGE_BYTES;
+  bool direct = (uintptr_t)memory % PTN_PAGE_BYTES == 0;
+  if (whole && direct) PTN_TRY(ptn_store_transfer(engine->store, memory, offset, whole, write));
+  else if (whole) PTN_TRY(ptn_homes_transfer(engine, offset, memory, whole, write));
+  if (whole == bytes) return PTN_OK;
+  char *last = (char *)memory + whole;
+  return write ? write_last(engine, offset + whole, last, bytes - whole)
+               : ptn_homes_transfer(engine, offset + whole, last, bytes - whole, false);
 }

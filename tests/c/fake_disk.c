@@ -26,7 +26,7 @@
 #define SHOWN __attribute__((visibility("default")))
 
 enum { PREAD, PWRITE, FALLOCATE, FTRUNCATE, OPENAT, WRITE, FSYNC, RENAME, MKDIR, OPEN, READ, KINDS };
-enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST, MOST_FILES = 4096, PAGE_BYTES = 4096 };
+enum { NONE, FAIL, SHORT, NOTHING, LATE, WRONG, LOST, TORN, MOST_FILES = 4096, PAGE_BYTES = 4096 };
 
 static struct {
   _Atomic int kind, fault, sys_errno;
@@ -58,6 +58,7 @@ static int fault_of(int kind) {
   long number = atomic_fetch_add(&disk.counts[kind], 1) + 1;
   bool chosen = atomic_load(&disk.kind) == kind && number >= atomic_load(&disk.first) && number <= atomic_load(&disk.last);
   int fault = chosen ? atomic_load(&disk.fault) : NONE;
+  if (fault == TORN) fault = number == atomic_load(&disk.first) ? SHORT : FAIL; /* half of it is made, and no more */
   if (fault == LATE) nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
   return fault == LATE ? NONE : fault;
 }

@@ -1,7 +1,9 @@
 /* Staged updates: whole or not made, what was not staged stays; extents of the caller's own; equal to the bit. Without a device, and
  * over the host as one, where the CPU reads a slot as it reads its memory. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
+/* library: tests/c/fake_disk.c */
 /* threads */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,6 +12,11 @@
 #include "runtime/engine.h"
 
 enum { CHUNKS = 4, PER_CHUNK = 3, PARAMS = CHUNKS * PER_CHUNK, LAST = CHUNKS - 1, ROUNDS = 30 };
+
+/* Of fake_disk.c. */
+enum { PWRITE = 1, TORN = 7, NOTHING_ASKED = -1 };
+void disk_tell(int kind, int fault, int sys_errno, long first, long last);
+long disk_count(int kind);
 
 typedef struct world {
   ptn_device *device; /* NULL: none */
@@ -127,6 +134,39 @@ static void check_moves(world *w) {
   CHECK(after.disk_bytes == before.disk_bytes);
 }
 
+/* A step and a move of which one write is made by half and then fails: made again they are whole. */
+static void check_torn(world *w) {
+  enum { OWN_BYTES = 2 * PTN_PAGE_BYTES + 700 };
+  ptn_extent own;
+  CHECK_OK(ptn_engine_reserve(w->engine, OWN_BYTES, &own));
+  void *from, *to;
+  CHECK_OK(ptn_arena_alloc(w->account, OWN_BYTES, &from));
+  CHECK_OK(ptn_arena_alloc(w->account, OWN_BYTES, &to));
+  bool torn = true;
+  for (long first = 1; torn; first++) {
+    memset(from, (int)first, OWN_BYTES);
+    disk_tell(PWRITE, TORN, EIO, first, first + 1);
+    ptn_status status = ptn_engine_move(w->engine, own.offset, from, OWN_BYTES, true);
+    for (uint32_t i = 0; i < LAST * PER_CHUNK && status == PTN_OK; i++) {
+      draw(w->staged[i], w->params[i].count);
+      if (w->params[i].trained) status = ptn_engine_stage(w->engine, i, w->staged[i]);
+    }
+    torn = disk_count(PWRITE) >= first;
+    disk_tell(NOTHING_ASKED, 0, 0, 0, 0);
+    CHECK(status == (torn ? PTN_DISK : PTN_OK));
+    CHECK(!torn || ptn_last_error()->sys_errno == EIO);
+    ptn_engine_drop(w->engine);
+    CHECK_OK(ptn_engine_move(w->engine, own.offset, from, OWN_BYTES, true));
+    CHECK_OK(ptn_engine_move(w->engine, own.offset, to, OWN_BYTES, false));
+    CHECK(memcmp(from, to, OWN_BYTES) == 0);
+    one_step(w, true);
+    check_values(w);
+  }
+  ptn_arena_free(from);
+  ptn_arena_free(to);
+  ptn_engine_release(w->engine, &own);
+}
+
 /* Over a device chunk 0 lies on the host, with a shadow. */
 static void place(world *w) {
   for (uint32_t c = 0; c < LAST; c++) {
@@ -168,6 +208,7 @@ static void run(ptn_device *device) {
   check_refusals(&w);
   if (device) check_no_shadow(&w);
   check_moves(&w);
+  check_torn(&w);
   ptn_engine_destroy(w.engine);
   ptn_account_destroy(w.account);
   for (uint32_t i = 0; i < PARAMS; i++) {
