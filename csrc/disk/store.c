@@ -259,10 +259,12 @@ static uint64_t sum_here(ptn_store *store, char *memory, uint64_t offset, uint64
   return bad_offset;
 }
 
-/* Of one request, what it has in a piece that was moved: its sums are kept, or compared. */
-static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io) {
+/* Of one request, what it has in a piece that was moved up to `end` of the file: its sums are kept, or compared. */
+static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io, uint64_t end) {
   uint64_t begin = ptn_max_u64(io->offset, piece->own.offset);
-  uint64_t bytes = ptn_min_u64(io->offset + io->bytes, piece->own.offset + piece->own.bytes) - begin;
+  end = ptn_min_u64(io->offset + io->bytes, end);
+  if (begin >= end) return;
+  uint64_t bytes = end - begin;
   int64_t begin_ns = ptn_thread_processor_ns();
   uint64_t bad_offset = sum_here(store, (char *)io->memory + (begin - io->offset), begin, bytes, piece->write);
   atomic_fetch_add(&store->checksum_ns, ptn_thread_processor_ns() - begin_ns);
@@ -272,10 +274,20 @@ static void sum(ptn_store *store, const ptn_piece *piece, ptn_io *io) {
   ptn_unlock(&store->mutex);
 }
 
-static void piece_moved(ptn_piece *piece) {
+static void sum_until(ptn_piece *piece, uint64_t end) {
   for (ptn_io *io = piece->own.io; io; io = io->own.beside)
-    if (!io->caller_sums) sum(piece->own.store, piece, io);
+    if (!io->caller_sums) sum(piece->own.store, piece, io, end);
+}
+
+static void piece_moved(ptn_piece *piece) {
+  sum_until(piece, piece->own.offset + piece->own.bytes);
   piece_ended(piece, 0);
+}
+
+/* What was written of it before it failed is there, and has its sums: read, it is no page that the disk has changed. */
+static void piece_failed(ptn_piece *piece, int sys_errno) {
+  if (piece->write) sum_until(piece, piece->offset);
+  piece_ended(piece, sys_errno);
 }
 
 static void drop_front(ptn_piece *piece, uint64_t bytes) {
@@ -309,7 +321,7 @@ static void advance(ptn_piece *piece, int64_t result) {
     sys_errno = (int)-result;
   }
   if (sys_errno != 0) {
-    piece_ended(piece, sys_errno);
+    piece_failed(piece, sys_errno);
     return;
   }
   if (moved_bytes == piece->bytes) {
@@ -319,7 +331,7 @@ static void advance(ptn_piece *piece, int64_t result) {
   drop_front(piece, moved_bytes);
   piece->own.idle_attempts_count = moved_bytes > 0 ? 0 : piece->own.idle_attempts_count + 1;
   if (piece->own.idle_attempts_count > IDLE_ATTEMPTS_LIMIT) {
-    piece_ended(piece, result < 0 ? (int)-result : EIO);
+    piece_failed(piece, result < 0 ? (int)-result : EIO);
     return;
   }
   if (piece->own.idle_attempts_count > 2) nap();

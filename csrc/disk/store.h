@@ -7,10 +7,10 @@
  *
  * Every byte that comes back is what was written, or the request fails: pages have checksums in memory (page_sums.h), taken when a write
  * has ended and compared when a read has ended, on the threads of the store, before done is called. A page that differs is PTN_DISK
- * with EBADMSG, which names its place; it may be read again. A write that failed leaves the sums as they were: what is read then is
- * what was there before, or an error. Who makes bytes or is about to use them may take and compare sums for itself, while it has
- * them in its caches: a request then leaves that to its caller, and where such a write failed what is read is what was to be written,
- * or an error.
+ * with EBADMSG, which names its place; it may be read again. A write that failed has the sums of the pages that the disk took before it
+ * did: what is read then is, page by page, what was there before or was to be written, or an error. Who makes bytes or is about to use
+ * them may take and compare sums for itself, while it has them in its caches: a request then leaves that to its caller, and where such a
+ * write failed what is read is what was to be written, or an error.
  *
  * A request is memory, an offset and a length, all multiples of PTN_PAGE_BYTES. A long one is cut into pieces, and several
  * pieces are in flight. Short ones that come one behind the other, lie side by side in the file, go the same way and have one

@@ -22,6 +22,7 @@ typedef enum fault {
   FAULT_NONE = 0,
   FAULT_ERRNO,
   FAULT_SHORT, /* half, to a whole page */
+  FAULT_HALF, /* the first of them as short, those behind it with an errno */
   FAULT_SHORT_ODD, /* half and 512 bytes more */
   FAULT_TINY, /* 512 bytes: no whole page */
   FAULT_ZERO, /* nothing, without an errno */
@@ -84,6 +85,7 @@ static inline int64_t faulty_result(const faulty_attempt *attempt, int64_t resul
   int64_t bytes = (int64_t)attempt->outer->bytes, page = (int64_t)PTN_PAGE_BYTES;
   switch (attempt->fault) {
     case FAULT_ERRNO: return -attempt->sys_errno;
+    case FAULT_HALF:
     case FAULT_SHORT: return bytes > page ? bytes / 2 / page * page : result;
     case FAULT_SHORT_ODD: return bytes > page ? bytes / 2 / page * page + 512 : 512;
     case FAULT_TINY: return 512;
@@ -150,6 +152,7 @@ static inline void faulty_start(ptn_io_engine *base, ptn_piece *piece) {
   }
   if (engine->direction != FAULTY_BOTH) number = (engine->direction == FAULTY_WRITES) == piece->write ? same_count : 0;
   attempt->fault = number > 0 && number >= engine->first && number <= engine->last ? engine->fault : FAULT_NONE;
+  if (attempt->fault == FAULT_HALF) attempt->fault = number == engine->first ? FAULT_SHORT : FAULT_ERRNO;
   attempt->sys_errno = engine->sys_errno;
   faulty_divert(attempt);
   if (++engine->in_flight_count > engine->most_in_flight_count) engine->most_in_flight_count = engine->in_flight_count;

@@ -249,6 +249,23 @@ static void after_a_failed_write(void) {
   CHECK_OK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, false));
 }
 
+/* The same in its middle: what the disk had taken before is known to be there. */
+static void after_a_write_that_failed_in_its_middle(void) {
+  enum { HALF = PIECE_BYTES / 2 };
+  fill(memory, 0, PIECE_BYTES, 9);
+  faulty_tell(&engine, FAULT_HALF, EIO, 1, 2);
+  CHECK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, true) == PTN_DISK && ptn_last_error()->sys_errno == EIO);
+  faulty_tell(&engine, FAULT_NONE, 0, 0, 0);
+  memset(memory, 0, HALF);
+  CHECK_OK(ptn_store_transfer(store, memory, extent.offset, HALF, false));
+  fill(expected, 0, HALF, 9);
+  CHECK(memcmp(memory, expected, HALF) == 0);
+  CHECK(ptn_store_transfer(store, memory, extent.offset + HALF, HALF, false) == PTN_DISK);
+  check_place(ptn_last_error(), extent.offset + HALF);
+  fill(memory, 0, PIECE_BYTES, 1);
+  CHECK_OK(ptn_store_transfer(store, memory, extent.offset, PIECE_BYTES, true));
+}
+
 /* The checks above see a single wrong bit. */
 static void a_wrong_bit_is_seen(void) {
   faulty_tell(&engine, FAULT_WRONG_BYTE, 0, 1, UINT64_MAX);
@@ -291,6 +308,7 @@ static void run(ptn_disk_engine which) {
   writes_that_were_not_made_are_noticed(FAULT_TORN);
   a_write_elsewhere_is_noticed_twice();
   after_a_failed_write();
+  after_a_write_that_failed_in_its_middle();
   a_wrong_bit_is_seen();
   transfer_reports_the_error();
   ptn_store_destroy(store);
