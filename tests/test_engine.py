@@ -149,3 +149,20 @@ def test_an_engine_closed_by_a_call_within_its_step_says_so(disk: Path, rigs: li
     with pytest.raises(RuntimeError, match="closed"):
         rigs[0].engine.make_step([], 1.0, [(rigs[0].engine.close, (), {})])
     rigs.clear()
+
+
+def test_an_engine_closed_inside_of_a_call_ends_behind_it(disk: Path, rigs: list[Rig]) -> None:
+    """By the end of what held a gradient, which the call gives back, or by another thread."""
+
+    class Owner:
+        def __del__(self) -> None:
+            engine.close()
+
+    engine = Rig(disk, 1 << 30, n_chunks=1, n_each=2, count=16).engine
+    gradient = torch.ones(16)
+    for number in range(2):
+        engine.gradient(number, gradient.data_ptr(), Owner(), SPILL)
+    engine.flush()
+    engine.wait()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.steps(0)

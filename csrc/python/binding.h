@@ -54,6 +54,11 @@ PyObject *ptn_python_device_record_type(PyObject *object); /* borrowed; NULL wit
 /* The device of a Device, and its number as above, where asked for; NULL with an exception set. */
 ptn_device *ptn_python_device(PyObject *object, int *number);
 
+/* Around a call of the engine that gives the GIL up, or during which an owner of a gradient may die, whose end may run anything: closed
+ * meanwhile, the engine is destroyed when the last of such calls is over. With the GIL, right after the engine was given. */
+void ptn_python_enter(PyObject *object);
+void ptn_python_leave(PyObject *object);
+
 /* Methods of Engine about memory and figures (engine_memory.c). */
 PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
 PyObject *ptn_python_held(PyObject *object, PyObject *unused);
@@ -98,6 +103,16 @@ PyObject *ptn_python_now_ns(PyObject *module, PyObject *unused);
     Py_BEGIN_ALLOW_THREADS            \
     status = (call);                  \
     Py_END_ALLOW_THREADS              \
+  } while (0)
+
+/* The same for a statement with a call of the engine of `object`. */
+#define PTN_IN_ENGINE(statement) \
+  do {                           \
+    ptn_python_enter(object);    \
+    Py_BEGIN_ALLOW_THREADS       \
+    statement;                   \
+    Py_END_ALLOW_THREADS         \
+    ptn_python_leave(object);    \
   } while (0)
 
 #endif

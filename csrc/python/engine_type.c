@@ -2,10 +2,13 @@
  *
  * The GIL is released on every call that may wait for I/O. Calls that only ask may come from any thread; whoever makes another one
  * drives the step from then on. A gradient's owner is a Python object: the engine hands it back
- * through `give_back`, which takes the GIL where it is not held. A process that was forked off must not touch the engine's
- * threads, so there an Engine only forgets.
+ * through `give_back`, which takes the GIL where it is not held. What is closed while calls are inside, on other threads or around
+ * `give_back`, is destroyed by the last of them. A process that was forked off must not touch the engine's threads, so there an
+ * Engine only forgets.
  */
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 
 #include "python/binding.h"
@@ -13,7 +16,9 @@
 
 typedef struct engine_object {
   PyObject_HEAD
-  ptn_engine *engine;
+  _Atomic(ptn_engine *) engine;  /* NULL: closed */
+  _Atomic(ptn_engine *) retired; /* closed while calls were inside: the last of them destroys it */
+  atomic_int calls;              /* inside of the engine */
   ptn_account *account;        /* of ordinary memory */
   ptn_account *device_account; /* of the device's; NULL: there is none */
   uint64_t charged_bytes;      /* to the first, for what is in no arena */
@@ -31,22 +36,7 @@ static void give_back(void *owner) {
   PyGILState_Release(state);
 }
 
-/* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
-static bool relieve(void *context, uint64_t missing_bytes, bool must) {
-  engine_object *self = context;
-  (void)missing_bytes;
-  if (!self->engine || !pthread_equal(self->driver, pthread_self())) return false;
-  return ptn_stash_relieve(ptn_engine_stash(self->engine), must) || ptn_engine_relieve(self->engine, must);
-}
-
-static void close_engine(engine_object *self) {
-  ptn_engine *engine = self->engine;
-  self->engine = NULL;
-  if (engine && self->forks == ptn_python_forks) {
-    Py_BEGIN_ALLOW_THREADS
-    ptn_engine_destroy(engine);
-    Py_END_ALLOW_THREADS
-  }
+static void free_accounts(engine_object *self) {
   if (self->charged_bytes) ptn_account_discharge(self->account, self->charged_bytes);
   self->charged_bytes = 0;
   ptn_account **const accounts[] = {&self->account, &self->device_account};
@@ -58,10 +48,61 @@ static void close_engine(engine_object *self) {
   }
 }
 
+/* The last call is over; with the GIL or without it. */
+static void end(engine_object *self) {
+  ptn_engine *engine = atomic_exchange(&self->retired, NULL);
+  if (!engine) return;
+  ptn_error error; /* of the call */
+  ptn_error_save(&error);
+  ptn_engine_destroy(engine);
+  free_accounts(self);
+  (void)ptn_error_restore(&error);
+}
+
+/* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
+static bool relieve(void *context, uint64_t missing_bytes, bool must) {
+  engine_object *self = context;
+  (void)missing_bytes;
+  if (!pthread_equal(self->driver, pthread_self())) return false;
+  self->calls++;
+  ptn_engine *engine = self->engine;
+  bool useful = engine && (ptn_stash_relieve(ptn_engine_stash(engine), must) || ptn_engine_relieve(engine, must));
+  if (--self->calls == 0) end(self);
+  return useful;
+}
+
+void ptn_python_enter(PyObject *object) { ((engine_object *)object)->calls++; }
+
+void ptn_python_leave(PyObject *object) {
+  engine_object *self = (engine_object *)object;
+  if (--self->calls > 0 || !self->retired) return;
+  Py_BEGIN_ALLOW_THREADS
+  end(self);
+  Py_END_ALLOW_THREADS
+}
+
+static void close_engine(engine_object *self) {
+  ptn_engine *engine = atomic_exchange(&self->engine, NULL);
+  if (self->forks != ptn_python_forks) { /* calls that were inside are the parent's */
+    free_accounts(self);
+    return;
+  }
+  ptn_python_enter((PyObject *)self);
+  if (engine) self->retired = engine;
+  ptn_python_leave((PyObject *)self);
+}
+
 static void engine_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
-  close_engine((engine_object *)object);
-  Py_XDECREF(((engine_object *)object)->current_stream);
+  engine_object *self = (engine_object *)object;
+  close_engine(self);
+  while (self->calls > 0 && self->forks == ptn_python_forks) { /* one for more memory, on the thread that drove it: a moment */
+    Py_BEGIN_ALLOW_THREADS
+    sched_yield();
+    Py_END_ALLOW_THREADS
+  }
+  free_accounts(self); /* of an engine that could not be made */
+  Py_XDECREF(self->current_stream);
   PyObject_Free(object);
   Py_DECREF(type);
 }
@@ -115,7 +156,8 @@ ptn_engine *ptn_python_drive(PyObject *object) {
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
   self->driver = pthread_self();
-  return !self->current_stream || hand_stream_over(self) ? engine : NULL;
+  if (!self->current_stream) return engine;
+  return hand_stream_over(self) ? ptn_python_engine(object) : NULL; /* what told of the stream may have closed it */
 }
 
 /* ---- construction ---- */
@@ -154,7 +196,10 @@ static ptn_status make_engine(engine_object *self, unsigned long long limit, uns
   ours.account = self->account;
   ours.device_account = self->device_account;
   ours.release = give_back;
-  return ptn_engine_create(&self->engine, &ours);
+  ptn_engine *engine;
+  ptn_status status = ptn_engine_create(&engine, &ours);
+  self->engine = engine;
+  return status;
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -242,7 +287,7 @@ static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "O&p", ptn_python_u32, &chunk, &with_state) || !ptn_python_has_chunk(engine, chunk))
     return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_to_memory(engine, chunk, with_state != 0));
+  PTN_IN_ENGINE(status = ptn_engine_to_memory(engine, chunk, with_state != 0));
   return ptn_python_answer(status);
 }
 
@@ -251,7 +296,7 @@ static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_to_disk(engine, chunk));
+  PTN_IN_ENGINE(status = ptn_engine_to_disk(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -278,7 +323,7 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
                  ptn_engine_chunks_count(engine));
   } else {
     ptn_status status;
-    PTN_WITHOUT_GIL(status, ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
+    PTN_IN_ENGINE(status = ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
     result = ptn_python_answer(status);
   }
   PyMem_Free(slots);
@@ -289,9 +334,7 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
 static PyObject *engine_drop_slots(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  ptn_engine_drop_slots(engine);
-  Py_END_ALLOW_THREADS
+  PTN_IN_ENGINE(ptn_engine_drop_slots(engine));
   Py_RETURN_NONE;
 }
 
@@ -300,7 +343,7 @@ static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_own_slot(engine, chunk));
+  PTN_IN_ENGINE(status = ptn_engine_own_slot(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -311,16 +354,14 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   int with_grads;
   if (!PyArg_ParseTuple(arguments, "O&O&p", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces, &with_grads)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+  PTN_IN_ENGINE(status = ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
   return ptn_python_answer(status);
 }
 
 static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  ptn_engine_drop_ring(engine);
-  Py_END_ALLOW_THREADS
+  PTN_IN_ENGINE(ptn_engine_drop_ring(engine));
   Py_RETURN_NONE;
 }
 
@@ -349,7 +390,7 @@ static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
       !ptn_python_has_param(engine, param))
     return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
+  PTN_IN_ENGINE(status = ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
 }
 
@@ -363,7 +404,7 @@ static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
       !ptn_python_has_param(engine, param))
     return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
+  PTN_IN_ENGINE(status = ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
 }
 
@@ -372,7 +413,7 @@ static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_begin_fill(engine, chunk));
+  PTN_IN_ENGINE(status = ptn_engine_begin_fill(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -381,7 +422,7 @@ static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_end_fill(engine, chunk));
+  PTN_IN_ENGINE(status = ptn_engine_end_fill(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -424,9 +465,7 @@ static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int moment;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &moment)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  ptn_engine_seek(engine, moment);
-  Py_END_ALLOW_THREADS
+  PTN_IN_ENGINE(ptn_engine_seek(engine, moment));
   Py_RETURN_NONE;
 }
 
@@ -436,7 +475,7 @@ static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   bool conflict;
-  PTN_WITHOUT_GIL(status, ptn_engine_demand(engine, chunk, &conflict));
+  PTN_IN_ENGINE(status = ptn_engine_demand(engine, chunk, &conflict));
   if (status != PTN_OK) return ptn_python_raise();
   return PyBool_FromLong(!conflict);
 }
@@ -482,7 +521,7 @@ static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
                         PTN_GRADIENT_SPILL_TOTAL);
   Py_INCREF(owner);
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
+  PTN_IN_ENGINE(status = ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
   if (status != PTN_OK) Py_DECREF(owner);
   return ptn_python_answer(status);
 }
@@ -496,7 +535,7 @@ static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
     return NULL;
   ptn_status status;
   bool found;
-  PTN_WITHOUT_GIL(status, ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
+  PTN_IN_ENGINE(status = ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
   if (status != PTN_OK) return ptn_python_raise();
   return PyBool_FromLong(found);
 }
@@ -513,7 +552,7 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_flush(engine));
+  PTN_IN_ENGINE(status = ptn_engine_flush(engine));
   return ptn_python_answer(status);
 }
 
@@ -522,7 +561,7 @@ static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
   double grad_scale;
   if (!PyArg_ParseTuple(arguments, "d", &grad_scale)) return NULL;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_update_spilled(engine, (float)grad_scale));
+  PTN_IN_ENGINE(status = ptn_engine_update_spilled(engine, (float)grad_scale));
   return ptn_python_answer(status);
 }
 
@@ -530,7 +569,7 @@ static PyObject *engine_wait(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_engine_wait(engine));
+  PTN_IN_ENGINE(status = ptn_engine_wait(engine));
   return ptn_python_answer(status);
 }
 
@@ -572,7 +611,7 @@ static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
   /* A call may close the engine. */
   if (read_updates(engine, list, updates, count) && run_calls(calls) && (engine = ptn_python_engine(object))) {
     ptn_status status;
-    PTN_WITHOUT_GIL(status, ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
+    PTN_IN_ENGINE(status = ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
     result = ptn_python_answer(status);
   }
   PyMem_Free(updates);
@@ -588,9 +627,7 @@ static PyObject *engine_commits(PyObject *object, PyObject *unused) {
 static PyObject *engine_drop(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  ptn_engine_drop(engine);
-  Py_END_ALLOW_THREADS
+  PTN_IN_ENGINE(ptn_engine_drop(engine));
   Py_RETURN_NONE;
 }
 
