@@ -57,6 +57,19 @@ def test_the_kinds_of_memory_make_all_of_it(
     protrain.unwrap(model)
 
 
+def test_the_peak_of_a_step_is_seen_between_the_last_block_and_its_backward(
+    causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path
+) -> None:
+    """Where logits and their gradients are: what the loss takes is marked there too, which left nothing to the sample."""
+    model = causal_lm("gpt2", hidden=64)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="1GiB", disk=fresh_disk)
+    found = watched(model, optimizer, token_batches(3)).last
+    before = next(s for s in found.samples if s.moment == "before backward of block 3")
+    assert before.highest_bytes == found.peak_bytes
+    assert 0.97 <= found.peak_bytes / protrain.status(model).peak_memory_bytes <= 1
+    protrain.unwrap(model)
+
+
 def test_a_step_without_a_watch_takes_no_sample(causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path) -> None:
     model = causal_lm("gpt2", hidden=128)
     model, optimizer = protrain.wrap(model, adamw(model), memory="14MiB", disk=fresh_disk)

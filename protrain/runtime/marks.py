@@ -20,7 +20,7 @@ class Marks:
 
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
-        self._refused_bytes = self._at_output = self._since_output = 0
+        self._refused_bytes = self._at_output = self._since_output = self._untold = 0
         self.highest_bytes = self.planned_bytes = 0
         self._updates = False
         self.loss_bytes: int | None = None
@@ -36,7 +36,14 @@ class Marks:
         self._refused_bytes = self.refused_bytes
         highest = self._engine.mark()
         self.highest_bytes, self._since_output = max(self.highest_bytes, highest), max(self._since_output, highest)
+        self._untold = max(self._untold, highest)
         self.planned_bytes = self.highest_bytes if not self._updates else self.planned_bytes
+        return highest
+
+    def tell(self) -> int:
+        """The highest since this was last asked, whoever marked between."""
+        self.mark()
+        highest, self._untold = self._untold, 0
         return highest
 
     def update_begins(self) -> None:

@@ -68,7 +68,7 @@ class MemorySamples:
         """The first forward of a step begins."""
         self._began_ns = now_ns
         self._samples = []
-        self._session.marks.mark()  # what was highest before is none of this step's
+        self._session.marks.tell()  # what was highest before is none of this step's
         self._add("step begins", now_ns)
 
     def sample(self, moment: str, block: int) -> None:
@@ -82,7 +82,7 @@ class MemorySamples:
 
     def _add(self, moment: str, now_ns: int) -> None:
         session = self._session
-        highest = session.marks.mark()
+        highest = session.marks.tell()
         held = session.engine.held()
         gradient_bytes = held["gradient_bytes"] + self._grad_bytes()
         parts = (
