@@ -67,7 +67,9 @@ class Status:
     plan is the one in use; steps were completed; step_seconds and wait_seconds (of waiting for chunks, updates and memory)
     are of the last step, which begins when its first batch is planned for; memory_bytes counts now, peak_memory_bytes since
     wrap, all that counts against the budget; disk_read_bytes and disk_write_bytes since wrap, as the kernel counts them.
-    predicted_peak_bytes stands beside peak_memory_bytes, predicted_step_seconds (0.0: no prediction) beside step_seconds.
+    predicted_peak_bytes stands beside peak_memory_bytes: of a batch that was made between steps, where nothing counts, it is by
+    so much less than plan.peak_bytes, which has room for it. predicted_step_seconds (0.0: no prediction) stands beside
+    step_seconds.
     """
 
     plan: Plan

@@ -92,6 +92,7 @@ class Session:
         self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
         # the step under way
         self._began: float | None = None
+        self._held_before: int | None = None  # when the last step began; None: several forwards began before a backward
         self._wait_ns = 0
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self._told_unplanned = False
@@ -230,7 +231,7 @@ class Session:
             self._fit(args, kwargs)
             if begins:
                 self._tells = True
-                self.fitter.begin_step()
+                self._held_before = self.fitter.begin_step()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
             self.runner.begin_pass(self.fitter.measured)
@@ -280,6 +281,7 @@ class Session:
         forward is its step's first."""
         if not begins:
             self.fitter.note_several()
+            self._held_before = None
             return
         refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
         self._tells = False
@@ -459,10 +461,18 @@ class Session:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of a step under the arrangement in use."""
+        """Of a step under the arrangement in use. Its plan has room for the batch; one that was made between steps, where nothing
+        is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
         copies_bytes = self.foreign.highest_bytes(found, memory_bytes) if self.foreign is not None else 0
-        return max(found.plan.peak_bytes, copies_bytes)
+        return max(found.plan.peak_bytes - self._outside_bytes(), copies_bytes)
+
+    def _outside_bytes(self) -> int:
+        """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts."""
+        if self._held_before is None or self.wrapped.settings.accumulate > 1 or self.wrapped.compute.separate:
+            return 0
+        batches = [run.batch_bytes if run is not None else 0 for _, run in self.fitter.dry_runs]
+        return max(min(batches, default=0) - self._held_before, 0)
 
     def watch_memory(self) -> MemorySamples:
         """From the next step on, what memory is of is noted at every begin and end of a block. Returns where it is found."""

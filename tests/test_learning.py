@@ -486,3 +486,43 @@ def test_buffers_count_in_what_is_measured_and_refused() -> None:
     status = protrain.status(model)
     assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
     protrain.unwrap(model)
+
+
+class Images(nn.Module):
+    """Takes more than it makes of it: 3 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, 64, 16, stride=16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.patches(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            y = y + block(y)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("made", ["before", "between", "ahead", "among passes"])
+def test_a_batch_is_foretold_where_it_is_counted(made: str) -> None:
+    """Each plan has room for it; nothing counts what is made between steps, and what is made within one counts."""
+    accumulate = 2 if made == "among passes" else 1
+    model: Any = Images()
+    first = torch.randn(4, 3, 256, 256)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB, accumulate=accumulate)
+    images = first
+    for _ in range(3):
+        if made == "between":
+            images = torch.randn(4, 3, 256, 256)
+        for _ in range(accumulate):
+            loss = model(images)
+            if made in ("ahead", "among passes"):
+                images = torch.randn(4, 3, 256, 256)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+    assert status.peak_memory_bytes <= status.plan.peak_bytes

@@ -397,7 +397,7 @@ def dry_run(
         if fake_blocks and not compiled:
             with suppress(Exception):  # then what swapping cannot do without is not known
                 swap = in_mode("swap")
-    return _join(keep, recompute, swap, twin.fixed_bytes)
+    return replace(_join(keep, recompute, swap, twin.fixed_bytes), batch_bytes=twin.batch_bytes)
 
 
 def dry_forward(

@@ -88,6 +88,7 @@ class DryRun:
     outside_bytes: outputs of which the program around the model makes its loss; 0: the model makes it.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning is live; 0: no block has a backward.
+    batch_bytes: of fixed_bytes, what the batch is.
     head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
@@ -106,6 +107,7 @@ class DryRun:
     loss_bytes: int = 0
     less_bytes: dict[int, int] = field(default_factory=dict)
     head_bytes: tuple[int, int, int] = (0, 0, 0)
+    batch_bytes: int = 0
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""

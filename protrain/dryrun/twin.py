@@ -84,6 +84,7 @@ class Twin:
     memo: dict[int, Any]
     not_counted: set[int] = field(default_factory=set)  # storages
     fixed_bytes: int = 0
+    batch_bytes: int = 0  # of these
     alive: list[Any] = field(default_factory=list)  # keeps the storages' addresses from being used again
     stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what is no parameter; the real ones
 
@@ -181,7 +182,8 @@ def _fake_batch(twin: Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tu
 
     converted = tree_map(convert_leaf, (args, kwargs))
     sizes = (min(real.nbytes(), own_bytes) for real, own_bytes in storages.values())
-    twin.fixed_bytes += sum(round_bytes(size) for size in sizes if size)
+    twin.batch_bytes = sum(round_bytes(size) for size in sizes if size)
+    twin.fixed_bytes += twin.batch_bytes
     return converted  # type: ignore[no-any-return]
 
 

@@ -295,9 +295,10 @@ class Fitter:
 
     # ---- what steps tell ----
 
-    def begin_step(self) -> None:
-        """What a program holds now it may let go of before the step is at its highest."""
+    def begin_step(self) -> int:
+        """What a program holds now it may let go of before the step is at its highest; returns how much it is."""
         self._held_before = self._held_bytes()
+        return self._held_before
 
     def learn(self, highest_bytes: int, loss_bytes: int | None, batches: Iterable[Shapes]) -> Batch | None:
         """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
