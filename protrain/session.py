@@ -397,7 +397,7 @@ class Session:
             self.step_seconds = now - self._began
             self.wait_seconds = (self.engine.stats()["wait_ns"] - self._wait_ns) / 1e9
             self.clock.end_step(self.steps)
-        self.marks.mark()
+        self.marks.step_made(self._foretold_bytes())
         self.homes.adjust_headroom(self.marks.highest_bytes)
         try:
             self.fitter.learn_measured(self.marks.planned_bytes, self.runner.saved_bytes())
@@ -461,6 +461,11 @@ class Session:
 
     @property
     def predicted_peak_bytes(self) -> int:
+        """Of a step under the arrangement in use, or under the one of the step that had the most in memory since wrap, where that
+        is more: steps before a plan by time may be higher than those after it."""
+        return max(self._foretold_bytes(), self.marks.foretold_bytes)
+
+    def _foretold_bytes(self) -> int:
         """Of a step under the arrangement in use. Its plan has room for the batch; one that was made between steps, where nothing
         is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes

@@ -526,3 +526,18 @@ def test_a_batch_is_foretold_where_it_is_counted(made: str) -> None:
     protrain.unwrap(model)
     assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
     assert status.peak_memory_bytes <= status.plan.peak_bytes
+
+
+def test_what_is_foretold_is_of_the_steps_that_were_highest() -> None:
+    """As the peak since wrap is, which they made: plans after them take less."""
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+    train(model, optimizer, plain, batches(3, 128))
+    before = protrain.status(model)
+    protrain.session_of(model).change_step(1, None)  # what was planned for is forgotten
+    train(model, optimizer, plain, batches(2))
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert status.plan.peak_bytes < 0.9 * before.plan.peak_bytes
+    assert status.peak_memory_bytes == before.peak_memory_bytes
+    assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from .. import _core
 
+#: A step that had this part of the highest since wrap in memory is as good as the highest.
+_AS_HIGH = 0.99
+
 
 class Marks:
     """Of one session; called on the thread that drives the step.
@@ -16,6 +19,7 @@ class Marks:
     planned_bytes: the same, without an update that takes what memory there is.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning was live; of the passes of the step the most. None: not known.
+    foretold_bytes: what was foretold of the last of the steps that had the most in memory; 0: none was made.
     """
 
     def __init__(self, engine: _core.Engine) -> None:
@@ -24,6 +28,7 @@ class Marks:
         self.highest_bytes = self.planned_bytes = 0
         self._updates = False
         self.loss_bytes: int | None = None
+        self._highest_step = self.foretold_bytes = 0
 
     def begin(self) -> None:
         """From here on it is another step."""
@@ -55,6 +60,12 @@ class Marks:
     def refused_bytes(self) -> int:
         """What would have been live in the step with the largest request that was refused; 0: none was."""
         return max(self._refused_bytes, self._engine.stats()["refused_bytes"])
+
+    def step_made(self, foretold_bytes: int) -> None:
+        """A step is complete, of which so much was foretold."""
+        self.mark()
+        if self.highest_bytes >= _AS_HIGH * self._highest_step:
+            self._highest_step, self.foretold_bytes = max(self._highest_step, self.highest_bytes), foretold_bytes
 
     def model_returned(self) -> None:
         """A forward of the whole model is over."""
