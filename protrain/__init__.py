@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from .optim.optimizers import Optimizer
     from .planner.plans import Forecast, Plan
     from .planner.profiles import Profile
+    from .profiling.timeline import Timeline
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError", "DeviceError", "DiskError", "Error", "Forecast", "Optimizer", "OutOfMemoryError", "Plan", "PlanError",
-    "Profile", "Status", "StepError", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
+    "Profile", "Status", "StepError", "Timeline", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
 
 
@@ -27,8 +28,9 @@ def __getattr__(name: str) -> Any:
     from . import api, checkpoint, errors
     from .optim import optimizers
     from .planner import plans, profiles
+    from .profiling import timeline
 
-    for module in (api, checkpoint, errors, optimizers, plans, profiles):
+    for module in (api, checkpoint, errors, optimizers, plans, profiles, timeline):
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return globals()[name]
