@@ -469,8 +469,11 @@ class Session:
         """Of a step under the arrangement in use. Its plan has room for the batch; one that was made between steps, where nothing
         is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
-        copies_bytes = self.foreign.highest_bytes(found, memory_bytes) if self.foreign is not None else 0
-        return max(found.plan.peak_bytes - self._outside_bytes(), copies_bytes)
+        if self.foreign is None:
+            return found.plan.peak_bytes - self._outside_bytes()
+        computed_bytes, held_bytes = self.fitter.without_update()
+        copies_bytes = self.foreign.highest_bytes(found, memory_bytes, held_bytes)
+        return max(computed_bytes, copies_bytes) - self._outside_bytes()
 
     def _outside_bytes(self) -> int:
         """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts."""

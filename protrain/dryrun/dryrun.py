@@ -196,6 +196,7 @@ class _Run:
     outside_bytes: int
     loss_bytes: int
     head_bytes: int
+    left_bytes: int
 
     def accesses_of_phases(self) -> list[list[int]]:
         return by_phase(self.accesses, self.access_phases, len(self.segments))
@@ -265,7 +266,7 @@ def _run_step(
             if meter.segments[-1] is loss:
                 meter.fold()
                 loss_bytes = 0  # no block has a backward, and the loss no end
-            segments = _finish_segments(meter)
+            segments, left_bytes = _finish_segments(meter), meter.live_bytes
             del output, starts, seeds
             if mode == "swap":
                 _add_unseen(segments, held_bytes)
@@ -281,8 +282,9 @@ def _run_step(
     means = [sum(sizes) // len(sizes) for sizes in meter.saved.values()]
     record_bytes = median_low(means) if means else 0
     return _Run(
-        segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes, head_bytes
-    )
+        segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes, head_bytes,
+        left_bytes,
+    )  # fmt: skip
 
 
 def _phase(keep: Segment, recompute: Segment, swap: Segment | None, own_accesses: int) -> Phase:
@@ -353,6 +355,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         keep.loss_bytes,
         {chunk: less for chunk, phase in complete.items() if (less := _less_bytes(runs, chunk, phase))},
         (keep.head_bytes, recompute.head_bytes, swap.head_bytes if len(runs) == 3 and swap is not None else 0),
+        left_bytes=keep.left_bytes,
     )
 
 

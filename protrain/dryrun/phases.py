@@ -89,6 +89,7 @@ class DryRun:
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning is live; 0: no block has a backward.
     batch_bytes: of fixed_bytes, what the batch is.
+    left_bytes: live when backward is over, as outputs that the program holds.
     head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
@@ -108,6 +109,7 @@ class DryRun:
     less_bytes: dict[int, int] = field(default_factory=dict)
     head_bytes: tuple[int, int, int] = (0, 0, 0)
     batch_bytes: int = 0
+    left_bytes: int = 0
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""

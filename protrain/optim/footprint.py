@@ -44,11 +44,12 @@ TRIED_OF_A_SHAPE = 2
 class Footprint:
     """Bytes that an optimizer without a kernel takes: state_bytes of each parameter's large state, which is where its chunk is;
     small_bytes of all that stays in memory always; step_bytes in a step, for one parameter at a time and for the old ones of what
-    is small."""
+    is small; work_bytes of each parameter, what its step makes beside its value, gradient and state."""
 
     state_bytes: tuple[int, ...]
     small_bytes: int
     step_bytes: int
+    work_bytes: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -363,7 +364,7 @@ class _Watch(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         result = func(*args, **(kwargs or {}))
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided]
-        for tensor in made:
+        for tensor in made if not getattr(func, "is_view", False) else ():  # else state that is there already, looked at
             self._count(tensor.untyped_storage())
         inside = workspace_bytes(func, args, kwargs or {}, made) if made else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
@@ -430,7 +431,8 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
     small_bytes = sum(row[1] for row in rows)
     kept_bytes = sum(_bytes_of(p) for p in params if id(p) in group_of and not is_large(p))  # values, until the step is whole
     step_bytes = max((row[2] for row in rows), default=0) + small_bytes + kept_bytes
-    return Footprint(tuple(row[0] for row in rows), small_bytes, step_bytes)
+    work = (max(peak - large - small - 2 * _bytes_of(p), 0) for p, (large, small, peak) in zip(params, rows, strict=True))
+    return Footprint(tuple(row[0] for row in rows), small_bytes, step_bytes, tuple(work))
 
 
 def _measured(

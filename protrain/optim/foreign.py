@@ -48,6 +48,7 @@ class Foreign:
         self._live: dict[int, Tree] = {}  # of chunks in memory, and of what has no large tensor
         self._parked: dict[int, Parked] = {}
         self._under_way: _Step | None = None
+        self._made_state = False  # in the last step, of parameters that had none
 
     def open(self, session: Session) -> None:
         """The session has its engine; nothing is at home yet."""
@@ -112,20 +113,34 @@ class Foreign:
         Raises:
             StepError: the class's own code failed. Then, and after any other error, parameters and state are what they were.
         """
+        self._made_state = not (self._live or self._parked)
         self._under_way = _Step(self, scale)
         self._under_way.make()
 
-    def highest_bytes(self, arrangement: Arrangement, memory_bytes: int) -> int:
-        """What its step takes, with what is in memory then, where a copy of all that it changes there finds room in so much."""
+    def highest_bytes(self, arrangement: Arrangement, memory_bytes: int, held_bytes: int) -> int:
+        """What the last step held at most while it updated, or the next one does, by the order in which it goes through the
+        parameters: copies of what it changes in memory stay there as far as so much memory goes (`_Step._keep`). held_bytes: what
+        is in memory beside states and slots then."""
         layout, footprint, n_persist = self._session.layout, self.footprint, arrangement.plan.n_persist
-        members = [number for chunk in layout.members[:n_persist] for number in chunk]
-        chunks = sum(layout.sizes[:n_persist]) + sum(layout.grad_bytes[:n_persist])
-        states = sum(footprint.state_bytes[number] for number in members)
-        wanted = arrangement.static_bytes + footprint.small_bytes + chunks + states + footprint.step_bytes
-        if n_persist < layout.n_chunks:
-            return min(wanted, memory_bytes)
-        largest = max((self._session.params[number].nbytes for number in members), default=0)
-        return min(wanted, memory_bytes) - 2 * largest  # its value and its gradient are there
+        states = sum(size for size, entry in zip(footprint.state_bytes, layout.entries, strict=True) if entry.chunk < n_persist)
+        due = states if self._made_state else 0  # of a first step, which makes them: there is more room for copies before
+        live = arrangement.static_bytes + held_bytes + footprint.small_bytes + sum(layout.grad_bytes[:n_persist]) - due
+        highest = live
+        for _, number in self._numbers():
+            entry = layout.entries[number]
+            if entry.group < 0:
+                continue
+            value_bytes, state_bytes = _core.rounded_bytes(entry.count * 4), footprint.state_bytes[number]
+            if entry.chunk >= n_persist:
+                highest = max(highest, live + 2 * value_bytes + state_bytes + footprint.work_bytes[number])
+                continue
+            kept_bytes = value_bytes + (0 if self._made_state else state_bytes)
+            if live + kept_bytes + footprint.step_bytes + due <= memory_bytes:
+                live += kept_bytes
+            if self._made_state:
+                live, due = live + state_bytes, due - state_bytes
+            highest = max(highest, live + footprint.work_bytes[number])
+        return highest
 
     def finish(self) -> None:
         """The engine has committed the step: its states are the parameters'. Where it was interrupted it can be called again."""

@@ -15,6 +15,7 @@ are recomputed, or the batch is refused. Plans by time come later (pacing.py).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -121,6 +122,19 @@ class Fitter:
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
         return placed(found, wrapped)
+
+    def without_update(self) -> tuple[int, int]:
+        """Of an optimizer without a kernel: the peak of a step under the plan in use before its update, and what is in memory
+        beside states and slots in that. The plan counts an update of the largest parameter as if that were away."""
+        wrapped, now = self._wrapped, self._homes.arrangement.plan
+        runs = [run for _, run in self.dry_runs if run is not None]
+        if not runs or self.measured or wrapped.footprint is None:
+            return now.peak_bytes, wrapped.buffer_bytes
+        other, peak_bytes = copy.copy(wrapped), now.peak_bytes
+        other.footprint = replace(wrapped.footprint, step_bytes=0)
+        with suppress(BudgetError):  # what was learned since has no room beside it
+            peak_bytes = max(self.decide(run, as_now=True, wrapped=other).plan.peak_bytes for run in runs)
+        return peak_bytes, max(run.fixed_bytes + run.left_bytes for run in runs)
 
     def _host_room(self) -> int:
         wrapped = self._wrapped
