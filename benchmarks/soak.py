@@ -3,9 +3,9 @@
     python benchmarks/soak.py --steps 300 --out benchmarks/results/soak.json
 
 A GPT-2 of four blocks, one of each mode. After the lengths have all been seen once, resident memory and the store's file stay
-where they are: the record has both as their lowest and highest in the first and in the last third of the steps. Steps are counted
-anew where the plan changes, as it does when the machine's load has. Ends with status 1 where the last third's highest lies above
-the first third's: at all in the file, by more than SLACK_BYTES in memory.
+where they are: the record has both as their lowest and highest in the first and in the last third of the steps. Their plan is the
+one that the first steps of a training of its own end with, as plans change with the machine's load. Ends with status 1 where the
+last third's highest lies above the first third's: at all in the file, by more than SLACK_BYTES in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ MIB = 1 << 20
 MODES = ["swap", "checkpoint_swap", "checkpoint", "keep"]
 LENGTHS = [512, 128, 384, 256, 512, 64, 448, 320]
 SLACK_BYTES = 4 * MIB  # pages of Python's and torch's own that come and go
-MOST_TIMES = 4  # as many steps as asked for, before a plan must have settled
 
 
 def resident_bytes() -> int:
@@ -61,6 +60,28 @@ def grown(resident: list[int], disk: list[int], third: int) -> list[str]:
     return found
 
 
+def train(folder: str, steps: int, plan: protrain.Plan | None) -> tuple[list[int], list[int], protrain.Status]:
+    """Bytes of resident memory and of the store's file after each step of a training, and how it ends."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=256, n_layer=len(MODES), n_head=4)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    resident, disk = [], []
+    modes = MODES if plan is None else None
+    model, optimizer = protrain.wrap(model, optimizer, memory="1GiB", disk=folder, plan=plan, block_modes=modes)
+    for step in range(steps):
+        ids = torch.randint(0, 512, (4, LENGTHS[step % len(LENGTHS)]))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        resident.append(resident_bytes())
+        disk.append(store_file_bytes(os.path.realpath(folder)))
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    return resident, disk, status
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--steps", type=int, default=300)
@@ -68,36 +89,15 @@ def main() -> None:
     given = words.parse_args()
     if given.steps < 6 * len(LENGTHS):
         words.error(f"--steps {given.steps} is too few to compare thirds; give {6 * len(LENGTHS)} or more")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=256, n_layer=len(MODES), n_head=4)
-    model = transformers.GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    resident, disk, plan = [], [], None
     with tempfile.TemporaryDirectory(dir=os.environ.get("PROTRAIN_DISK")) as folder:
-        model, optimizer = protrain.wrap(model, optimizer, memory="1GiB", disk=folder, block_modes=MODES)
-        for step in range(MOST_TIMES * given.steps):
-            ids = torch.randint(0, 512, (4, LENGTHS[step % len(LENGTHS)]))
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            gc.collect()
-            resident.append(resident_bytes())
-            disk.append(store_file_bytes(os.path.realpath(folder)))
-            status = protrain.status(model)
-            if status.plan != plan:
-                plan = status.plan
-                resident, disk = [], []
-            if len(resident) == given.steps:
-                break
-        protrain.unwrap(model)
-    if len(resident) < given.steps:
-        raise SystemExit(f"{step + 1} steps, and the plan changed within the last {given.steps}")
+        _, _, first = train(folder, len(LENGTHS), None)
+        resident, disk, status = train(folder, given.steps, first.plan)
     third = given.steps // 3
     record = {
         "command": f"python benchmarks/soak.py --steps {given.steps}",
         "block_modes": MODES,
         "lengths": LENGTHS,
-        "disk_write_mib_per_step": round(status.disk_write_bytes / (step + 1) / MIB, 1),
+        "disk_write_mib_per_step": round(status.disk_write_bytes / status.steps / MIB, 1),
         "resident_first_third": spread(resident[len(LENGTHS) : third]),
         "resident_last_third": spread(resident[-third:]),
         "store_file_first_third": spread(disk[len(LENGTHS) : third]),

@@ -597,8 +597,8 @@ def test_what_was_planned_is_shown_where_a_file_cannot_be_written(
 ) -> None:
     """It took minutes, and the disk may be full only now."""
     pytest.importorskip("matplotlib")
+    from protrain.base import replacing
     from protrain.cli import plan_plot
-    from protrain.profiling import timeline
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -607,7 +607,7 @@ def test_what_was_planned_is_shown_where_a_file_cannot_be_written(
     profile = profile_of()
     source = plan_command.Source("a model", ("--memory", ""), lambda _: profile, plan_from_profile, 64 * MIB)
     monkeypatch.setattr(plan_command, "_source", lambda *_: source)
-    monkeypatch.setattr(timeline, "write_file", full)
+    monkeypatch.setattr(replacing, "write_file", full)
     monkeypatch.setattr(plan_plot, "write_file", full)
     result = CliRunner().invoke(commands, ["plan", *words])
     assert isinstance(result.exception, CommandError)
