@@ -476,7 +476,10 @@ class Session:
         return max(computed_bytes, copies_bytes) - self._outside_bytes()
 
     def _outside_bytes(self) -> int:
-        """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts."""
+        """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts; and where
+        activations go to disk to keep to a goal, they fill what the batch leaves of it."""
+        if self.homes.stash_goal_bytes:
+            return 0
         if self._held_before is None or self.wrapped.settings.accumulate > 1 or self.wrapped.compute.separate:
             return 0
         batches = [run.batch_bytes if run is not None else 0 for _, run in self.fitter.dry_runs]

@@ -457,7 +457,8 @@ def test_a_training_that_goes_on_tells_its_own_steps_and_needs_its_model(
     assert re.search(r"^trained: 1 step in [0-9.]+ s, 4 with those of the checkpoint$", printed, re.MULTILINE)
     code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *on, "--model", "llama")
     assert (code, len(errors.splitlines())) == (1, 1), errors
-    assert errors.startswith("protrain: --resume 'begun' is not of --model 'llama', or not whole: begun is of another model: it has ")
+    refused = "protrain: --resume 'begun' is not of --model 'llama', or not whole: begun is of another model: it has "
+    assert errors.startswith(refused)
 
 
 def test_a_training_that_goes_on_keeps_its_tokenizer(

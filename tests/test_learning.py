@@ -528,6 +528,16 @@ def test_a_batch_is_foretold_where_it_is_counted(made: str) -> None:
     assert status.peak_memory_bytes <= status.plan.peak_bytes
 
 
+def test_activations_that_go_to_disk_fill_what_a_batch_leaves_of_their_goal() -> None:
+    model: Any = Images()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB, block_modes=["swap"] * 4)
+    model(torch.randn(4, 3, 256, 256)).backward()
+    optimizer.step()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert status.predicted_peak_bytes == status.plan.peak_bytes
+
+
 def test_what_is_foretold_is_of_the_steps_that_were_highest() -> None:
     """As the peak since wrap is, which they made: plans after them take less."""
     model: Any = Scores()
