@@ -25,7 +25,7 @@ from . import _core
 from .api import session_of
 from .base.counting import uncounted
 from .base.reading import open_file, parse, shown
-from .base.replacing import clear_leftovers, replaced
+from .base.replacing import CHECKPOINT, clear_leftovers, replaced
 from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
 from .model.precision import has_master, saved_config
@@ -168,7 +168,7 @@ def _save(
             if extra_values:
                 about["extra_state"] = extra_values
             about[SUM] = _sum_of(json.loads(json.dumps(about)))
-            (fresh / "protrain.json").write_text(json.dumps(about, indent=1) + "\n")
+            (fresh / CHECKPOINT).write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
                 extra(fresh)
             if session.engine.commits() != commits:
@@ -190,7 +190,7 @@ def _sum_of(about: dict[str, Any]) -> str:
 
 
 def _read_about(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, "protrain.json")
+    path = os.path.join(folder, CHECKPOINT)
     if not os.path.isfile(path):
         raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=errno.ENOENT, filename=path)
     size_bytes = 0

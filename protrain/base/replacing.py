@@ -35,8 +35,8 @@ _OF_MODELS = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
 )
 
-#: The file by which a folder is a checkpoint.
-_CHECKPOINT = "protrain.json"
+#: The file by which a folder is a checkpoint, with all that is neither a weight nor an array of state.
+CHECKPOINT = "protrain.json"
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -114,7 +114,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
             found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DiskError(f"{name} cannot be listed: {error.strerror}", errno=error.errno or 0, filename=name) from None
-    if any(entry.name == _CHECKPOINT for entry in found):
+    if any(entry.name == CHECKPOINT for entry in found):
         return
     others = [entry.name for entry in found if _is_others(entry)]
     if others:
@@ -128,7 +128,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
 
 def _is_others(entry: os.DirEntry[str]) -> bool:
     """Whether it is no file of a model or of a checkpoint."""
-    ours = entry.name == _CHECKPOINT or _OF_MODELS.fullmatch(entry.name)
+    ours = entry.name == CHECKPOINT or _OF_MODELS.fullmatch(entry.name)
     return not (ours and entry.is_file(follow_symlinks=False))
 
 

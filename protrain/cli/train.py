@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protrain.base.replacing import clear_leftovers
+from protrain.base.replacing import CHECKPOINT, clear_leftovers
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
@@ -75,7 +75,7 @@ def prepare(words: Words) -> Setup:
         clear_leftovers(words.resume)
     if words.resume is not None and not os.path.isdir(words.resume):
         raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
-    if words.resume is not None and not os.path.isfile(os.path.join(words.resume, "protrain.json")):
+    if words.resume is not None and not os.path.isfile(os.path.join(words.resume, CHECKPOINT)):
         raise CommandError(
             f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every"
         )

@@ -59,12 +59,15 @@ class Footprint:
 
 # ---- an optimizer narrowed to some of its parameters ----
 
-#: Attributes of torch's Optimizer itself, which no class keeps values of a step in.
-_OWN = {
-    "state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+#: Where torch's optimizers keep the hooks that users register: those on steps, and all.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+HOOKS = (
+    *STEP_HOOKS, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
-}  # fmt: skip
+)  # fmt: skip
+
+#: Attributes of torch's Optimizer itself, which no class keeps values of a step in.
+_OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", *HOOKS}
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,11 @@ def own_step(optimizer: torch.optim.Optimizer) -> Any:
 @contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Neither the optimizer's hooks nor those of all optimizers run inside, in a step of a superclass either."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    before: dict[str, Any] = {name: vars(optimizer).get(name) for name in names}
+    before: dict[str, Any] = {name: vars(optimizer).get(name) for name in STEP_HOOKS}
     everywhere: list[dict[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     kept = [dict(hooks) for hooks in everywhere]
     try:
-        for name in names:
+        for name in STEP_HOOKS:
             setattr(optimizer, name, type(before[name] or {})())
         for hooks in everywhere:
             hooks.clear()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.reading import given_as
 from ..errors import PlanError
-from .footprint import Footprint, check_class, check_independent, measure
+from .footprint import HOOKS, Footprint, check_class, check_independent, measure
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -138,13 +138,14 @@ def n_states_for(optimizer: torch.optim.Optimizer) -> int:
     """Arrays of state beside each parameter of an optimizer with a kernel: those that a group's options need now, and those that
     are there since they did."""
     needed = max((n_states_of(hyper_of(type(optimizer), group)) for group in optimizer.param_groups), default=0)
-    names = SGD_STATE if type(optimizer) is torch.optim.SGD else ADAM_STATE
+    names = state_names(type(optimizer))
     there = {name for state in optimizer.state.values() for name in state if state[name] is not None}
     return max(needed, *(place + 1 for place, name in enumerate(names) if name in there), 0)
 
 
-def state_names(kind: type[torch.optim.Optimizer], n_states: int) -> tuple[str, ...]:
-    """Names in torch's state dicts of the first arrays of state, which stay where a group's options make no use of them."""
+def state_names(kind: type[torch.optim.Optimizer], n_states: int | None = None) -> tuple[str, ...]:
+    """Names in torch's state dicts of the first arrays of state (None: of all that there may be), which stay where a group's
+    options make no use of them."""
     return (SGD_STATE if kind is torch.optim.SGD else ADAM_STATE)[:n_states]
 
 
@@ -160,13 +161,6 @@ def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_s
             f"{name} needs {wanted} arrays of optimizer state, the model was wrapped with {n_states}: set amsgrad and momentum "
             "before wrap"
         )
-
-
-#: Where torch's optimizers keep the hooks that users register.
-HOOKS = (
-    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 class Optimizer(torch.optim.Optimizer):
