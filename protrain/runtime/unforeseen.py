@@ -1,11 +1,16 @@
 """What steps took whose batches no dry run foresaw, and which blocks may be kept by it: nobody knows what the next step does, so
-an eighth more counts, and blocks are kept in a half of what is left, the last ones first."""
+an eighth more counts, and blocks are kept in a half of what is left, the last ones first. A step within that eighth changes
+nothing: how many gradients wait for their updates differs from one to the next."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ..planner.plans import Plan
+
+
+def _with_more(n_bytes: int) -> int:
+    return n_bytes * 9 // 8
 
 
 class Unforeseen:
@@ -18,10 +23,11 @@ class Unforeseen:
         self._saved_bytes: dict[int, int] = {}  # of blocks, as their recomputations showed it
 
     def note_step(self, beside_bytes: int, saved_bytes: dict[int, int]) -> bool:
-        """One was made that took so much beside chunks and what kept blocks save; returns whether that is more than any before.
+        """One was made that took so much beside chunks and what kept blocks save; returns whether that is more than counts.
         saved_bytes: of blocks that were recomputed."""
-        more = beside_bytes > self._taken_bytes
-        self._taken_bytes = max(self._taken_bytes, beside_bytes)
+        more = beside_bytes > _with_more(self._taken_bytes)
+        if more:
+            self._taken_bytes = beside_bytes
         for number, n_bytes in saved_bytes.items():
             self._saved_bytes[number] = max(self._saved_bytes.get(number, 0), n_bytes)
         return more
@@ -37,7 +43,7 @@ class Unforeseen:
     @property
     def beside_bytes(self) -> int:
         """What plans have room for, beside chunks and what kept blocks save."""
-        return max(self._taken_bytes, self._refused_bytes) * 9 // 8
+        return _with_more(max(self._taken_bytes, self._refused_bytes))
 
     def kept_bytes(self, plan: Plan) -> int:
         """What its kept blocks save."""
@@ -47,7 +53,7 @@ class Unforeseen:
         """The plan, which has all chunks in memory, with the blocks kept whose savings are known and find room."""
         room, modes = (budget_bytes - plan.peak_bytes) // 2, list(plan.block_modes)
         for number in reversed(range(len(modes))):
-            n_bytes = self._saved_bytes.get(number, 0) * 9 // 8
+            n_bytes = _with_more(self._saved_bytes.get(number, 0))
             if 0 < n_bytes <= room:
                 room, modes[number] = room - n_bytes, "keep"
         return replace(plan, block_modes=tuple(modes))
