@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +98,9 @@ class Session:
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self._told_unplanned = False
         self._tells = False  # a step began as it was planned, and nothing else counted since
+        self._evaluated = False  # a forward without gradients came before its backward
+        self._refused_beside = 0  # what would have been in memory with one that was refused
+        self._within: set[Shapes] = set()  # batches of forwards without gradients that came between backward and step()
         self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
         self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
@@ -163,6 +167,8 @@ class Session:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
                     self.begin_forward(args, kwargs)
+                    if self._depth == 1 and (self._tells or self._evaluated):
+                        return self._run_in_step(forward, args, kwargs)
                     return forward(*args, **kwargs)
             self.begin_forward(args, kwargs)
             self.engine.stash_begin()
@@ -230,7 +236,7 @@ class Session:
                 self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
             if begins:
-                self._tells = True
+                self._tells, self._evaluated = True, False
                 self._held_before = self.fitter.begin_step()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
@@ -238,13 +244,44 @@ class Session:
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
-            self._tells = False
+            self._evaluated |= self._tells and self._graphs
+            self._tells = self._is_within_step()
+            if self._tells:
+                self._settle_within(args, kwargs)
             if may_move and not torch.is_grad_enabled():
                 self.evaluation.begin(args, kwargs)
             if begins:
                 self._begin_clocks()
             self.engine.read_ahead(False)
         self.engine.seek(0)
+
+    def _is_within_step(self) -> bool:
+        """Whether the forward that begins records no gradients, and comes between a backward of a step and its end."""
+        behind_backward = self._began is not None and self._under_way() and not self.marks.in_loss
+        return self._tells and self._depth == 1 and not torch.is_grad_enabled() and behind_backward
+
+    def _run_in_step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward without gradients in the middle of a step. What one takes that is refused is foreseen: it has not shown all
+        of it."""
+        live_bytes, within = self.engine.held()["live_bytes"], self._is_within_step()
+        with self.marks.within() if within else nullcontext():
+            try:
+                return forward(*args, **kwargs)
+            except BudgetError as error:
+                needed_bytes = max(error.needed_bytes, live_bytes + self.evaluation.need_within(args, kwargs))
+                if within:
+                    self.marks.note_within(needed_bytes)
+                else:
+                    self._refused_beside = max(self._refused_beside, needed_bytes)
+                raise
+
+    def _settle_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the first forward of its kind within a step has in memory is its own: no gradient waits for its update."""
+        shapes = self.fitter.words.batch_of(args, kwargs)
+        if shapes not in self._within:
+            self._within.add(shapes)
+            with suppress(DiskError, StepError):  # step() tells of it
+                self.engine.wait()
 
     def _begin_clocks(self) -> None:
         """What a step takes is measured from here on."""
@@ -284,9 +321,13 @@ class Session:
             self._held_before = None
             return
         refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
-        self._tells = False
+        within_bytes = self.marks.within_bytes if self._tells else 0
+        if self._refused_beside:
+            self.fitter.note_refused_beside(self._refused_beside)
+        self._tells, self._evaluated, self._refused_beside = False, False, 0
         self.marks.begin()
         self._foresaw(self.fitter.plan_later())
+        self._foresaw(self.fitter.learn_within(within_bytes))
         if refused_bytes:
             self._foresaw(self.fitter.learn_refused(refused_bytes, args, kwargs))
         if self._dropped_bytes:
@@ -400,9 +441,11 @@ class Session:
         self.marks.step_made(self._foretold_bytes())
         self.homes.adjust_headroom(self.marks.highest_bytes)
         try:
-            self.fitter.learn_measured(self.marks.planned_bytes, self.runner.saved_bytes())
+            self.fitter.learn_measured(max(self.marks.planned_bytes, self.marks.within_bytes), self.runner.saved_bytes())
             if self._tells:
+                within_bytes = self.marks.within_bytes
                 self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
+                self._foresaw(self.fitter.learn_within(within_bytes))
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
@@ -470,10 +513,10 @@ class Session:
         is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
         if self.foreign is None:
-            return found.plan.peak_bytes - self._outside_bytes()
+            return max(found.plan.peak_bytes, self.fitter.within_peak_bytes(found)) - self._outside_bytes()
         computed_bytes, held_bytes = self.fitter.without_update()
         copies_bytes = self.foreign.highest_bytes(found, memory_bytes, held_bytes)
-        return max(computed_bytes, copies_bytes) - self._outside_bytes()
+        return max(computed_bytes, copies_bytes, self.fitter.within_peak_bytes(found)) - self._outside_bytes()
 
     def _outside_bytes(self) -> int:
         """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts; and where

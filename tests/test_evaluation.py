@@ -316,3 +316,99 @@ def test_what_a_user_keeps_of_an_evaluation_is_named(gpt2: Any, token_batches: A
     del kept
     train(model, optimizer, ids)
     assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
+
+
+def test_training_leaves_room_for_evaluations_within_its_steps(gpt2: Any, token_batches: Any) -> None:
+    """Between backward and step() nothing moves: an evaluation is refused where the plan leaves it no room, and the next step's
+    plan does."""
+    ids, large = token_batches(1, vocabulary=2000)[0], token_batches(1, batch=10, vocabulary=2000)[0]
+    refused: list[int] = []
+
+    def loop(model: nn.Module, optimizer: Any, plain: bool) -> list[Any]:
+        figures: list[Any] = []
+        for number in range(4):
+            loss_of(model, ids).backward()
+            with suppress(protrain.BudgetError):
+                figures.append(evaluate(model, large))
+            if len(figures) == number:
+                refused.append(number)
+                optimizer.zero_grad()
+                loss_of(model, ids).backward()
+                figures.append(evaluate(model, large))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not plain:
+                status = protrain.status(model)
+                assert 0.98 * status.peak_memory_bytes <= status.predicted_peak_bytes <= BUDGET
+        return figures
+
+    status = assert_equal(run(gpt2, loop, memory=BUDGET), run(gpt2, loop), BUDGET)
+    assert refused == [0]
+    assert status.plan.n_persist < status.plan.n_chunks
+
+
+def test_training_leaves_room_for_evaluations_before_their_backward(gpt2: Any, token_batches: Any) -> None:
+    """Such as a forward of a teacher, beside what the blocks of the step save; one is refused, and the plan is another one."""
+    ids, large = token_batches(1, vocabulary=2000)[0], token_batches(1, batch=10, vocabulary=2000)[0]
+    refused: list[int] = []
+
+    def loop(model: nn.Module, optimizer: Any, plain: bool) -> list[Any]:
+        figures: list[Any] = []
+        for number in range(6):
+            loss = loss_of(model, ids)
+            if number % 2:
+                found = None
+                with suppress(protrain.BudgetError):
+                    found = evaluate(model, large)
+                if found is None:
+                    refused.append(number)
+                    del loss
+                    optimizer.zero_grad()
+                    loss = loss_of(model, ids)
+                    found = evaluate(model, large)
+                figures.append(found)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures
+
+    assert_equal(run(gpt2, loop, memory=BUDGET), run(gpt2, loop), BUDGET)
+    assert refused == [1]
+
+
+def test_an_evaluation_within_steps_counts_in_every_plan(gpt2: Any, token_batches: Any) -> None:
+    """What it takes beside chunks was seen under one plan; one that would leave it no room is not made."""
+    ids = token_batches(1, vocabulary=2000)[0]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    session = session_of(model)
+    assert session.fitter.within_peak_bytes(session.homes.arrangement) == 0
+    largest = 0
+    for rows in (2, 6, 4):  # as much as the largest of them
+        loss_of(model, ids).backward()
+        with suppress(protrain.BudgetError):
+            evaluate(model, token_batches(1, batch=rows, vocabulary=2000)[0])
+        optimizer.zero_grad()
+        train(model, optimizer, ids)
+        found = session.homes.arrangement
+        assert session.fitter.within_peak_bytes(found) <= BUDGET
+        beside = session.fitter.within_peak_bytes(found) - found.static_bytes
+        assert rows == 4 or beside > largest
+        largest = max(largest, beside)
+    protrain.unwrap(model)
+
+
+def test_what_no_plan_has_room_for_within_a_step_is_forgotten(gpt2: Any, token_batches: Any) -> None:
+    ids, huge = token_batches(1, vocabulary=2000)[0], token_batches(1, batch=HUGE, vocabulary=2000)[0]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    for _ in range(2):
+        loss_of(model, ids).backward()
+        with pytest.raises(protrain.BudgetError):
+            evaluate(model, huge)
+        optimizer.zero_grad()
+        train(model, optimizer, ids)
+    assert protrain.status(model).predicted_peak_bytes <= BUDGET
+    protrain.unwrap(model)

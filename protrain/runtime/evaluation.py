@@ -15,6 +15,7 @@ autograd keeps of a parameter that lies in memory lies there.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +112,7 @@ class Evaluation:
         if batch is None or self._has_room(self._known(batch).most_bytes(batch)):
             return
         before = self._homes.arrangement
-        need_bytes = self._need_bytes(args, kwargs, batch)
+        need_bytes = self._need_bytes(args, kwargs, batch, self.leave_room)
         if need_bytes is not None and (self._homes.arrangement is not before or not self._has_room(need_bytes)):
             self._change(self._fitter.with_room(self._fitter.held_bytes(0) + need_bytes))
 
@@ -124,11 +125,16 @@ class Evaluation:
         """
         batch = _Batch.of(args, kwargs, AS_EVAL)
         try:
-            need_bytes = self._need_bytes(args, kwargs, batch) if batch is not None else None
+            need_bytes = self._need_bytes(args, kwargs, batch, self.leave_room) if batch is not None else None
         finally:
             self.end()
         if need_bytes is not None:
             self._fitter.with_room(need_bytes + SMALL_UNSEEN_BYTES)  # numbers that the program will hold then
+
+    def need_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """What a forward of this batch holds at once, where a step is under way, for which nothing can move; 0: not known."""
+        batch = _Batch.of(args, kwargs, "train" if self._wrapped.model.training else "eval")
+        return self._need_bytes(args, kwargs, batch, None) or 0 if batch is not None else 0
 
     def leave_room(self) -> bool:
         """Every chunk is away, whatever was foreseen. Returns whether that is new."""
@@ -161,13 +167,15 @@ class Evaluation:
         memory_bytes = self._wrapped.settings.memory_bytes
         return need_bytes <= memory_bytes and self._fitter.used_bytes(math.ceil(need_bytes)) + need_bytes <= memory_bytes
 
-    def _need_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: _Batch) -> int | None:
-        """None where a dry run cannot tell: it is tried then. Chunks are away where a kernel had no memory to be measured in."""
+    def _need_bytes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: _Batch, make_room: Callable[[], object] | None
+    ) -> int | None:
+        """None where a dry run cannot tell: it is tried then. make_room: where a kernel had no memory to be measured in."""
         known = self._known(batch)
         if batch.shapes not in known.needs and known.possible:
             evaluates = batch.kind[0] == AS_EVAL
             try:
-                found = self._fitter.foresees.forward_bytes(args, kwargs, evaluates=evaluates, make_room=self.leave_room)
+                found = self._fitter.foresees.forward_bytes(args, kwargs, evaluates=evaluates, make_room=make_room)
                 known.note(batch, found + SMALL_UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False

@@ -70,7 +70,8 @@ class Fitter:
         self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
-        self._several_hold = 0  # forwards before a backward, before the last of them
+        self._within_bytes = 0  # beside chunks and their gradients, in forwards between backward and step()
+        self._several_hold = 0  # other forwards before a backward, before the last of them
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
 
     # ---- deciding ----
@@ -210,7 +211,7 @@ class Fitter:
     def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
         """Of this batch and those before the one that needs the most, which decides, with room for the others."""
         also, others = largest[0], [(known, other) for known, other in self.dry_runs if other is not largest[0]]
-        if not others:
+        if not others and self._lacks_within(best) <= 0:
             return best, largest
         for known, other in others:
             again = self.decide(other)
@@ -248,6 +249,7 @@ class Fitter:
                     lacks = max(lacks, error.smallest_bytes - budget)
                 else:  # beside the slots that are there
                     lacks = max(lacks, again.plan.peak_bytes - again.static_bytes + found.static_bytes - budget)
+            lacks = max(lacks, self._lacks_within(found))
             if lacks <= 0:
                 return found
             more += lacks if attempts < 16 else max(lacks, more)
@@ -287,8 +289,7 @@ class Fitter:
         """Of so much in memory, what kept blocks do not save and chunks do not take in the arrangement in use: of those here
         also the gradients, until step()."""
         found = self._homes.arrangement
-        chunk_bytes = found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
-        return n_bytes - chunk_bytes - self._unforeseen.kept_bytes(found.plan)
+        return n_bytes - self._chunk_bytes(found) - self._unforeseen.kept_bytes(found.plan)
 
     def _decide_measured(self, also: DryRun | None = None) -> Arrangement:
         """By what steps took; blocks are kept where all chunks are in memory.
@@ -342,6 +343,31 @@ class Fitter:
         except BudgetError:
             return None  # the plan in use did
 
+    def learn_within(self, highest_bytes: int) -> Batch | None:
+        """Forwards without gradients between the backward of a step and its end had so much in memory at most, or one was refused
+        that would have had. Where the plan in use has no room for what they take, plans are made anew; returns the batch that
+        decided."""
+        if highest_bytes and not self.measured and self._learns():
+            self._within_bytes = max(self._within_bytes, highest_bytes - self._chunk_bytes(self._homes.arrangement))
+            if self._lacks_within(self._homes.arrangement) > 0:
+                try:
+                    return self._plan_again()
+                except BudgetError:  # no plan has
+                    self._within_bytes = 0
+        return None
+
+    def within_peak_bytes(self, found: Arrangement) -> int:
+        """What is in memory at most in forwards without gradients between backward and step(), by those that were."""
+        return self._chunk_bytes(found) + self._within_bytes if self._within_bytes else 0
+
+    def _lacks_within(self, found: Arrangement) -> int:
+        settings = self._wrapped.settings
+        return self.within_peak_bytes(found) - settings.memory_bytes if settings.plan is None else 0
+
+    def _chunk_bytes(self, found: Arrangement) -> int:
+        """What chunks take, with the gradients of those in memory."""
+        return found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
+
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
         are made anew, with room for it, and each time in a row for twice as much more; returns the batch that decided.
@@ -367,6 +393,12 @@ class Fitter:
         """Another forward of a step begins whose backward comes with that of those before. What they hold has no room in this
         step but what its plan leaves; from the next one on it is planned with."""
         self._several_hold = max(self._several_hold, self._held_bytes())
+
+    def note_refused_beside(self, needed_bytes: int) -> None:
+        """A forward without gradients was refused between a forward of a step and its backward: so much would have been in memory.
+        From the next step on that is planned with."""
+        more_bytes = needed_bytes - self._homes.arrangement.plan.peak_bytes
+        self._several_hold = max(self._several_hold, self._unseen_bytes + more_bytes)
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next

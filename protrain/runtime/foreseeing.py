@@ -50,13 +50,13 @@ class Foreseer:
         Raises:
             DryRunError: it cannot be foreseen.
         """
-        workspace = self._workspace if self._wrapped.compute.separate else self._beside()
-        return self._dry_run(self._wrapped, args, kwargs, workspace)
+        return self._measured(lambda workspace: self._dry_run(self._wrapped, args, kwargs, workspace), None)
 
     def forward_bytes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluates: bool, make_room: Callable[[], object] | None
     ) -> int:
-        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: as for `step`.
+        """What a forward of this batch without gradients holds at once. evaluates: in eval mode. make_room: as for `step`; None:
+        a step has the memory, and kernels are measured beside the budget.
 
         Raises:
             DryRunError: it cannot be foreseen.
@@ -69,9 +69,11 @@ class Foreseer:
         found = self._measured(foresee, make_room)
         return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
 
-    def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object]) -> _Found:
+    def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object] | None) -> _Found:
         """What a dry run finds. Where kernels have no memory even with room made, this budget is refused; what would do is
         measured beside it."""
+        if make_room is None:
+            return foresee(self._workspace if self._wrapped.compute.separate else self._beside())
         self._missed()  # of what was foreseen before
         found = foresee(self._workspace)
         if self._missed():

@@ -6,6 +6,9 @@ highest of them all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .. import _core
 
 #: A step that had this part of the highest since wrap in memory is as good as the highest.
@@ -17,6 +20,8 @@ class Marks:
 
     highest_bytes: live at most since the step began, up to the last mark.
     planned_bytes: the same, without an update that takes what memory there is.
+    within_bytes: live at most in forwards without gradients that came behind a backward of the step, which are in none of the
+        others but highest_bytes; of one that was refused, what would have been.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
         beginning was live; of the passes of the step the most. None: not known.
     foretold_bytes: what was foretold of the last of the steps that had the most in memory; 0: none was made.
@@ -25,24 +30,27 @@ class Marks:
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
         self._refused_bytes = self._at_output = self._since_output = self._untold = 0
-        self.highest_bytes = self.planned_bytes = 0
-        self._updates = False
+        self.highest_bytes = self.planned_bytes = self.within_bytes = 0
+        self._updates = self._within = False
         self.loss_bytes: int | None = None
         self._highest_step = self.foretold_bytes = 0
 
     def begin(self) -> None:
         """From here on it is another step."""
         self._engine.mark()
-        self._refused_bytes = self._at_output = self._since_output = self.highest_bytes = self.planned_bytes = 0
-        self._updates, self.loss_bytes = False, None
+        self._refused_bytes = self._at_output = self._since_output = 0
+        self.highest_bytes = self.planned_bytes = self.within_bytes = 0
+        self._updates, self._within, self.loss_bytes = False, False, None
 
     def mark(self) -> int:
         """The highest since the last mark."""
-        self._refused_bytes = self.refused_bytes
-        highest = self._engine.mark()
-        self.highest_bytes, self._since_output = max(self.highest_bytes, highest), max(self._since_output, highest)
-        self._untold = max(self._untold, highest)
-        self.planned_bytes = self.highest_bytes if not self._updates else self.planned_bytes
+        refused_bytes, highest = self.refused_bytes, self._engine.mark()
+        self.highest_bytes, self._untold = max(self.highest_bytes, highest), max(self._untold, highest)
+        if self._within:
+            self.within_bytes = max(self.within_bytes, highest)
+            return highest
+        self._refused_bytes, self._since_output = refused_bytes, max(self._since_output, highest)
+        self.planned_bytes = max(self.planned_bytes, highest) if not self._updates else self.planned_bytes
         return highest
 
     def tell(self) -> int:
@@ -50,6 +58,26 @@ class Marks:
         self.mark()
         highest, self._untold = self._untold, 0
         return highest
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the model has returned and backward is not at its first block."""
+        return self._at_output > 0
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Around a forward without gradients behind a backward of the step."""
+        self.mark()
+        self._within = True
+        try:
+            yield
+        finally:
+            self.mark()
+            self._within = False
+
+    def note_within(self, needed_bytes: int) -> None:
+        """Such a forward was refused that would have had so much in memory."""
+        self.within_bytes = max(self.within_bytes, needed_bytes)
 
     def update_begins(self) -> None:
         """An update that keeps copies where there is memory for them."""
