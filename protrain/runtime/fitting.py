@@ -395,8 +395,8 @@ class Fitter:
         self._several_hold = max(self._several_hold, self._held_bytes())
 
     def note_refused_beside(self, needed_bytes: int) -> None:
-        """A forward without gradients was refused between a forward of a step and its backward: so much would have been in memory.
-        From the next step on that is planned with."""
+        """A forward without gradients was refused between a forward of a step and its backward: so much would have been in
+        memory. From the next step on that is planned with."""
         more_bytes = needed_bytes - self._homes.arrangement.plan.peak_bytes
         self._several_hold = max(self._several_hold, self._unseen_bytes + more_bytes)
 
