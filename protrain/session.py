@@ -100,7 +100,6 @@ class Session:
         self._tells = False  # a step began as it was planned, and nothing else counted since
         self._evaluated = False  # a forward without gradients came before its backward
         self._refused_beside = 0  # what would have been in memory with one that was refused
-        self._within: set[Shapes] = set()  # batches of forwards without gradients that came between backward and step()
         self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
         self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
@@ -246,8 +245,9 @@ class Session:
         else:
             self._evaluated |= self._tells and self._graphs
             self._tells = self._is_within_step()
-            if self._tells:
-                self._settle_within(args, kwargs)
+            if self._tells and not self.fitter.within_bytes:  # what is seen first is its own: no gradient waits for its update
+                with suppress(DiskError, StepError):  # step() tells of it
+                    self.engine.wait()
             if may_move and not torch.is_grad_enabled():
                 self.evaluation.begin(args, kwargs)
             if begins:
@@ -274,14 +274,6 @@ class Session:
                 else:
                     self._refused_beside = max(self._refused_beside, needed_bytes)
                 raise
-
-    def _settle_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the first forward of its kind within a step has in memory is its own: no gradient waits for its update."""
-        shapes = self.fitter.words.batch_of(args, kwargs)
-        if shapes not in self._within:
-            self._within.add(shapes)
-            with suppress(DiskError, StepError):  # step() tells of it
-                self.engine.wait()
 
     def _begin_clocks(self) -> None:
         """What a step takes is measured from here on."""
@@ -513,10 +505,10 @@ class Session:
         is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
         if self.foreign is None:
-            return max(found.plan.peak_bytes, self.fitter.within_peak_bytes(found)) - self._outside_bytes()
+            return max(found.plan.peak_bytes - self._outside_bytes(), self.fitter.within_peak_bytes(found))
         computed_bytes, held_bytes = self.fitter.without_update()
         copies_bytes = self.foreign.highest_bytes(found, memory_bytes, held_bytes)
-        return max(computed_bytes, copies_bytes, self.fitter.within_peak_bytes(found)) - self._outside_bytes()
+        return max(max(computed_bytes, copies_bytes) - self._outside_bytes(), self.fitter.within_peak_bytes(found))
 
     def _outside_bytes(self) -> int:
         """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts; and where

@@ -20,7 +20,7 @@
  * backward of their own, changes what other uses of the record get, and those raise.
  *
  * Invariants: a Saved is kept (kept set, record NULL) or stashed (record set, kept NULL). All Python objects are touched with
- * the GIL; it is released where a record is brought, which may wait for the disk, and kept while one is put: that reserves space and
+ * the GIL; it is released where a record is brought that may wait for the disk, and kept while one is put: that reserves space and
  * sums bytes, and does not wait for what is written. In a forked process the stash's threads are gone: records are left alone.
  */
 #include <string.h>
@@ -262,8 +262,8 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
   bool first = !saved->asked;
   saved->asked = true;
   void *memory = NULL;
-  ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_stash_get(saved->record, first, &memory));
+  ptn_status status = PTN_OK;
+  if (!ptn_stash_get_at_once(saved->record, first, &memory)) PTN_WITHOUT_GIL(status, ptn_stash_get(saved->record, first, &memory));
   if (status != PTN_OK) {
     if (first) saved->asked = false; /* it waits still */
     return ptn_python_raise();

@@ -463,6 +463,22 @@ static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
   }
 }
 
+bool ptn_stash_get_at_once(ptn_record *record, bool first, void **memory) {
+  ptn_stash *stash = record->stash;
+  ptn_lock(&stash->mutex);
+  bool known = record->asked && record->pass == stash->backward && !stash->closed; /* nothing is to be noted */
+  bool there = record_is_held(record) && record->state != RECORD_QUEUED && !record->unchecked;
+  bool told = record->status == PTN_OK && stash->failure == PTN_OK;
+  bool at_once = known && there && told;
+  if (at_once) {
+    if (first) record->waiting--;
+    *memory = hand_over(stash, record);
+    stash->hold_back = false;
+  }
+  ptn_unlock(&stash->mutex);
+  return at_once;
+}
+
 ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
   ptn_stash *stash = record->stash;
   *memory = NULL;

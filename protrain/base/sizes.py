@@ -80,7 +80,7 @@ def format_bytes(value: float) -> str:
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(value) >= unit:
             return f"{value / unit:.{2 if value < 100 * unit else 0}f} {name}"
-    return f"{int(value)} bytes"
+    return f"{int(value)} bytes" if int(value) != 1 else "1 byte"
 
 
 def _groups(listing: str, root: str) -> Iterator[tuple[str, str, str]]:

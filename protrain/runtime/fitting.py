@@ -56,7 +56,8 @@ def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool
 
 class Fitter:
     """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen;
-    words: what batches are known by; foresees: their dry runs."""
+    words: what batches are known by; foresees: their dry runs; within_bytes: what forwards between backward and step() had in
+    memory beside chunks and their gradients, at most."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes) -> None:
         self._wrapped, self._engine, self._homes = wrapped, engine, homes
@@ -70,7 +71,7 @@ class Fitter:
         self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
-        self._within_bytes = 0  # beside chunks and their gradients, in forwards between backward and step()
+        self.within_bytes = 0
         self._several_hold = 0  # other forwards before a backward, before the last of them
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
 
@@ -348,17 +349,17 @@ class Fitter:
         that would have had. Where the plan in use has no room for what they take, plans are made anew; returns the batch that
         decided."""
         if highest_bytes and not self.measured and self._learns():
-            self._within_bytes = max(self._within_bytes, highest_bytes - self._chunk_bytes(self._homes.arrangement))
+            self.within_bytes = max(self.within_bytes, highest_bytes - self._chunk_bytes(self._homes.arrangement))
             if self._lacks_within(self._homes.arrangement) > 0:
                 try:
                     return self._plan_again()
                 except BudgetError:  # no plan has
-                    self._within_bytes = 0
+                    self.within_bytes = 0
         return None
 
     def within_peak_bytes(self, found: Arrangement) -> int:
         """What is in memory at most in forwards without gradients between backward and step(), by those that were."""
-        return self._chunk_bytes(found) + self._within_bytes if self._within_bytes else 0
+        return self._chunk_bytes(found) + self.within_bytes if self.within_bytes else 0
 
     def _lacks_within(self, found: Arrangement) -> int:
         settings = self._wrapped.settings

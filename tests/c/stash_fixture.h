@@ -49,6 +49,11 @@ static inline void nap_briefly(void) { nanosleep(&(struct timespec){.tv_nsec = 1
     }                                                                                     \
   } while (0)
 
+/* As unpacking asks. */
+static inline ptn_status stash_ask(ptn_record *record, bool first, void **memory) {
+  return ptn_stash_get_at_once(record, first, memory) ? PTN_OK : ptn_stash_get(record, first, memory);
+}
+
 /* ---- the world ---- */
 
 static inline bool world_press(void *context, uint64_t missing_bytes, bool must) {

@@ -422,6 +422,33 @@ static void memory_goes_with_the_last_who_waits(void) {
   }
 }
 
+/* At once comes what there is nothing to wait for, to read, to compare or to tell of: further uses of what backward has. */
+static void further_uses_come_at_once(void) {
+  void *memory = NULL;
+  world_open(&here, (world_options){0});
+  ptn_stash_begin(here.stash);
+  tensor saved = tensor_make(&here, BYTES, 1);
+  ptn_record *record = tensor_put(&here, &saved, true);
+  for (int i = 0; i < 2; i++) tensor_put(&here, &saved, false);
+  CHECK(!ptn_stash_get_at_once(record, true, &memory)); /* the first of them is noted */
+  WAIT_UNTIL(world_stats(&here).written_bytes == BYTES);
+  tensor_free(&saved);
+  ptn_stash_end(here.stash);
+  CHECK(!ptn_stash_get_at_once(record, true, &memory) && memory == NULL);
+  get_and_free(record, true, 1);
+  for (int i = 0; i < 2; i++) {
+    CHECK(ptn_stash_get_at_once(record, true, &memory) && words_are(memory, BYTES, 1));
+    ptn_arena_free(memory);
+  }
+  memory = NULL;
+  WAIT_UNTIL(world_account(&here).live_bytes == 0); /* the last who waited took it */
+  CHECK(!ptn_stash_get_at_once(record, false, &memory) && memory == NULL);
+  get_and_free(record, false, 1);
+  for (int i = 0; i < 3; i++) ptn_record_drop(record, true);
+  CHECK(world_stats(&here).put_count == 3 && world_stats(&here).record_count == 1);
+  world_close(&here);
+}
+
 /* What is handed out belongs to its holder: neither the record's end nor the stash's takes it away. */
 static void memory_outlives_record_and_stash(void) {
   for (record_state state = 0; state < RECORD_STATES; state++) {
@@ -471,13 +498,13 @@ static void closed_in_every_state(void) {
     CHECK(world_account(&here).live_bytes == 0 && world_reserved_bytes(&here) == 0);
     CHECK(world_stats(&here).memory_bytes == 0 && world_stats(&here).disk_bytes == 0);
     memory = &owner;
-    CHECK(ptn_stash_get(people.records[1], true, &memory) == PTN_STEP && ptn_last_error()->message[0]);
+    CHECK(stash_ask(people.records[1], true, &memory) == PTN_STEP && ptn_last_error()->message[0]);
     CHECK(memory != (void *)&people);
     ptn_record_drop(people.records[1], false);
     if (state % 2) ptn_stash_release(here.stash);
     ptn_store_destroy(here.store);
     ptn_account_destroy(here.account);
-    CHECK(ptn_stash_get(people.records[2], true, &memory) == PTN_STEP);
+    CHECK(stash_ask(people.records[2], true, &memory) == PTN_STEP);
     for (uint64_t i = 2; i < CREW; i++) CHECK(ptn_record_drop(people.records[i], false) == (i == 3 ? &owner : NULL));
     if (state % 2 == 0) ptn_stash_release(here.stash);
     here.stash = NULL;
@@ -503,6 +530,7 @@ int main(int count, char **words) {
       {"asked_twice_in_every_state", asked_twice_in_every_state},
       {"asked_after_all_uses_but_one", asked_after_all_uses_but_one},
       {"memory_goes_with_the_last_who_waits", memory_goes_with_the_last_who_waits},
+      {"further_uses_come_at_once", further_uses_come_at_once},
       {"memory_outlives_record_and_stash", memory_outlives_record_and_stash},
       {"closed_in_every_state", closed_in_every_state},
   };

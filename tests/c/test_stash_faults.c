@@ -52,7 +52,7 @@ static bool put(outcome *outcome, const tensor *tensor, ptn_record **record) {
 
 static bool get(outcome *outcome, ptn_record *record, bool first, uint64_t seed) {
   void *memory = NULL;
-  ptn_status status = ptn_stash_get(record, first, &memory);
+  ptn_status status = stash_ask(record, first, &memory);
   if (status == PTN_OK) {
     CHECK(words_are(memory, ptn_record_bytes(record), seed)); /* whatever the disk did */
     ptn_arena_free(memory);
@@ -225,7 +225,7 @@ static void a_failure_that_nobody_hears_of(void) {
       ptn_stash_close(here.stash);
       CHECK(world_account(&here).live_bytes == 0 && world_reserved_bytes(&here) == 0);
       void *memory;
-      for (uint64_t i = 0; i < RECORDS; i++) CHECK(ptn_stash_get(records[i], true, &memory) == PTN_STEP); /* no old failure */
+      for (uint64_t i = 0; i < RECORDS; i++) CHECK(stash_ask(records[i], true, &memory) == PTN_STEP); /* no old failure */
     }
     for (uint64_t i = 0; i < RECORDS; i++) CHECK(ptn_record_drop(records[i], false) == NULL);
     world_close(&here);
@@ -264,7 +264,7 @@ static void what_changed_unseen_is_noticed(void) {
   ptn_stash_end(here.stash);
   for (int round = 0; round < 2; round++) {
     void *memory = &memory;
-    CHECK(ptn_stash_get(record, true, &memory) == PTN_DISK && memory == NULL);
+    CHECK(stash_ask(record, true, &memory) == PTN_DISK && memory == NULL);
     CHECK(strstr(ptn_last_error()->message, "block 7") && strstr(ptn_last_error()->message, "changed after it was saved"));
   }
   CHECK(ptn_record_drop(record, false) == NULL);

@@ -178,7 +178,7 @@ static void failures_are_told(void) {
   uint64_t told_count = 0;
   for (uint64_t i = RECORDS; i-- > 0;) {
     void *memory;
-    ptn_status status = ptn_stash_get(records[i], true, &memory);
+    ptn_status status = stash_ask(records[i], true, &memory);
     if (status == PTN_OK) {
       CHECK(words_are(memory, BYTES, i + 1));
       ptn_arena_free(memory);

@@ -146,7 +146,7 @@ static void get(model *model) {
   if (!use) return;
   known *known = use->of;
   void *memory;
-  ptn_status status = ptn_stash_get(known->record, !use->asked, &memory);
+  ptn_status status = stash_ask(known->record, !use->asked, &memory);
   if (status != PTN_OK) {
     CHECK(status == PTN_BUDGET && memory == NULL);
     check_refusal(model, known->bytes);

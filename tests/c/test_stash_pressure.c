@@ -37,7 +37,7 @@ static void the_whole_budget_in_every_state(void) {
       ptn_thread_join(opener);
       if (state == RECORD_WRITTEN) ptn_stash_end(here.stash);
       void *memory = &all;
-      CHECK(ptn_stash_get(people.records[0], true, &memory) == PTN_BUDGET && memory == NULL);
+      CHECK(stash_ask(people.records[0], true, &memory) == PTN_BUDGET && memory == NULL);
       CHECK(words_are(all.memory, limit_bytes, 77));
       tensor_free(&all);
       if (state >= RECORD_WRITTEN) {

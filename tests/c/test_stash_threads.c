@@ -256,7 +256,7 @@ static void *ask_and_drop_what_is_left(void *argument) {
     bool asked = false;
     if (i % 3 == me % 3) {
       void *memory = NULL;
-      ptn_status status = ptn_stash_get(left[me][i], true, &memory);
+      ptn_status status = stash_ask(left[me][i], true, &memory);
       CHECK(status == PTN_OK || status == PTN_STEP);
       asked = status == PTN_OK;
       if (asked) CHECK(words_are(memory, BYTES, me * SHARED + i + 1));
