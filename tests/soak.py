@@ -1,5 +1,5 @@
-"""The programs of test_reliability.py, and those of tests/c that take random input or faults, for as long as a night has: what
-`make soak` runs.
+"""The programs of test_reliability.py, those of tests/c that take random input or faults, and tests under random plans, for as
+long as a night has: what `make soak` runs.
 
     PROTRAIN_FUZZ_SECONDS=3600 python tests/soak.py --seed 7
 
@@ -28,6 +28,10 @@ TICK_SECONDS = 10
 ASLEEP_TICKS = 180  # of sleep without an end: half an hour
 
 SEEDED = ("faults.py", "crashes.py", "interrupts.py")  # the others have it from PROTRAIN_FUZZ_SEED
+UNDER_RANDOM_PLANS = (
+    "exact", "semantics", "semantics_calls", "states", "stash", "homes", "optimizers", "bf16", "compile", "trainer", "limits",
+    "evaluation",
+)  # fmt: skip
 PROGRAMS = [
     ["-m", "pytest", "-q", "-rP", "tests/test_c.py", "-k", "fuzz or disk_space or step_faults or device_faults"],
     ["tests/faults.py", "--share", "1", "--begins", "300"],
@@ -36,6 +40,7 @@ PROGRAMS = [
     ["benchmarks/soak.py", "--steps", "1000"],
     ["tests/exits.py"],
     ["tests/interrupts.py", "--share", "1"],
+    ["-m", "pytest", "-q", "-rf", "-p", "random_plans", *(f"tests/test_{name}.py" for name in UNDER_RANDOM_PLANS)],
     *(["tests/fuzz.py", kind] for kind in ("plan", "profile", "hardware", "safetensors", "checkpoint", "optimizer", "modules")),
 ]
 
@@ -108,7 +113,7 @@ def main() -> int:
                 **os.environ,
                 "PROTRAIN_FUZZ_SEED": str(words.seed),
                 "PYTHONFAULTHANDLER": "1",
-                "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]),
             }
             if program[0].endswith("faults.py"):
                 environment["LD_PRELOAD"] = str(library)
