@@ -328,6 +328,20 @@ def test_an_error_is_1_with_one_line(
     assert (work / "full" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("option", [True, False])
+def test_a_folder_in_memory_is_refused_before_anything_is_read(
+    work: Path, option: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    monkeypatch.setenv("PROTRAIN_DISK", "/dev/shm/never/made")
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *(["--disk", "/dev/shm/never"] if option else []))
+    assert (code, len(errors.splitlines())) == (1, 1), errors
+    given = "--disk '/dev/shm/never'" if option else "'/dev/shm/never/made', the folder without --disk,"
+    assert f"{given} is a tmpfs: what is put there stays in memory; give --disk" in errors
+    assert not os.path.exists("/dev/shm/never")
+
+
 @pytest.mark.parametrize(("arguments", "code", "lines"), [(["--lr", "nan"], 2, 4), (["--resume", "nowhere"], 1, 1)])
 def test_the_program_exits_so(
     work: Path, arguments: list[str], code: int, lines: int, ahead: Ahead, request: pytest.FixtureRequest

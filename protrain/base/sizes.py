@@ -177,8 +177,9 @@ def default_memory_bytes() -> int:
 
 
 def default_disk_folder() -> str:
-    """`$PROTRAIN_DISK`, else the temporary directory. The store's file has no name there, so nothing else is needed."""
-    return os.environ.get("PROTRAIN_DISK") or os.environ.get("TMPDIR") or "/tmp"
+    """`$PROTRAIN_DISK`, else the temporary directory, "~" in it the home folder. The store's file has no name there, so nothing
+    else is needed."""
+    return os.path.expanduser(os.environ.get("PROTRAIN_DISK") or os.environ.get("TMPDIR") or "/tmp")
 
 
 def stash_least_bytes(element_bytes: int) -> int:

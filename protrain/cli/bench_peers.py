@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from protrain.base.sizes import default_disk_folder
 from protrain.cli import machine
 from protrain.cli.bench import end_early, saying_what_is_missing
 from protrain.cli.display import status_line
@@ -52,7 +52,7 @@ def run(words: Words) -> None:
         sys.path.insert(0, str(BENCHMARKS))
     begin = time.monotonic()
     runner, process, show = (import_module(f"peers.{name}") for name in ("runner", "process", "show"))
-    disk = words.disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
+    disk = words.disk or default_disk_folder()
     asked = runner.Words(
         words.model_name, words.memory, words.seq, words.batch, words.rounds, words.seed, disk, words.quick, words.search,
         str(BENCHMARKS.parent / "build" / "peers"), words.peers,

@@ -11,13 +11,13 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch  # noqa: F401  (the core links against its libraries)
 
 from protrain import _core
+from protrain.base.sizes import default_disk_folder
 from protrain.cli import machine
 from protrain.cli.words import size_text
 from protrain.profiling import calibration
@@ -152,12 +152,12 @@ def _memory() -> list[Row]:
 
 
 def _disk(disk: str | None) -> list[Row]:
-    folder = disk or os.environ.get("PROTRAIN_DISK") or tempfile.gettempdir()
+    folder = disk or default_disk_folder()
     if not os.path.isdir(folder):
         todo = "give" if os.path.lexists(folder) else "make it, or give"
         return [Row("disk folder", folder, f"is no folder; {todo} another with --disk or $PROTRAIN_DISK", {})]
     kind, free = machine.file_system(folder)
-    memory_kind = kind in ("tmpfs", "ramfs", "devtmpfs")
+    memory_kind = kind in machine.IN_MEMORY
     rows = [
         Row(
             "disk folder",

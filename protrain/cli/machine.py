@@ -9,6 +9,9 @@ from pathlib import Path
 
 from protrain.base import sizes
 
+#: File systems whose files stay in memory: those that csrc/disk/file.c refuses, and that of device files.
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
+
 
 def memory() -> tuple[int, int]:
     """Total and available memory in bytes."""

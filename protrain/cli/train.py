@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protrain.base.replacing import CHECKPOINT, clear_leftovers
+from protrain.base.sizes import default_disk_folder
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
+from protrain.cli.machine import IN_MEMORY, file_system
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
 from protrain.cli.words import CommandError, check_file, naming, size_text, writing
 
@@ -159,20 +161,22 @@ def check_gpu(words: Words) -> None:
 
 @contextmanager
 def disk_folder(name: str | None) -> Iterator[None]:
-    """Inside, the folder of --disk exists; one that was made for this and stays empty is removed."""
+    """Inside, the folder of --disk exists; one that was made for this and stays empty is removed. Raises CommandError, also where
+    that, or the one that is taken without it, lies in memory."""
     missing: list[Path] = []
-    if name is not None:
-        path = Path(name).absolute()
-        while not path.exists():
-            missing.append(path)
-            path = path.parent
-        try:
-            for path in reversed(missing):
-                path.mkdir()
-        except OSError as error:
-            raise CommandError(
-                f"--disk {name!r} cannot be made: {error.strerror}; give a folder on a disk that can be written to"
-            ) from None
+    folder = default_disk_folder() if name is None else name
+    said = f"{folder!r}, the folder without --disk," if name is None else f"--disk {folder!r}"
+    path = Path(folder).absolute()
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    if (kind := file_system(str(path))[0]) in IN_MEMORY:
+        raise CommandError(f"{said} is a {kind}: what is put there stays in memory; give --disk, a folder on a disk")
+    try:
+        for path in reversed(missing):
+            path.mkdir()
+    except OSError as error:
+        raise CommandError(f"{said} cannot be made: {error.strerror}; give a folder on a disk that can be written to") from None
     try:
         yield
     finally:
@@ -190,7 +194,7 @@ def run(words: Words) -> None:
     title = f"protrain train {words.model_name}  batch {words.batch} x {setup.seq} tokens" + (
         f" x {words.accumulate}" if words.accumulate > 1 else ""
     )
-    with make_display(title, words.steps, words.memory, words.as_json) as display, disk_folder(words.disk):
+    with disk_folder(words.disk), make_display(title, words.steps, words.memory, words.as_json) as display:
         _train(words, setup, display)
 
 
