@@ -317,6 +317,7 @@ def test_wrong_words_are_2_with_the_usage(
         (["--data", ""], "no file or folder ''"),
         (["--out", "\udcff"], "--out '\\udcff' is no UTF-8"),
         (["--out", "/proc"], "--out: /proc is a mount point"),
+        (["--out", "./tiny"], "--out './tiny' is the folder of --model"),
     ],
 )
 def test_an_error_is_1_with_one_line(

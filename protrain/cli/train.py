@@ -107,6 +107,9 @@ def prepare(words: Words) -> Setup:
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
     config, folder = read_config(words.model_name)
+    out, started = (os.path.realpath(name) if name is not None else None for name in (words.out, words.resume))
+    if folder is not None and out == os.path.realpath(folder) != started:
+        raise CommandError(f"--out {words.out!r} is the folder of --model, which would be replaced; give another --out")
     longest = longest_sequence(config)
     seq = words.seq or min(512, longest or 512)
     if longest is not None and seq > longest:
