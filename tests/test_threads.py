@@ -111,6 +111,41 @@ def test_blocks_at_once_are_refused(mode: str, fresh_disk: Path) -> None:
     protrain.unwrap(model)
 
 
+def test_a_backward_that_is_refused_leaves_random_numbers_alone(fresh_disk: Path) -> None:
+    """It would have recomputed a block while another thread is inside of one."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=["checkpoint"] * 8)
+    x = inputs(1)[0]
+    loss = model(x)
+    begun, over = threading.Event(), threading.Event()
+
+    def stay(*_: Any) -> None:
+        begun.set()
+        over.wait()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.blocks[0](x)
+
+    stays = model.blocks[0].up.register_forward_hook(stay)
+    other = threading.Thread(target=evaluate)
+    other.start()
+    begun.wait()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    try:
+        with pytest.raises(protrain.StepError, match="another thread is inside of one"):
+            loss.backward()
+    finally:
+        over.set()
+        other.join()
+        stays.remove()
+    assert torch.equal(torch.get_rng_state(), before)
+    optimizer.zero_grad()
+    assert steps([x])(model, optimizer, False) == [loss.item()]
+    protrain.unwrap(model)
+
+
 def test_forward_and_backward_each_on_a_thread_of_its_own(fresh_disk: Path) -> None:
     batches = inputs(3)
     plain: Any = Chain()

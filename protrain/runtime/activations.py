@@ -241,7 +241,6 @@ class Frame:
         inputs = bring_inputs(self.inputs)
         before_bytes = self.runner.bytes_in_use()
         now = _random_state(self.compute)
-        self.compute.set_random_state(self.random_state[0])
         enabled, dtype, cache = self.autocast
         place = 0
 
@@ -268,6 +267,7 @@ class Frame:
 
         thread = self.runner.come_in()
         try:
+            self.compute.set_random_state(self.random_state[0])
             with (
                 self.runner.residency.node_waits(),
                 suppress(Stop),
