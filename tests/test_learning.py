@@ -152,6 +152,27 @@ def test_a_light_loss_makes_room_for_chunks() -> None:
     protrain.unwrap(model)
 
 
+def test_a_batch_that_is_refused_before_it_begins_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the program holds there is no room for it: later steps tell of those batches that were made, as if it had never
+    come."""
+    given, memory = batches(5, 256), 100 * MIB
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, block_modes=["keep"] * 4)
+    session = protrain.session_of(model)
+    losses = train(model, optimizer, mean, given[:1])
+    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _found: False)
+    with pytest.raises(protrain.BudgetError, match="of earlier steps are still in memory"):
+        model(batches(1, 258)[0])
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    losses += train(model, optimizer, mean, given[1:])
+    assert losses == expected(mean, given)
+    status = protrain.status(model)
+    assert status.plan.n_persist == status.plan.n_chunks
+    assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03
+    protrain.unwrap(model)
+
+
 class Losses(Scores):
     """Gives a small loss and a large one, or the large one behind what it is of, or the small one behind what it is not of."""
 

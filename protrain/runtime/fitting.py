@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from .. import _core
 from ..base.sizes import format_bytes
 from ..dryrun.phases import DryRun, DryRunError
-from ..errors import BudgetError
+from ..errors import BudgetError, Error
 from ..planner.planning import arrange
 from ..planner.plans import Arrangement, Plan
 from ..planner.profiles import Machine, Times
@@ -163,7 +163,8 @@ class Fitter:
         needs what another one did.
 
         Raises:
-            BudgetError: no plan fits; nothing was allocated, and the plan in use stays.
+            BudgetError: no plan fits, or what else is in memory leaves it no room; the plan in use stays.
+            DiskError: a chunk could not be moved; likewise.
         """
         before, unseen_bytes = self._homes.arrangement, self._unseen_bytes
         try:
@@ -177,27 +178,28 @@ class Fitter:
         if self._homes.arrangement is before and self._is_same(shapes, run):
             return None
         try:
-            best = self._first(run)
-        except BudgetError as error:
+            best, largest = self._first(run, args, kwargs), (run, shapes)
+            if run is not None and self.measured:
+                best, largest = self._decide_measured(run), (None, shapes)
+            elif run is not None:
+                best, largest = self._with_others(best, largest)
+            self.carry_out(best)
+        except BaseException:
+            self._unseen_bytes = unseen_bytes
             if self._homes.arrangement is not before:
-                with suppress(BudgetError):
+                with suppress(Error):  # the first one tells
                     self._homes.rearrange(before)
-            refused, self._unseen_bytes = self._refusal(error, run, args, kwargs), unseen_bytes
-            raise refused from None
-        self._unforeseen.shows = run is None
-        if run is None:
-            self._largest = (None, shapes)
-        elif self.measured:
-            best, self._largest = self._decide_measured(run), (None, shapes)
-        else:
-            best, self._largest = self._with_others(best, (run, shapes))
-        self.carry_out(best)
+            raise
+        self._unforeseen.shows, self._largest, self.planned = run is None, largest, True
         self.dry_runs.append((shapes, run))
-        self.planned = True
-        return self._largest
+        return largest
 
-    def _first(self, run: DryRun | None) -> Arrangement:
-        """The arrangement for a batch; the first one leaves room for a loss that nobody has seen yet."""
+    def _first(self, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arrangement:
+        """The arrangement for a batch alone; the first one leaves room for a loss that nobody has seen yet.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
         outside = run.outside_bytes if run is not None else 0
         if outside and not self._loss.known:
             for times in ROOM_FOR_LOSS:
@@ -207,7 +209,10 @@ class Fitter:
         known = max((run.outside_bytes for _, run in self.dry_runs if run is not None), default=0)
         if outside > known > 0:
             self._unseen_bytes = -(-self._unseen_bytes * outside // known)
-        return self.decide(run)
+        try:
+            return self.decide(run)
+        except BudgetError as error:
+            raise self._refusal(error, run, args, kwargs) from None
 
     def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
         """Of this batch and those before the one that needs the most, which decides, with room for the others."""
@@ -462,12 +467,14 @@ class Fitter:
         return True
 
     def _plan_again(self) -> Batch:
+        largest = self._largest
         if self.measured:
             best = self._decide_measured()
         else:
-            best, self._largest = self._with_others(self.decide(self._largest[0]), self._largest)
+            best, largest = self._with_others(self.decide(largest[0]), largest)
         self.carry_out(best)
-        return self._largest
+        self._largest = largest
+        return largest
 
     def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self.emptied()))
