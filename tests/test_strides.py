@@ -14,7 +14,7 @@ import pytest
 import test_bf16 as masters
 import torch
 from nets import TIGHT, Chain, both, inputs, steps
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from twins import Loop, adamw, assert_equal, bits, run
 
@@ -455,6 +455,34 @@ def test_a_function_that_fails_while_something_refers_to_a_parameter() -> None:
     with pytest.raises(ArithmeticError, match="with a view") as caught:
         protrain.wrap(model, adamw(model), memory=TIGHT, param_init_fn=fill)
     assert "cannot be on meta again: make the model anew" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("memory", [TIGHT, 1 << 30])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["function", "weights"])
+def test_parameters_that_were_not_on_meta_are_as_they_were_where_filling_fails(
+    how: str, precision: str, memory: int, tmp_path: Path
+) -> None:
+    """Those of the chunk that was being filled: it has no home yet that holds them."""
+
+    def fill(module: nn.Module) -> None:
+        if module is model.blocks[0].down:
+            raise ArithmeticError("of the function")
+
+    model = on_meta(Chain)
+    model.blocks[0].norm_in, model.blocks[0].up = Chain().blocks[0].norm_in, Chain().blocks[0].up
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.device.type != "meta"}
+    options: dict[str, Any] = {"param_init_fn": fill}
+    if how == "weights":
+        options = {"weights": tmp_path}
+        save_file({name: torch.ones_like(value) for name, value in before.items()}, tmp_path / "model.safetensors")
+    with pytest.raises((ArithmeticError, ValueError), match=r"of the function|has no tensor blocks\.0\.down\.weight"):
+        protrain.wrap(model, adamw(model), memory=memory, precision=precision, **options)
+    after = {name: p.detach() for name, p in model.named_parameters() if p.device.type != "meta"}
+    assert after.keys() == before.keys()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
 
 
 def test_data_of_another_shape_from_a_function_is_refused() -> None:

@@ -6,7 +6,8 @@ The full model is never in memory at once: chunk after chunk is filled where it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,14 +121,16 @@ class Filler:
             self.written.add(chunk)
 
     def give_back(self) -> None:
-        """The disk failed: the parameters of chunks that were not written have again the values that they came with."""
+        """Filling failed: the parameters of chunks that were not written have again the values that they came with. Those that
+        came on meta go back there elsewhere (onmeta.py)."""
         for chunk, originals in self._originals.items():
-            self.session.residency.unbind(chunk)
-            for number, original in originals.items():
-                if original.device.type != "meta":
-                    with DisableTorchFunction():
-                        self.session.params[number].data = original
-                    release(self.session.params[number])
+            real = {number: original for number, original in originals.items() if original.device.type != "meta"}
+            if real:
+                self.session.residency.unbind(chunk)
+            for number, original in real.items():
+                with DisableTorchFunction():
+                    self.session.params[number].data = original
+                release(self.session.params[number])
 
 
 def make_real(session: Session, chunk: int) -> None:
@@ -140,46 +143,59 @@ def make_real(session: Session, chunk: int) -> None:
         become(p, nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad))
 
 
-def from_memory(session: Session) -> None:
-    """Copy parameters that are there already."""
+@contextmanager
+def _filling(session: Session) -> Iterator[Filler]:
+    """Around filling all chunks, which may fail anywhere."""
     filler = Filler(session)
     try:
-        for entry in session.layout.entries:
-            filler.enter(entry.index)
-            filler.leave(entry.index)
+        yield filler
     except BaseException:
         filler.give_back()
         raise
 
 
+def from_memory(session: Session) -> None:
+    """Copy parameters that are there already."""
+    with _filling(session) as filler:
+        for entry in session.layout.entries:
+            filler.enter(entry.index)
+            filler.leave(entry.index)
+
+
 def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -> None:
     """Call param_init_fn for each module that owns parameters, in the order of model.modules()."""
-    filler = Filler(session)
     index = {id(p): number for number, p in enumerate(session.params)}
-    for module in session.model.modules():
-        own = list(dict.fromkeys(index[id(p)] for p in module._parameters.values() if p is not None))
-        if not own:
-            continue
+    with _filling(session) as filler:
+        for module in session.model.modules():
+            if own := list(dict.fromkeys(index[id(p)] for p in module._parameters.values() if p is not None)):
+                _initialise(filler, module, own, index, param_init_fn)
+
+
+def _initialise(
+    filler: Filler, module: nn.Module, own: list[int], index: dict[int, int], param_init_fn: Callable[[nn.Module], Any]
+) -> None:
+    """The parameters `own` of a module, and its buffers that are on meta, get their values from the function. index: the numbers
+    of all parameters by id."""
+    for number in own:
+        filler.enter(number)
+    try:
         for number in own:
-            filler.enter(number)
-        try:
-            for number in own:
-                filler.lend(number)
-            empty = _empty_buffers(module, session.wrapped.compute.device)
-            param_init_fn(module)
-            _check_kept(module, index)
-            for leaf in empty:
-                buffer = module._buffers[leaf]
-                if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
-                    raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
-            for number in own:
-                filler.take_back(number)
-        except BaseException:
-            for number in own:
-                filler.withdraw(number)
-            raise
+            filler.lend(number)
+        empty = _empty_buffers(module, filler.session.wrapped.compute.device)
+        param_init_fn(module)
+        _check_kept(module, index)
+        for leaf in empty:
+            buffer = module._buffers[leaf]
+            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
+                raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
         for number in own:
-            filler.leave(number)
+            filler.take_back(number)
+    except BaseException:
+        for number in own:
+            filler.withdraw(number)
+        raise
+    for number in own:
+        filler.leave(number)
 
 
 def _check_kept(module: nn.Module, known: dict[int, int]) -> None:
@@ -210,35 +226,44 @@ def from_weights(session: Session, folder: str) -> None:
     """
     where = {name: file for file in map(TensorFile, weight_files(folder)) for name in file.entries}
     names = _names_of(session)
-    filler = Filler(session)
-    for entry in session.layout.entries:
-        found = next((name for name in names[entry.index] if name in where), None)
-        if found is None:
-            raise ValueError(f"weights: {folder} has no tensor {entry.name}")
-        filler.enter(entry.index)
-        file = where[found]
-        shape = file.entries[found].shape
-        if shape != tuple(entry.shape):
-            raise ValueError(f"weights: {found} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
-        dtype = file.entries[found].dtype
-        if dtype not in WEIGHT_TYPES:
-            raise ValueError(f"weights: {found} in {file.path} is of {dtype}, whose numbers alone are no parameter")
-        with torch.no_grad(), DisableTorchFunction():
-            target = session.params[entry.index].data
-            if not shape:
-                values = file.read(found)
-                target.copy_(values)
-                filler.keep(entry.index, values)
-            row_count = entry.count // max(shape[0], 1) if shape else 0
-            rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1)) if shape else 1
-            if shape and has_master(session.wrapped, entry.index) and outermost_first(shape, entry.strides)[0] != 0:
-                rows = shape[0]  # its rows do not lie one after another in the master: it takes all at once
-            for first in range(0, shape[0] if shape else 0, rows):
-                with uncounted():
-                    values = file.read(found, first, rows)
-                target[first : first + rows].copy_(values)
-                filler.keep(entry.index, values, first * row_count)
-        filler.leave(entry.index)
+    with _filling(session) as filler:
+        for entry in session.layout.entries:
+            found = next((name for name in names[entry.index] if name in where), None)
+            if found is None:
+                raise ValueError(f"weights: {folder} has no tensor {entry.name}")
+            filler.enter(entry.index)
+            _read_weights(filler, entry.index, where[found], found)
+            filler.leave(entry.index)
+
+
+def _read_weights(filler: Filler, number: int, file: TensorFile, name: str) -> None:
+    """Parameter `number`, entered before, gets the values of a file's tensor.
+
+    Raises:
+        ValueError: the tensor is of another shape, or no plain numbers.
+    """
+    session, entry = filler.session, filler.session.layout.entries[number]
+    shape, dtype = file.entries[name].shape, file.entries[name].dtype
+    if shape != tuple(entry.shape):
+        raise ValueError(f"weights: {name} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
+    if dtype not in WEIGHT_TYPES:
+        raise ValueError(f"weights: {name} in {file.path} is of {dtype}, whose numbers alone are no parameter")
+    with torch.no_grad(), DisableTorchFunction():
+        target = session.params[number].data
+        if not shape:
+            values = file.read(name)
+            target.copy_(values)
+            filler.keep(number, values)
+            return
+        row_count = entry.count // max(shape[0], 1)
+        rows = max(1, SLICE_BYTES * max(shape[0], 1) // max(4 * entry.count, 1))
+        if has_master(session.wrapped, number) and outermost_first(shape, entry.strides)[0] != 0:
+            rows = shape[0]  # its rows do not lie one after another in the master: it takes all at once
+        for first in range(0, shape[0], rows):
+            with uncounted():
+                values = file.read(name, first, rows)
+            target[first : first + rows].copy_(values)
+            filler.keep(number, values, first * row_count)
 
 
 def weight_files(folder: str, stem: str = "model") -> list[str]:
