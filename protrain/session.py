@@ -98,8 +98,7 @@ class Session:
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self._told_unplanned = False
         self._tells = False  # a step began as it was planned, and nothing else counted since
-        self._evaluated = False  # a forward without gradients came before its backward
-        self._refused_beside = 0  # what would have been in memory with one that was refused
+        self._refused_beside = 0  # what would have been in memory with a forward without gradients that was refused in it
         self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
         self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
@@ -166,7 +165,7 @@ class Session:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
                     self.begin_forward(args, kwargs)
-                    if self._depth == 1 and (self._tells or self._evaluated):
+                    if self._depth == 1 and self._began is not None and not torch.is_grad_enabled():
                         return self._run_in_step(forward, args, kwargs)
                     return forward(*args, **kwargs)
             self.begin_forward(args, kwargs)
@@ -235,7 +234,7 @@ class Session:
                 self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
             if begins:
-                self._tells, self._evaluated = True, False
+                self._tells = True
                 self._held_before = self.fitter.begin_step()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
@@ -243,7 +242,6 @@ class Session:
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
         else:
-            self._evaluated |= self._tells and self._graphs
             self._tells = self._is_within_step()
             if self._tells and not self.fitter.within_bytes:  # what is seen first is its own: no gradient waits for its update
                 with suppress(DiskError, StepError):  # step() tells of it
@@ -316,7 +314,7 @@ class Session:
         within_bytes = self.marks.within_bytes if self._tells else 0
         if self._refused_beside:
             self.fitter.note_refused_beside(self._refused_beside)
-        self._tells, self._evaluated, self._refused_beside = False, False, 0
+        self._tells, self._refused_beside = False, 0
         self.marks.begin()
         self._foresaw(self.fitter.plan_later())
         self._foresaw(self.fitter.learn_within(within_bytes))

@@ -376,6 +376,38 @@ def test_training_leaves_room_for_evaluations_before_their_backward(gpt2: Any, t
     assert refused == [1]
 
 
+@pytest.mark.parametrize("where", ["in the step before", "between steps", "in a step"])
+def test_only_an_evaluation_that_is_refused_in_a_step_finds_room_there(
+    where: str, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = token_batches(1, vocabulary=2000)[0]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    loss = loss_of(model, ids)
+    if where == "in the step before":
+        evaluate(model, ids)
+    if where != "in a step":
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def take(*_: Any) -> None:
+        torch.empty(BUDGET, dtype=torch.uint8)
+
+    taking = model.lm_head.register_forward_hook(take)
+    with pytest.raises(protrain.BudgetError):
+        evaluate(model, ids)
+    taking.remove()
+    noted: list[int] = []
+    monkeypatch.setattr(session_of(model).fitter, "note_refused_beside", noted.append)
+    del loss
+    optimizer.zero_grad()
+    train(model, optimizer, ids)
+    assert [n_bytes > BUDGET for n_bytes in noted] == [True] * (where == "in a step")
+    protrain.unwrap(model)
+
+
 def test_an_evaluation_within_steps_counts_in_every_plan(gpt2: Any, token_batches: Any) -> None:
     """What it takes beside chunks was seen under one plan; one that would leave it no room is not made."""
     ids = token_batches(1, vocabulary=2000)[0]
