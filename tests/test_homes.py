@@ -110,6 +110,30 @@ def test_a_disk_that_is_gone_for_longer(then: str, fresh_disk: Path) -> None:
     assert state_of(model) == (state if then == "train" else before)
 
 
+def test_what_is_carried_out_later_is_the_arrangement_that_was_in_use(fresh_disk: Path) -> None:
+    """Not the other one, whose last part was refused: its chunks had moved, and could not move back."""
+    losses, state = plain(2)
+    model, optimizer, session = begun(fresh_disk)
+    before, engine = session.homes.arrangement, Failing(session.engine, 1 << 30, 1 << 30)
+
+    def refuse(*_: Any) -> None:
+        engine._first, engine._last = 0, 1 << 30
+        raise protrain.BudgetError("no memory for slots", needed_bytes=2, budget_bytes=1, smallest_bytes=2)
+
+    engine.set_order = refuse
+    session.homes._engine = engine
+    with pytest.raises(protrain.BudgetError, match="no memory for slots"):
+        steps(inputs(1))(model, optimizer, False)
+    assert session.homes.arrangement is before
+    session.homes._engine = session.engine
+    optimizer.zero_grad()
+    with torch.no_grad():
+        assert model(inputs(1)[0]).item() == losses[0]
+    assert steps(inputs(2))(model, optimizer, False) == losses
+    assert state_of(model) == state
+    protrain.unwrap(model)
+
+
 def test_a_fault_after_a_step_was_made(fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning anew is not the step's business: it is made, counts, and the plan in use stays, which is said."""
     losses, state = plain(3)

@@ -85,6 +85,7 @@ class Homes:
             try:
                 self._move(old)
             except Error:  # the first one tells; what is not done now is done by settle
+                self._use(old)
                 self._residency.watch_all()
             raise
 
