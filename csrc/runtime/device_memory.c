@@ -14,8 +14,7 @@
 
 /* ---- streams ---- */
 
-ptn_stream *ptn_over_stream(const ptn_engine *engine) { return engine->over.streams[engine->over.stream]; }
-ptn_stream *ptn_engine_stream(const ptn_engine *engine) { return ptn_over_stream(engine); }
+ptn_stream *ptn_engine_stream(const ptn_engine *engine) { return engine->over.streams[engine->over.stream]; }
 
 ptn_status ptn_engine_set_stream(ptn_engine *engine, ptn_stream *stream) {
   engine_device *over = &engine->over;
@@ -134,7 +133,7 @@ ptn_status ptn_engine_let_go(ptn_engine *engine, ptn_device_record *record) {
 
 ptn_status ptn_over_copy(ptn_engine *engine, void *to, const void *from, uint64_t bytes) {
   engine_device *over = &engine->over;
-  ptn_stream *stream = ptn_over_stream(engine);
+  ptn_stream *stream = ptn_engine_stream(engine);
   if (bytes == 0) return PTN_OK;
   ptn_status status = over->kind->copy(over->device, stream, to, from, bytes);
   if (status == PTN_OK) return over->kind->finish(over->device, stream);

@@ -309,7 +309,7 @@ void ptn_job_open(ptn_engine *engine, job *job); /* locked: what each gradient i
 ptn_status ptn_device_take(ptn_device *device, ptn_account *account, uint64_t bytes, void **out);
 void ptn_device_give(ptn_device *device, ptn_account *account, void *memory, uint64_t bytes); /* NULL is allowed */
 
-/* device_memory.c: memory, streams, and copies that the caller waits for; between steps */
+/* device_memory.c: memory, and copies that the caller waits for; between steps */
 ptn_status ptn_over_open(ptn_engine *engine, ptn_device *device, ptn_account *account);
 void ptn_over_close(ptn_engine *engine);
 ptn_status ptn_over_pin(ptn_engine *engine, uint64_t bytes, ptn_pinned *out);
@@ -318,7 +318,6 @@ ptn_status ptn_over_copy(ptn_engine *engine, void *to, const void *from, uint64_
 ptn_status ptn_over_zero(ptn_engine *engine, void *memory, uint64_t bytes);
 void ptn_over_settle(ptn_engine *engine); /* locked: waits for transfers and late updates */
 void ptn_over_finish(ptn_engine *engine); /* waits for transfers, late updates and the compute streams */
-ptn_stream *ptn_over_stream(const ptn_engine *engine);
 
 /* device_homes.c */
 ptn_status ptn_over_move(ptn_engine *engine, uint32_t number, home_kind to, bool extra); /* extra: state now, or a shadow */

@@ -163,7 +163,7 @@ ptn_status ptn_offload_take(ptn_engine *engine, uint32_t number, const void *dat
   ptn_engine_collect(engine);
   PTN_TRY(make(engine, number, &offload));
   offload->transfer.from = data;
-  ptn_status status = over->kind->record(over->device, over->made, ptn_over_stream(engine));
+  ptn_status status = over->kind->record(over->device, over->made, ptn_engine_stream(engine));
   ptn_lock(&engine->mutex);
   offload->ended = status != PTN_OK;
   over->offloads += status == PTN_OK;

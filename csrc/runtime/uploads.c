@@ -54,11 +54,11 @@ void ptn_upload_drop_slot(ptn_engine *engine, slot *slot) {
 static ptn_status join_streams(ptn_engine *engine, const slot *slot) {
   engine_device *over = &engine->over;
   if (slot->device.used && slot->device.marked != over->stream)
-    PTN_TRY(over->kind->follow(over->device, ptn_over_stream(engine), slot->device.free));
+    PTN_TRY(over->kind->follow(over->device, ptn_engine_stream(engine), slot->device.free));
   for (uint32_t i = 0; i < over->n_streams; i++) {
     if (i == over->stream || !(slot->device.streams >> i & 1)) continue;
     PTN_TRY(over->kind->record(over->device, over->joined, over->streams[i]));
-    PTN_TRY(over->kind->follow(over->device, ptn_over_stream(engine), over->joined));
+    PTN_TRY(over->kind->follow(over->device, ptn_engine_stream(engine), over->joined));
   }
   return PTN_OK;
 }
@@ -67,7 +67,7 @@ ptn_status ptn_upload_mark(ptn_engine *engine, slot *slot) {
   engine_device *over = &engine->over;
   ptn_unlock(&engine->mutex);
   ptn_status status = join_streams(engine, slot);
-  if (status == PTN_OK) status = over->kind->record(over->device, slot->device.free, ptn_over_stream(engine));
+  if (status == PTN_OK) status = over->kind->record(over->device, slot->device.free, ptn_engine_stream(engine));
   ptn_lock(&engine->mutex);
   slot->device.unmarked = status != PTN_OK;
   if (status == PTN_OK) {
@@ -86,7 +86,7 @@ ptn_status ptn_upload_follow(ptn_engine *engine, slot *slot) {
   slot->device.streams |= bit;
   if (slot->device.followed & bit) return PTN_OK;
   ptn_unlock(&engine->mutex);
-  ptn_status status = over->kind->follow(over->device, ptn_over_stream(engine), slot->device.loaded);
+  ptn_status status = over->kind->follow(over->device, ptn_engine_stream(engine), slot->device.loaded);
   ptn_lock(&engine->mutex);
   if (status == PTN_OK) slot->device.followed |= bit;
   return status;

@@ -163,6 +163,16 @@ def check_arrays(name: str, kind: type[torch.optim.Optimizer], group: Group, n_s
         )
 
 
+def check_set_to_none(set_to_none: bool) -> None:
+    """Whether a zero_grad drops gradients: they do not stay in memory, so there is nothing to fill with zeros.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not set_to_none:
+        raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+
+
 class Optimizer(torch.optim.Optimizer):
     """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
     know the class, else by the class's own step, parameter by parameter.
@@ -229,10 +239,9 @@ class Optimizer(torch.optim.Optimizer):
         """Drop all gradients, and updates made from them that no `step()` committed.
 
         Raises:
-            ValueError: set_to_none is False; gradients do not stay in memory, so there is nothing to fill with zeros.
+            ValueError: set_to_none is False.
         """
-        if not set_to_none:
-            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        check_set_to_none(set_to_none)
         self._open().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

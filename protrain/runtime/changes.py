@@ -21,6 +21,7 @@ from ..model.compiled import CALL
 from ..model.parameters import DisableTorchFunction
 from ..model.precision import has_master
 from ..model.strides import dense_strides
+from ..optim.optimizers import check_set_to_none
 
 if TYPE_CHECKING:
     from ..state.values import Values
@@ -246,8 +247,7 @@ def guard(
             return made
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:
-            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        check_set_to_none(set_to_none)
         for p in module.parameters():
             p.grad = None  # without a look at it, which would be an error where it has left memory
 

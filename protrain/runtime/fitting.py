@@ -37,7 +37,7 @@ from .foreseeing import Foreseer
 from .homes import Homes
 from .losses import Losses
 from .otherhooks import release_failed_backward
-from .unforeseen import Unforeseen
+from .unforeseen import Unforeseen, with_more
 from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
@@ -309,7 +309,7 @@ class Fitter:
         if plan.n_persist < plan.n_chunks or settings.plan is not None or settings.block_modes is not None:
             return found
         kept = self._unforeseen.keeping(plan, settings.memory_bytes)
-        saved_bytes = self._unforeseen.kept_bytes(kept) * 9 // 8
+        saved_bytes = with_more(self._unforeseen.kept_bytes(kept))
         with suppress(BudgetError):  # a batch that was foreseen may have no room then
             return self.decide_for_all(None, also, unknown_bytes=beside_bytes + saved_bytes, like=kept)
         return found

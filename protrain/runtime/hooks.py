@@ -17,6 +17,7 @@ from torch import nn
 from ..model import compiled, fused
 from ..model.parameters import DisableTorchFunction, mark_views
 from ..model.precision import before_load
+from ..optim.optimizers import check_set_to_none
 from . import changes
 from .loads import PARAMETERS
 from .running import Together
@@ -251,8 +252,7 @@ def _load_state_dict(session: Session, module: nn.Module) -> Callable[..., Any]:
 def _zero_grad(session: Session) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         """As nn.Module.zero_grad; gradients that left memory are dropped too."""
-        if not set_to_none:
-            raise ValueError("zero_grad(set_to_none=False) is not supported: gradients leave memory; use zero_grad()")
+        check_set_to_none(set_to_none)
         session.zero_grad()
         with DisableTorchFunction():
             for p in session.params:  # those that are no parameter of the optimizer's too

@@ -9,7 +9,8 @@ from dataclasses import replace
 from ..planner.plans import Plan
 
 
-def _with_more(n_bytes: int) -> int:
+def with_more(n_bytes: int) -> int:
+    """What plans have room for where steps took so much."""
     return n_bytes * 9 // 8
 
 
@@ -25,7 +26,7 @@ class Unforeseen:
     def note_step(self, beside_bytes: int, saved_bytes: dict[int, int]) -> bool:
         """One was made that took so much beside chunks and what kept blocks save; returns whether that is more than counts.
         saved_bytes: of blocks that were recomputed."""
-        more = beside_bytes > _with_more(self._taken_bytes)
+        more = beside_bytes > with_more(self._taken_bytes)
         if more:
             self._taken_bytes = beside_bytes
         for number, n_bytes in saved_bytes.items():
@@ -43,7 +44,7 @@ class Unforeseen:
     @property
     def beside_bytes(self) -> int:
         """What plans have room for, beside chunks and what kept blocks save."""
-        return _with_more(max(self._taken_bytes, self._refused_bytes))
+        return with_more(max(self._taken_bytes, self._refused_bytes))
 
     def kept_bytes(self, plan: Plan) -> int:
         """What its kept blocks save."""
@@ -53,7 +54,7 @@ class Unforeseen:
         """The plan, which has all chunks in memory, with the blocks kept whose savings are known and find room."""
         room, modes = (budget_bytes - plan.peak_bytes) // 2, list(plan.block_modes)
         for number in reversed(range(len(modes))):
-            n_bytes = _with_more(self._saved_bytes.get(number, 0))
+            n_bytes = with_more(self._saved_bytes.get(number, 0))
             if 0 < n_bytes <= room:
                 room, modes[number] = room - n_bytes, "keep"
         return replace(plan, block_modes=tuple(modes))
