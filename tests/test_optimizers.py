@@ -350,6 +350,29 @@ def test_a_step_that_fails_in_the_middle_is_not_made(budget: int, error: BaseExc
     protrain.unwrap(model)
 
 
+def test_a_step_that_fails_leaves_all_gradients_clipped(gpt2: Any, token_batches: Any) -> None:
+    """As plain torch does, where they are clipped before the step: made again, it clips what was clipped."""
+    ids = token_batches(1, length=32)[0]
+    plain = gpt2()
+    optimizer: Any = Failing(plain.parameters())
+    loss_of(plain, ids).backward()
+    norms = [nn.utils.clip_grad_norm_(plain.parameters(), 0.5) for _ in range(2)]
+    optimizer.step()
+    want = optimizer.state_dict()["state"]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, Failing(model.parameters()), memory=AMPLE, max_grad_norm=0.5)
+    loss_of(model, ids).backward()
+    Failing.left, Failing.error = 2, ArithmeticError("no more")
+    with pytest.raises(protrain.StepError, match="no more"):
+        optimizer.step()
+    optimizer.step()
+    assert norms[0] > norms[1] == optimizer.grad_norm
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == want.keys()
+    assert all(bits(state["exp_avg"]) == bits(found[number]["exp_avg"]) for number, state in want.items())
+    protrain.unwrap(model)
+
+
 @pytest.mark.parametrize("name", ["Lion", "Layered", "Adafactor", "groups", "Counting"])
 def test_save_and_load_under_another_budget(name: str, gpt2: Any, token_batches: Any, tmp_path: Any) -> None:
     batches = token_batches(5, length=32)

@@ -268,6 +268,7 @@ class _Step:
         session.engine.use_account(True)
         try:
             with without_hooks(foreign.inner), DisableTorchFunction():
+                self._scale_in_memory()
                 for group, number in foreign._numbers():
                     if number in session.gradients.taken:
                         self._from_disk(group, number)
@@ -290,6 +291,15 @@ class _Step:
                 f"optimizer {foreign.name}: its own step failed{where}: {one_line(error)}; the step was not made, parameters and "
                 f"optimizer state are what they were before it"
             ) from error
+
+    def _scale_in_memory(self) -> None:
+        """Gradients in memory are clipped in place, all of them before the first update, as by clip_grad_norm_: a step that fails
+        leaves none as it was beside others that are smaller."""
+        foreign, params = self._foreign, self._session.params
+        found = [params[number].grad for _, number in foreign._numbers() if foreign._in_memory(number)]
+        grads = [grad for grad in found if grad is not None]
+        if grads and self._scale != 1.0:
+            torch._foreach_mul_(grads, self._scale)
 
     # ---- one parameter ----
 
@@ -343,9 +353,6 @@ class _Step:
         state = foreign._live.get(number)
         home = p.data
         self._kept[number] = self._keep({"value": home} if state is None else {"value": home, "state": state})
-        assert p.grad is not None
-        if self._scale != 1.0:
-            p.grad.mul_(self._scale)
         kind = p.__class__
         p.__class__ = nn.Parameter
         try:
