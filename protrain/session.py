@@ -34,6 +34,7 @@ from .device.compute import Accelerator
 from .errors import BudgetError, DiskError, StepError
 from .model import keycaches
 from .model.parameters import DisableTorchFunction, release
+from .model.precision import has_master
 from .profiling.blockclock import BlockClock
 from .profiling.device_clock import DeviceClock
 from .runtime import changes
@@ -536,15 +537,17 @@ class Session:
             if self._may_move():
                 self.evaluation.end()
 
-    def close(self, restore: bool = True) -> None:
-        """Take everything back; with `restore` the parameters are ordinary tensors of their own again."""
+    def close(self, restore: bool = True, as_given: bool = False) -> None:
+        """Take everything back; with `restore` the parameters are ordinary tensors of their own again, `as_given`: of the types
+        that they came in, with what their masters have kept of them."""
         with self.turn:
             if self.closed:
                 return
             self.forget()
             self.homes.settle()
             # All are read before anything changes: a disk that fails leaves a model that is wrapped.
-            values = [(self.params[number], self.values.get(number)) for number in self.residency.bound()] if restore else []
+            get = self._value_as_given if as_given else self.values.get
+            values = [(self.params[number], get(number)) for number in self.residency.bound()] if restore else []
             self.hooks.remove()
             for p, value in values:
                 with DisableTorchFunction():
@@ -559,6 +562,10 @@ class Session:
             self.wrapped.compute.trim()
             if restore:
                 self.wrapped.places.give_back()
+
+    def _value_as_given(self, number: int) -> torch.Tensor:
+        array = self.wrapped.master_array if has_master(self.wrapped, number) else 0
+        return self.values.get(number, array).to(dtype=self.wrapped.given_dtypes[number])
 
     # ---- what parameters on disk call (parameters.Owner) ----
 

@@ -18,6 +18,7 @@ from twins import MIB, adamw, bits, loss_of
 import protrain
 from protrain import _core
 from protrain.model.precision import master as master_of
+from protrain.state.materialise import Filler
 
 TIGHT = 13 * MIB
 AMPLE = 1 << 30
@@ -559,3 +560,26 @@ def test_kernels_equal_torch_over_masters(kind: str, fused: bool, special: bool)
                 assert same_bits(wide, m.detach())
                 assert same_bits(param, m.detach().bfloat16())
                 assert all(same_bits(array, reference.state[m][name]) for name, array in zip(names, state, strict=True))
+
+
+@pytest.mark.parametrize("memory", [TIGHT, AMPLE])
+def test_a_wrap_that_is_interrupted_leaves_parameters_as_they_were_given(
+    memory: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not rounded: the chunks that were written have masters, which kept them."""
+    model = gpt2()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    enter = Filler.enter
+
+    def interrupted(filler: Filler, number: int) -> None:
+        if number == len(before) * 2 // 3:
+            raise KeyboardInterrupt
+        enter(filler, number)
+
+    monkeypatch.setattr(Filler, "enter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        protrain.wrap(model, adamw(model), memory=memory, precision="bf16")
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter
+        assert p.dtype == torch.float32
+        assert torch.equal(p, before[name]), name

@@ -44,7 +44,8 @@ class Wrapped:
     n_states: arrays of optimizer state that the kernels keep beside each parameter; state_arrays: these and the master, counted
     in arrays of parameters; master_array: the number of the master among a parameter's arrays, 0 where there is none; compute:
     what computes; places: where the model's tensors go back to; buffer_bytes: what the model's buffers take of the budget, where
-    the CPU computes, although nobody here has allocated them; frozen: those parameters of the optimizer that it does not train.
+    the CPU computes, although nobody here has allocated them; frozen: those parameters of the optimizer that it does not train;
+    given_dtypes: of the parameters as they came.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Wrapped:
         owned = [self.number_of[id(p)] for group in groups for p in group["params"]]
         self.frozen = [number for number in owned if layout.entries[number].group < 0]
         self.element_bytes = layout.dtype.itemsize
+        self.given_dtypes = [p.dtype for p in params]
         self.n_states = n_states
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
         self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0

@@ -38,7 +38,6 @@ class Filler:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.dtypes = [p.dtype for p in session.params]  # as they are given
         self.left = [set(members) for members in session.layout.members]
         self.open: set[int] = set()
         self.written: set[int] = set()
@@ -73,7 +72,7 @@ class Filler:
     def lend(self, number: int) -> None:
         """Parameter `number`, entered before, is memory of its own in the type in which it was given, where that is wider than
         where its chunk lies: what initialises it draws the same numbers as it would without us."""
-        session, dtype = self.session, self.dtypes[number]
+        session, dtype = self.session, self.session.wrapped.given_dtypes[number]
         if dtype == session.layout.dtype:
             return
         with DisableTorchFunction():
@@ -93,11 +92,12 @@ class Filler:
             PlanError: it is of another shape, type or device.
         """
         session, p, entry = self.session, self.session.params[number], self.session.layout.entries[number]
+        wrapped = session.wrapped
         with torch.no_grad(), DisableTorchFunction():
             given = p.data
             if given.data_ptr() == session.residency.address(number) and given.stride() == entry.strides:
                 return
-            changes.check_value(entry.name, entry.shape, self.dtypes[number], session.wrapped.compute.device, given)
+            changes.check_value(entry.name, entry.shape, wrapped.given_dtypes[number], wrapped.compute.device, given)
             entry.strides = dense_strides(given)
             p.data = session.residency.place(number)
             if given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
