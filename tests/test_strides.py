@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_bf16 as masters
 import torch
+import transformers
 from nets import TIGHT, Chain, both, inputs, steps
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -483,6 +484,19 @@ def test_parameters_that_were_not_on_meta_are_as_they_were_where_filling_fails(
     assert all(type(p) is nn.Parameter for p in model.parameters())
     for name, value in before.items():
         assert torch.equal(after[name], value), name
+
+
+def test_a_buffer_on_meta_of_a_class_that_takes_more_than_a_config_is_refused_by_name() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any, heads: int) -> None:
+            torch.rand(heads)
+            super().__init__(config)
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = Own(transformers.LlamaConfig(**sizes), 2)
+    with pytest.raises(protrain.PlanError, match=r"buffer model\.rotary_emb\.\w+ is on meta and it is not known how to compute"):
+        protrain.wrap(model, adamw(model), memory=1 << 28, param_init_fn=lambda _module: None)
 
 
 def test_data_of_another_shape_from_a_function_is_refused() -> None:

@@ -1,7 +1,7 @@
 /* Update kernels: one pass over parameters, gradients and optimizer state in fp32, bit for bit what torch.optim.Adam, AdamW
  * and SGD give on the CPU, with fused=True and, where a group is not fused, with torch's default: a loop over parameters.
  *
- * Each kernel exists as a plain reference and for AVX2 and AVX-512; the fastest that this CPU runs is chosen once. All
+ * Each kernel exists as a plain reference and for AVX2, AVX-512 and NEON; the fastest that this CPU runs is chosen. All
  * variants give the same bits. Arrays need only float alignment, any count is allowed, nothing is read or written outside.
  * Scalars are prepared once a step in double, as torch does, by ptn_update_prepare.
  *

@@ -86,11 +86,12 @@ def fill_meta_buffers(model: nn.Module, initialised: bool) -> None:
 
 
 def transformers_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a transformers model as its constructor makes them; empty for other models."""
+    """The buffers of a transformers model as its constructor makes them of a config; empty for other models."""
     if not hasattr(model, "config") or not hasattr(type(model), "_from_config"):
         return {}
-    before = torch.get_rng_state()
-    with uncounted(), parameters_on_meta():
-        fresh = type(model)(model.config)
-    torch.set_rng_state(before)
+    try:
+        with torch.random.fork_rng(devices=[]), uncounted(), parameters_on_meta():
+            fresh = type(model)(model.config)
+    except Exception:  # a class of the user's that takes more than a config
+        return {}
     return {name: buffer for name, buffer in fresh.named_buffers() if buffer.device.type != "meta"}
