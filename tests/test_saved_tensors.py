@@ -105,6 +105,35 @@ def test_backward_that_changes_what_others_saved_raises(model: Any) -> None:
             each(data()).sum().backward()
 
 
+class ChangesForItsResult(ChangesWhatItSaved):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return y.mul_(2) * gradient
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+@pytest.mark.parametrize("again", [False, True])
+def test_backward_that_changes_what_was_recomputed_raises(again: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another operation saved it too, or where it is asked for again."""
+
+    def forward(self: Block, x: torch.Tensor) -> Any:
+        y = self.rise(x)
+        return x + self.fall(ChangesForItsResult.apply(y) if again else ChangesWhatItSaved.apply(y.tanh()))
+
+    monkeypatch.setattr(Block, "forward", forward)
+    wrapped = make()
+    wrapped, _ = protrain.wrap(wrapped, adamw(wrapped), memory=1 << 30, block_modes=[mode] * N_BLOCKS, accumulate=2)
+    for each in (make(), wrapped):
+        loss = each(data()).sum()
+        if again:
+            loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+    protrain.unwrap(wrapped)
+
+
 @pytest.mark.parametrize("from_disk", [False, True])
 def test_a_change_in_place_is_seen_by_every_other_use(hooks: Any, from_disk: bool) -> None:
     stash, engine = hooks

@@ -73,14 +73,19 @@ class SavedParameter:
 
 class Recomputed:
     """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved, where that
-    takes no memory."""
+    takes no memory. brought_version: of what came back, which a backward of others may change in place."""
 
-    __slots__ = ("__weakref__", "dtype", "frame", "owner", "shape", "tensor", "version")
+    __slots__ = ("__weakref__", "brought_version", "dtype", "frame", "owner", "shape", "tensor", "version")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame, self.shape, self.dtype = frame, tensor.shape, tensor.dtype
         self.owner, self.version = over_nothing(tensor), tensor._version
         self.tensor: torch.Tensor | None = None
+        self.brought_version: int | None = None
+
+    def bring(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.brought_version = None if self.tensor.is_inference() else self.tensor._version
 
 
 def check_version(now: int, saved: int, shape: Any) -> None:
@@ -205,7 +210,7 @@ class Frame:
         record = Recomputed(self, tensor)
         self.saved.append(weakref.ref(record))
         if self.inputs is None:  # forward goes on behind a backward of its own, for which it was recomputed: the rest stays
-            record.tensor = tensor.detach()
+            record.bring(tensor)
         return record
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -220,6 +225,8 @@ class Frame:
                 "a recomputed block did not save the tensors that its forward saved: it must do the same each time"
             )
         tensor: torch.Tensor = saved.tensor
+        if saved.brought_version is not None:
+            check_version(tensor._version, saved.brought_version, saved.shape)
         return tensor
 
     # ---- recomputation ----
@@ -258,7 +265,7 @@ class Frame:
                         f"a recomputed block saved a tensor of shape {list(tensor.shape)} where its forward saved one of "
                         f"{list(record.shape)}: it must do the same each time"
                     )
-                record.tensor = tensor.detach()
+                record.bring(tensor)
             if place == len(self.saved) and not self.habits.compiled:
                 raise Stop
 
