@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,6 +245,43 @@ class Skips(Block):
         return super().forward(x + left.pop())
 
 
+class HandsOn(Block):
+    """A state in an object: a tensor and numbers that it sets, a list that it adds to, a tensor that it counts in."""
+
+    def forward(self, state: Any) -> Any:
+        state.depth += 1
+        state.seen.append(state.depth)
+        state.counts.add_(0)
+        state.x = super().forward(state.x) * (1 + 0.1 * state.depth + 0.01 * sum(state.seen) / len(state.seen))
+        return state
+
+
+@dataclasses.dataclass
+class State:
+    x: torch.Tensor
+    depth: int = 0
+    seen: list[int] = dataclasses.field(default_factory=list)
+    counts: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(2))
+
+
+class InObject(Chain):
+    """Blocks are given one object, and hand it on."""
+
+    block = HandsOn
+    kind: Callable[..., Any] = State
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        state = type(self).kind(x=x + 0 * self.head.bias, depth=0, seen=[], counts=torch.zeros(2))
+        for block in self.blocks:
+            state = block(state)
+        y: torch.Tensor = self.head(state.x)
+        return y.square().mean()
+
+
+class InNamespace(InObject):
+    kind = SimpleNamespace
+
+
 class Net(Chain):
     """A U-Net."""
 
@@ -285,6 +324,8 @@ MODELS = {
     "more containers": chain_of(CountsDeeper),
     "a dict that it is given": Passes,
     "a list that it is given": Net,
+    "an object that it is given": InObject,
+    "a namespace that it is given": InNamespace,
 }
 
 
@@ -295,8 +336,29 @@ def test_a_recomputed_block_sees_what_its_forward_saw(make: Callable[[], nn.Modu
     assert_equal(run(make, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(make, loop), 2 * TIGHT)
 
 
+def test_an_object_whose_tensor_is_changed_in_place_is_an_error_once_and_then_exact() -> None:
+    """Its tensor that is differentiated through; every block writes to it, and a copy is kept from then on."""
+
+    def forward(self: Block, state: State) -> State:
+        y = Block.forward(self, state.x.sigmoid())
+        state.x += y
+        return state
+
+    block = type("Adds", (Block,), {"forward": forward})
+    make = type("Adding", (InObject,), {"block": block})
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        if not plain:
+            with pytest.raises(RuntimeError, match=r"changed its tensor State\.x"):
+                model(inputs(1)[0]).backward()
+            optimizer.zero_grad()
+        return steps(inputs(3))(model, optimizer, plain)
+
+    assert_equal(run(make, loop, memory=1 << 30, block_modes=["checkpoint"] * 8), run(make, loop), 1 << 30)
+
+
 @pytest.mark.parametrize("memory", ["1GiB", TIGHT])
-@pytest.mark.parametrize("make", [chain_of(Draws), Passes, Net], ids=["a generator", "a dict", "a list"])
+@pytest.mark.parametrize("make", [chain_of(Draws), Passes, Net, InObject], ids=["a generator", "a dict", "a list", "an object"])
 def test_what_a_block_changes_keeps_no_model_from_being_foreseen(make: Callable[[], nn.Module], memory: Any) -> None:
     plan = protrain.plan(make(), inputs(1)[0], memory=memory)
     assert (plan.n_persist == plan.n_chunks and set(plan.block_modes) == {"keep"}) == (memory == "1GiB")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..model import keycaches
 from ..model.held import tensors_held
-from ..model.modulestate import Beginning
+from ..model.modulestate import Beginning, objects_as_now
 
 
 def starts_of(output: Any) -> list[torch.Tensor]:
@@ -88,11 +88,12 @@ def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], 
 
 
 def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The forward, to be run with these arguments, and then again: lists, dicts and caches of keys among them, which it may
-    change, are as they were."""
+    """The forward, to be run with these arguments, and then again: lists, dicts, caches of keys and objects among them,
+    which it may change, are as they were."""
     leaves, spec = tree_flatten((args, kwargs))
     leaves, caches = keycaches.copied(leaves)
-    if not caches and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+    leaves, objects = objects_as_now(leaves)
+    if not caches and not objects and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
         return forward
     runs = iter((False, True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -31,3 +32,14 @@ def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dict__"):
         for entry in vars(value).values():
             yield from tensors_held(entry, depth - 1)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether it is an object of a class of the program's, as of a dataclass: no tensor, no module, no generator, nothing to call
+    or that ends something when it goes, no cache, and none of protrain's."""
+    others = (torch.Tensor, random.Random, *_WITHOUT_TENSORS)
+    return (
+        hasattr(value, "__dict__")
+        and not (isinstance(value, others) or callable(value) or hasattr(type(value), "__del__") or is_cache(value))
+        and not type(value).__module__.startswith("protrain.")
+    )

@@ -5,19 +5,22 @@ parameters, which torch.func.functional_call gives it others for, what is to be 
 there is now: no mean is updated twice, no call counted twice. So it runs again on copies of the tensors that forward changed in
 place, and with the attributes that forward began with, also where others set them for the forward alone; afterwards those of now
 stand again. Of attributes that are containers the entries are kept, down to containers in them, not what other objects hold.
+Objects that forward is given, as a state that layers hand on, are treated as the block is: it runs again on copies of them.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from .held import has_attributes
 from .parameters import DisableTorchFunction
 from .randomness import generators, put_states
 
@@ -120,10 +123,12 @@ class _Attributes:
 class ModuleState:
     """Taken before a block's forward; `settle` after it keeps what a recomputation needs."""
 
-    def __init__(self, block: nn.Module, large: set[str], others: list[Any], compared: bool = True) -> None:
+    def __init__(
+        self, block: nn.Module, large: set[str], others: list[Any], objects: Iterable[Any] = (), compared: bool = True
+    ) -> None:
         """large: "MODULE.NAME" of the large tensors that forward is known to change in place; `settle` adds to it. others: what
-        forward may draw from beside the block's own, if these are generators; gets what the block has. compared: values may be
-        looked at; else copies stay until the recomputation."""
+        forward may draw from beside the block's own, if these are generators; gets what the block has. objects: copies of those
+        that forward is given, for its recomputation. compared: values may be looked at; else copies stay until then."""
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
@@ -144,7 +149,19 @@ class ModuleState:
                             path = f"{name}.{leaf}" if name else leaf
                             copied = path in large or _is_small(held)
                             self.tensors.append((path, _Tensor(store, leaf, held, copied, compared)))
+            for made in objects:
+                self._take_trained(made, compared)
             self.generators = generators(others)
+
+    def _take_trained(self, made: Any, compared: bool) -> None:
+        """What is to be differentiated through is put into a copy of an object when forward runs again. It is large and rarely
+        changed in place: copied where it is known to be. Other tensors of objects are what they are by then."""
+        store = vars(made)
+        for leaf, held in list(store.items()):
+            if type(held) is torch.Tensor and held.requires_grad:
+                path = f"{type(made).__name__}.{leaf}"
+                self.tensors.append((path, _Tensor(store, leaf, held, path in self.large, compared)))
+                store[leaf] = None
 
     def settle(self) -> None:
         """Forward is over: copies of tensors that it did not write to go."""
@@ -226,6 +243,21 @@ class Beginning:
         finally:
             for store, entries in now:
                 _put(store, entries)
+
+
+def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """A forward's arguments with a copy of each object among them, and the copies: with attributes, and containers in them, of
+    their own. Those that cannot be copied stay what they are."""
+    made: dict[int, Any] = {}
+    for leaf in leaves:
+        if id(leaf) not in made and has_attributes(leaf):
+            with suppress(Exception), torch.no_grad(), DisableTorchFunction():
+                other = copy.copy(leaf)
+                if other is not leaf and type(other) is type(leaf):
+                    copied = {name: _copied(value) for name, value in vars(other).items() if type(value) is not torch.Tensor}
+                    vars(other).update(copied)
+                    made[id(leaf)] = other
+    return [made.get(id(leaf), leaf) for leaf in leaves], list(made.values())
 
 
 def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from ..base.counting import uncounted
 from ..errors import PlanError
 from ..model import keycaches, randomness, surroundings
 from ..model.compiled import functions_behind, grad_fns
-from ..model.modulestate import ModuleState
+from ..model.modulestate import ModuleState, objects_as_now
 from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
 from ..model.randomness import numpy_state, same_numpy_state
 from ..model.strides import copied_bytes
@@ -152,6 +152,7 @@ class Frame:
         self.habits = runner.habits[number]
         leaves, spec = tree_flatten((args, kwargs))
         leaves, self.caches = keycaches.copied(leaves)
+        leaves, objects = objects_as_now(leaves)
         self.given: Any = tree_unflatten(leaves, spec)  # forward may change its containers; None: it is over
         self.given_versions = versions_of(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         copied = self.habits.in_place
@@ -167,7 +168,7 @@ class Frame:
         others = list(leaves)
         for parent in runner.parents[number]:
             others += vars(parent).values()
-        self.state: Any = ModuleState(self.block, self.habits.large, others, compared=not self.compute.separate)
+        self.state: Any = ModuleState(self.block, self.habits.large, others, objects, compared=not self.compute.separate)
         self.random_state = _random_state(self.compute), random.getstate()
         self.numpy_state = numpy_state()
         kind = self.compute.device.type
