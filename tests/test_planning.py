@@ -222,6 +222,35 @@ def test_a_model_that_is_smaller_than_what_moves_it_is_trained_in_the_budget_tha
     assert status.plan.n_persist == status.plan.n_chunks
 
 
+class Funnel(torch.nn.Sequential):
+    """One large layer among small ones, whose activations are small beside its gradient."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        sides = [64, 1000, 700, 300, 10]
+        layers = [(torch.nn.Linear(i, o), torch.nn.Tanh()) for i, o in zip(sides, sides[1:], strict=False)]
+        super().__init__(*(layer for pair in layers for layer in pair))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_wrap_takes_the_smallest_budget_of_an_optimizer_without_a_kernel(disk: Path) -> None:
+    """It had counted a gradient that waits to leave memory beside the update, which comes when it has left."""
+    x = torch.randn(32, 64)
+
+    def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    model = Funnel()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(model, (x,), memory=1000, optimizer=rmsprop(model), disk=str(disk))
+    memory = refused.value.smallest_bytes
+    given = {"memory": memory, "disk": str(disk)}
+    status = assert_equal(run(Funnel, steps([x] * 4), rmsprop, **given), run(Funnel, steps([x] * 4), rmsprop), memory)
+    assert status.plan.n_persist < status.plan.n_chunks
+
+
 def test_budgets_above_the_smallest_of_a_model_whose_layers_grow() -> None:
     """Some were refused, as chunks grow with the budget and slots with them; and who asks for one is told of the same one."""
     widths = [48, 48, 96, 192, 384]

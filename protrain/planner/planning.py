@@ -90,7 +90,9 @@ def arrange(
     fixed_bytes = (run.fixed_bytes + SMALL_UNSEEN_BYTES if run else 0) + unknown_bytes
     if footprint:
         fixed_bytes += footprint.small_bytes
-        fixed_bytes += max(footprint.step_bytes - unknown_bytes, 0) if not phases else 0
+        if not phases:  # gradients that wait in a pass, which counts, have left memory in a step
+            waiting = 0 if n_persist is None else max(chunks.grad_bytes[n_persist:], default=0)
+            fixed_bytes += max(footprint.step_bytes - unknown_bytes - waiting, 0)
     accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
