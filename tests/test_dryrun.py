@@ -532,6 +532,45 @@ def test_lstms_are_trained_in_the_smallest_budget(modes: str | None, disk: Path,
     assert status.plan.n_persist < status.plan.n_chunks
 
 
+class Stacked(nn.Module):
+    """Words, and a recurrent layer in two of its own, larger than chunks are; as a block or not."""
+
+    def __init__(self, kind: type[nn.RNNBase], is_block: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words, layer = nn.Embedding(300, 128), kind(128, 256, 2, batch_first=True)
+        self.layers = nn.ModuleList([layer])
+        if is_block:
+            self.layers.append(kind(256, 256, 2, batch_first=True))
+        self.head = nn.Linear(256, 300)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_have_all_their_chunks_at_once(
+    kind: type[nn.RNNBase], is_block: bool, disk: Path, token_batches: Any
+) -> None:
+    """Forward is one operation, in which the dry run saw one for each layer and room for the chunks of that."""
+    batches = token_batches(3, batch=4, length=16)
+
+    def make() -> nn.Module:
+        return Stacked(kind, is_block)
+
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(make(), batches[0], memory=1000, disk=str(disk))
+    memory = refused.value.smallest_bytes
+    loop = steps(batches)
+    status = assert_equal(run(make, loop, memory=memory, disk=str(disk)), run(make, loop), memory)
+    assert status.plan.n_persist < status.plan.n_chunks
+    assert status.plan.n_buffer >= 4
+
+
 class Patches(nn.Module):
     """An image in patches, and a layer behind them."""
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.sizes import stash_least_bytes
 from ..model import keycaches
 from ..model.compiled import find_compiled
+from ..model.fused import find_recurrent
 from ..model.modulestate import Beginning
 from .dryswap import DryStash
 from .knownvalues import KnownValues
@@ -49,7 +50,7 @@ class _Gradients:
     """Holds each chunk's gradients until all of its trained parameters have theirs, as the engine does. Those of a compiled
     module come together, when its backward is through."""
 
-    def __init__(self, meter: Meter, parameters: list[tuple[nn.Parameter, int]], compiled: list[_Compiled]) -> None:
+    def __init__(self, meter: Meter, parameters: list[tuple[nn.Parameter, int]], compiled: list[_Whole]) -> None:
         self.meter = meter
         self.members: dict[int, list[nn.Parameter]] = {}  # of each chunk, and of each compiled module below 0
         self.groups: dict[int, list[int]] = {}
@@ -86,20 +87,22 @@ class _Gradients:
 
 
 @dataclass
-class _Compiled:
-    """A module of the twin whose like in the model is compiled, and the chunks of its parameters."""
+class _Whole:
+    """A module of the twin whose forward is one operation, that is compiled in the model or recurrent, and the chunks of its
+    parameters. backward: whether its backward is one too."""
 
     module: nn.Module
     chunks: list[int]
+    backward: bool
 
 
-def _compiled(twin: Twin, module: nn.Module, chunk_of_param: dict[int, int]) -> _Compiled:
+def _whole(twin: Twin, module: nn.Module, chunk_of_param: dict[int, int], backward: bool) -> _Whole:
     chunks = {chunk_of_param[id(p)] for p in module.parameters() if id(p) in chunk_of_param}
-    return _Compiled(twin.memo[id(module)], sorted(chunks))
+    return _Whole(twin.memo[id(module)], sorted(chunks), backward)
 
 
-def _mark_compiled(meter: Meter, part: _Compiled) -> Callable[[], None]:
-    """Replaces the twin's forward by one whose chunks are read together, in backward too. Returns what undoes it."""
+def _mark_whole(meter: Meter, part: _Whole) -> Callable[[], None]:
+    """Replaces the twin's forward by one whose chunks are read together. Returns what undoes it."""
     forward = part.module.forward
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +110,8 @@ def _mark_compiled(meter: Meter, part: _Compiled) -> Callable[[], None]:
         meter.read_together(part.chunks)
         output = forward(*args, **kwargs)
         meter.held = held
-        watch_backward(output_tensors(output), (), lambda: meter.read_together(part.chunks), lambda: None)
+        if part.backward:
+            watch_backward(output_tensors(output), (), lambda: meter.read_together(part.chunks), lambda: None)
         return output
 
     return put_forward(part.module, marked)
@@ -138,7 +142,7 @@ def _unpacked_again() -> Iterator[None]:
         yield
 
 
-def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[_Compiled], mode: str) -> Callable[[], None]:
+def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[_Whole], mode: str) -> Callable[[], None]:
     """Replaces the twin's forward by one that marks phases, and recomputes or swaps by its mode. Returns what undoes it.
 
     compiled: what is compiled in the model.
@@ -225,7 +229,8 @@ def _run_step(
     args: Any,
     kwargs: Any,
     blocks: list[nn.Module],
-    compiled: list[_Compiled],
+    compiled: list[_Whole],
+    recurrent: list[_Whole],
     chunks: list[tuple[nn.Parameter, int]],
     round_bytes: Rounding,
     mode: str,
@@ -236,7 +241,8 @@ def _run_step(
     least_bytes = stash_least_bytes(chunks[0][0].element_size() if chunks else 4)
     meter = Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes, KnownValues(twin.stand_ins))
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad], compiled)
-    undo = [_mark_compiled(meter, part) for part in compiled if part.module not in blocks]
+    undo = [_mark_whole(meter, part) for part in recurrent]
+    undo += [_mark_whole(meter, part) for part in compiled if part.module not in blocks]
     undo += [_mark_block(meter, block, number, compiled, mode) for number, block in enumerate(blocks)]
     try:
         with meter, torch.enable_grad():
@@ -388,12 +394,15 @@ def dry_run(
     with without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
         fake_blocks = [twin.memo[id(block)] for block in blocks]
         chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
-        compiled = [_compiled(twin, part, chunk_of_param) for _, part in find_compiled(model)]
+        compiled = [_whole(twin, part, chunk_of_param, True) for _, part in find_compiled(model)]
+        recurrent = [_whole(twin, part, chunk_of_param, False) for part in find_recurrent(model)]
 
         def in_mode(mode: str) -> _Run:
             given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
             with own_parametrizations():
-                return _run_step(twin, given, named, fake_blocks, compiled, chunks, round_bytes, mode, hold_output, workspace)
+                return _run_step(
+                    twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace
+                )
 
         keep, swap = in_mode("keep"), None
         recompute = in_mode("checkpoint") if fake_blocks else keep

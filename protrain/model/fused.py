@@ -7,6 +7,8 @@ is compiled is (running.py): its chunks are brought, and its parameters are plai
 first layer from before the encoder looks at it on.
 
 Where the path is not to be taken for any other reason, it is torch that says so.
+
+Recurrent layers are one operation in forward always, which needs no help, but room for all of its chunks at once.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ def _not_compiled(model: nn.Module) -> list[nn.Module]:
 def find_fused(model: nn.Module) -> list[nn.Module]:
     """Layers that torch may run as one operation, those inside of others too, each once."""
     return [module for module in _not_compiled(model) if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)]
+
+
+def find_recurrent(model: nn.Module) -> list[nn.Module]:
+    """Layers whose forward is one operation with the parameters of all of their own layers, each once; the backward of each of
+    those is a node of its own."""
+    return [module for module in _not_compiled(model) if isinstance(module, nn.RNNBase)]
 
 
 def find_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:

@@ -16,7 +16,7 @@ from torch import nn
 from .. import _core
 from ..device.compute import Compute
 from ..model.compiled import find_compiled
-from ..model.fused import find_fused
+from ..model.fused import find_fused, find_recurrent
 from ..model.layout import Layout, first_blocks
 from ..model.placing import Places
 from ..model.precision import state_arrays, widened_bytes
@@ -97,8 +97,8 @@ class Wrapped:
 
     @property
     def n_together(self) -> int:
-        """The most chunks that a compiled module reads, which does so at once."""
-        return self._most_chunks([module for _, module in find_compiled(self.model)])
+        """The most chunks that a module reads at once: one that is compiled, or recurrent."""
+        return self._most_chunks([*(module for _, module in find_compiled(self.model)), *find_recurrent(self.model)])
 
     @property
     def beside_fused_bytes(self) -> int:
