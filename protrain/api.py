@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -369,8 +369,8 @@ def _fill(
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, dict):
-        return (), batch
+    if isinstance(batch, Mapping):  # a tokenizer's BatchEncoding is no dict
+        return (), dict(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     if isinstance(batch, torch.Tensor):
@@ -400,7 +400,7 @@ def plan(
     warning.
 
     Args:
-        batch: what the model takes: a dict (keywords), a tuple (positions) or a tensor.
+        batch: what the model takes: a dict or another mapping (keywords), a tuple (positions) or a tensor.
         memory, host_memory: the budgets, as in `wrap`.
         device: what computes, as "cpu" or "cuda". None: as in `wrap`, where the model is, or torch's default device.
         disk: folder for what does not fit, as in `wrap`.

@@ -10,6 +10,7 @@ import os
 import pickle
 import warnings
 import weakref
+from collections import UserDict
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -60,6 +61,13 @@ def plain_after(count: int) -> nn.Module:
         model = Chain()
         steps(inputs(count))(model, adamw(model), True)
     return model
+
+
+def test_a_plan_for_a_batch_that_is_a_mapping() -> None:
+    """Such as a tokenizer's BatchEncoding, which is no dict."""
+    model, x = Chain(), inputs(1)[0]
+    plans = [protrain.plan(model, batch, memory=TIGHT) for batch in (UserDict(x=x), {"x": x}, x)]
+    assert len({plan.peak_bytes for plan in plans}) == 1
 
 
 # ---- clipping ----
