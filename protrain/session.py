@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .base.counting import counted
+from .base.counting import counted, uncounted
 from .device.compute import Accelerator
-from .errors import BudgetError, DiskError, StepError
+from .errors import BudgetError, DiskError, PlanError, StepError
 from .model import keycaches
 from .model.parameters import DisableTorchFunction, release
 from .model.precision import has_master
@@ -546,8 +546,8 @@ class Session:
             self.forget()
             self.homes.settle()
             # All are read before anything changes: a disk that fails leaves a model that is wrapped.
-            get = self._value_as_given if as_given else self.values.get
-            values = [(self.params[number], get(number)) for number in self.residency.bound()] if restore else []
+            bound = self.residency.bound() if restore else []
+            values = [(self.params[number], self._given_back(number, as_given)) for number in bound]
             self.hooks.remove()
             for p, value in values:
                 with DisableTorchFunction():
@@ -563,9 +563,17 @@ class Session:
             if restore:
                 self.wrapped.places.give_back()
 
-    def _value_as_given(self, number: int) -> torch.Tensor:
-        array = self.wrapped.master_array if has_master(self.wrapped, number) else 0
-        return self.values.get(number, array).to(dtype=self.wrapped.given_dtypes[number])
+    def _given_back(self, number: int, as_given: bool) -> torch.Tensor:
+        """What the parameter has when all is taken back: its values, of the type that it came with where that is asked for; or
+        what a user set its `.data` to and is refused while the model is wrapped, as a tensor of another shape, which is why the
+        model is to be unwrapped."""
+        array = self.wrapped.master_array if as_given and has_master(self.wrapped, number) else 0
+        try:
+            value = self.values.get(number, array)
+        except PlanError:
+            with DisableTorchFunction(), uncounted():
+                value = self.params[number].data.clone()
+        return value.to(dtype=self.wrapped.given_dtypes[number]) if as_given else value
 
     # ---- what parameters on disk call (parameters.Owner) ----
 

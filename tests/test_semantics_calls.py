@@ -357,6 +357,23 @@ def test_data_of_another_type_is_refused(wrapped: Any) -> None:
     assert state_of(model) == state_of(plain_after(3))
 
 
+def test_a_model_whose_parameter_was_given_other_data_can_be_unwrapped() -> None:
+    """As transformers' resize_token_embeddings does, unseen where the parameter is in memory: what is refused while the model is
+    wrapped says that it is to be unwrapped."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=200 * MIB)
+    steps(inputs(2))(model, optimizer, False)
+    p, want = model.blocks[1].up.weight, state_of(plain_after(2))
+    p.data = torch.ones(3, p.shape[1])
+    with pytest.raises(protrain.PlanError, match=r"blocks\.1\.up\.weight of shape .* was given data of shape \(3, "):
+        model(inputs(1)[0])
+    protrain.unwrap(model)
+    assert bits(p) == bits(torch.ones(3, p.shape[1]))
+    assert {name: value for name, value in state_of(model).items() if name != "blocks.1.up.weight"} == {
+        name: value for name, value in want.items() if name != "blocks.1.up.weight"
+    }
+
+
 def test_state_dicts_in_part(wrapped: Any) -> None:
     model, _ = wrapped
     state = {name: value for name, value in plain_after(1).state_dict().items() if "blocks.2" in name}
