@@ -314,6 +314,7 @@ def test_wrong_words_are_2_with_the_usage(
         (["--trace", ""], "--trace '' names no file"),
         (["--trace", "text.txt/"], "--trace 'text.txt/' names no file"),
         (["--disk", ""], "--disk '' is no folder"),
+        (["--disk", "/sys"], "name a folder that can be written (--disk)"),
         (["--data", ""], "no file or folder ''"),
         (["--out", "\udcff"], "--out '\\udcff' is no UTF-8"),
         (["--out", "/proc"], "--out: /proc is a mount point"),
