@@ -605,6 +605,8 @@ def status(model: nn.Module) -> Status:
 def unwrap(model: Model) -> Model:
     """Make a wrapped model an ordinary torch model again: its parameters in memory, hooks, threads and files gone.
 
+    The optimizer's state goes too: to train on in plain torch take `optimizer.state_dict()` before, which one of its class loads.
+
     Raises:
         PlanError: the model is not wrapped.
     """
