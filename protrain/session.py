@@ -209,6 +209,7 @@ class Session:
         changes.check_parameters(self.wrapped)
         if torch.is_grad_enabled():
             changes.check_frozen(self.wrapped)
+            changes.check_groups(self.wrapped)
         changes.adopt(self.values)
         if self.values.strides_changed:
             self.values.strides_changed = False
@@ -360,6 +361,7 @@ class Session:
         self._note_commit()
         self.residency.release_nodes()
         changes.check_frozen(self.wrapped)
+        changes.check_groups(self.wrapped)
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
         found = self.gradients.to_use()

@@ -219,6 +219,38 @@ def test_wrapping_with_a_wrapped_optimizer_is_refused() -> None:
         protrain.wrap(model, optimizer, memory=TIGHT)
 
 
+@pytest.mark.parametrize("change", ["take out", "add", "exchange"])
+def test_parameters_of_groups_that_change_after_wrap_are_refused(change: str) -> None:
+    """What is trained with which values was laid out at wrap."""
+    model: Any = Chain()
+    some = list(model.parameters())
+    given = torch.optim.AdamW([{"params": some[:4]}, {"params": some[4:], "lr": 0.1}])
+    model, optimizer = protrain.wrap(model, given, memory=TIGHT)
+    steps(inputs(1))(model, optimizer, False)
+    before = state_of(model)
+    one, other = (group["params"] for group in optimizer.param_groups)
+    was = list(one), list(other)
+    loss = model(inputs(1)[0]).sum()
+    if change == "take out":
+        other.pop()
+    elif change == "add":
+        given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    else:
+        loss.backward()
+        one[0], other[0] = other[0], one[0]
+    match = "parameters were added to its groups, or taken out, after wrap: call protrain.unwrap"
+    with pytest.raises(protrain.PlanError, match=match):
+        _ = optimizer.step() if change == "exchange" else loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(protrain.PlanError, match=match):
+        model(inputs(1)[0])
+    assert state_of(model) == before
+    del optimizer.param_groups[2:]
+    one[:], other[:] = was
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
+
+
 def test_wrapping_twice_is_refused(wrapped: Any) -> None:
     model, _ = wrapped
     for given in (model, nn.Sequential(model, nn.Linear(2, 2))):

@@ -186,6 +186,19 @@ def check_frozen(wrapped: Wrapped) -> None:
         )
 
 
+def check_groups(wrapped: Wrapped) -> None:
+    """Whether the optimizer's groups have the parameters that they had at wrap.
+
+    Raises:
+        PlanError: some were added, taken out or given to another group.
+    """
+    if [[id(p) for p in group["params"]] for group in wrapped.groups] != wrapped.grouped:
+        raise PlanError(
+            f"optimizer: parameters were added to its groups, or taken out, after wrap: {_AGAIN}; to leave some untrained, call "
+            "requires_grad_(False) of them"
+        )
+
+
 def check_load(engine: _core.Engine, metadata: dict[str, Any]) -> None:
     """Before load_state_dict changes a module.
 

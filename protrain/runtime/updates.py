@@ -14,6 +14,7 @@ from .. import _core
 from ..errors import StepError
 from ..optim.optimizers import Hyper
 from ..profiling.device_clock import DeviceClock
+from .changes import check_groups
 from .device_updates import DeviceUpdates
 from .residency import Residency
 from .wrapped import Wrapped
@@ -42,6 +43,7 @@ class Updates:
 
     def begin(self) -> None:
         """The step's last backward pass begins: updates behind it are made with the groups' values of now."""
+        check_groups(self._wrapped)
         self._take(self._wrapped.hypers())
 
     def _take(self, hypers: list[Hyper]) -> None:

@@ -69,6 +69,7 @@ class Wrapped:
         self.buffer_bytes = 0 if compute.separate else sum(_core.rounded_bytes(b.numel() * b.element_size()) for b in buffers)
         self.footprint = foreign.footprint if foreign else None
         self.number_of = {id(p): number for number, p in enumerate(params)}
+        self.grouped = [[id(p) for p in group["params"]] for group in groups]
         owned = [self.number_of[id(p)] for group in groups for p in group["params"]]
         self.frozen = [number for number in owned if layout.entries[number].group < 0]
         self.element_bytes = layout.dtype.itemsize
