@@ -219,6 +219,54 @@ def test_wrapping_with_a_wrapped_optimizer_is_refused() -> None:
         protrain.wrap(model, optimizer, memory=TIGHT)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop])
+@pytest.mark.parametrize("memory", [TIGHT, 200 * MIB], ids=["on disk", "in memory"])
+def test_the_optimizer_that_was_given_is_not_used_while_the_model_is_wrapped(
+    memory: int, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Its step would be one without the state that wrap took, which is in no checkpoint; its state dict would be empty."""
+    model: Any = Chain()
+    given: Any = kind(model.parameters(), lr=1e-3)
+    model, optimizer = protrain.wrap(model, given, memory=memory)
+    steps(inputs(1))(model, optimizer, False)
+    before, state = state_of(model), optimizer.state_dict()
+    model(inputs(1)[0]).sum().backward()
+    match = f"the {kind.__name__} that was given to wrap.*the optimizer that wrap returned"
+    for call in (given.step, given.state_dict, lambda: given.load_state_dict(state)):
+        with pytest.raises(protrain.StepError, match=match):
+            call()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    assert state_of(model) == before
+    steps(inputs(2)[1:])(model, optimizer, False)
+    plain: Any = Chain()
+    steps(inputs(2))(plain, kind(plain.parameters(), lr=1e-3), True)
+    assert state_of(model) == state_of(plain)
+    protrain.unwrap(model)
+    assert not given._optimizer_step_pre_hooks
+    assert not given.state_dict()["state"]
+
+
+def test_a_scheduler_of_the_optimizer_that_was_given(recwarn: pytest.WarningsRecorder) -> None:
+    """Made before wrap, it asks that one whether it has made a step."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> Any:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if not plain:
+            model, optimizer = protrain.wrap(model, optimizer, memory=TIGHT)
+        figures = []
+        for x in inputs(3):
+            steps([x])(model, optimizer, plain)
+            schedule.step()
+            figures.append(schedule.get_last_lr())
+        return figures, state_of(model)
+
+    models: list[Any] = [Chain(), Chain()]
+    assert loop(models[0], adamw(models[0]), False) == loop(models[1], adamw(models[1]), True)
+    assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
+    protrain.unwrap(models[0])
+
+
 @pytest.mark.parametrize("change", ["take out", "add", "exchange"])
 def test_parameters_of_groups_that_change_after_wrap_are_refused(change: str) -> None:
     """What is trained with which values was laid out at wrap."""

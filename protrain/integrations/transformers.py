@@ -133,7 +133,6 @@ class ProTrainMixin:
             model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
 
         def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            inner._opt_called = True  # a scheduler of the user's own is bound to it and asks
             if wrapped.grad_norm is not None:
                 self._protrain_norm.copy_(wrapped.grad_norm)
 

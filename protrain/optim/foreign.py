@@ -48,6 +48,7 @@ class Foreign:
         self._live: dict[int, Tree] = {}  # of chunks in memory, and of what has no large tensor
         self._parked: dict[int, Parked] = {}
         self._under_way: _Step | None = None
+        self.asks = False  # inner for its state dict, or gives it one
         self._made_state = False  # in the last step, of parameters that had none
 
     def open(self, session: Session) -> None:
@@ -177,10 +178,12 @@ class Foreign:
     def _whole(self) -> Iterator[None]:
         """The user's object has its groups, no state of parameters, and may be given one; afterwards it has none."""
         self.inner.param_groups, self.inner.state = self._groups, defaultdict(dict, self._loose)
+        self.asks = True
         try:
             with DisableTorchFunction():
                 yield
         finally:
+            self.asks = False
             self.inner.param_groups, self.inner.state = self._groups, defaultdict(dict)
 
     def set_shared(self, groups: Sequence[dict[str, Any]], loose: dict[Any, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.reading import given_as
-from ..errors import PlanError
+from ..errors import PlanError, StepError
 from .footprint import HOOKS, Footprint, check_class, check_independent, measure
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         for hooks in HOOKS:  # theirs and ours: once for each call
             setattr(self, hooks, getattr(inner, hooks))
+        self._given = inner
+        _refuse_given(inner, session)
         self._session = session
         self.grad_norm: torch.Tensor | None = None
 
@@ -233,6 +236,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.grad_norm = self._open().step()
+        self._given._opt_called = True  # type: ignore[attr-defined] # a scheduler made before wrap is bound to it and asks
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -268,6 +272,26 @@ class Optimizer(torch.optim.Optimizer):
         session.states.load_optimizer(given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _refuse_given(inner: torch.optim.Optimizer, session: Session) -> None:
+    """While the model is wrapped, the optimizer that was given to `wrap` makes no step, and gives and takes no state: that is the
+    session's, and where all is in memory a step without it would begin anew."""
+    of = weakref.ref(session)
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        session = of()
+        if optimizer is inner and session is not None and not (session.foreign is not None and session.foreign.asks):
+            raise StepError(
+                f"optimizer: this is the {type(inner).__name__} that was given to wrap, whose state is wrap's now: use the "
+                "optimizer that wrap returned"
+            )
+
+    session.hooks.keep(
+        inner.register_step_pre_hook(refuse),
+        inner.register_state_dict_pre_hook(refuse),
+        inner.register_load_state_dict_pre_hook(refuse),
+    )
 
 
 def _or(found: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,10 @@ class ModelHooks:
         """Whether wrapping put something into the module."""
         return id(module) in self._replaced
 
+    def keep(self, *handles: Any) -> None:
+        """Of hooks that were put elsewhere: they go when these go."""
+        self._handles.extend(handles)
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
