@@ -322,6 +322,7 @@ def wrap(
             _fill(session, optimizer, param_init_fn, weights)
         session.hooks.install(session)
         ours = Optimizer(session, optimizer)
+        optimizer.state.clear()  # it has moved; where wrap fails it is still there
     except BaseException as error:
         _close_unfinished(session, error)
         meta.put_back(error)
@@ -365,7 +366,6 @@ def _fill(
     session.end_fill()
     if optimizer.state:
         session.states.import_optimizer({id(p): state for p, state in optimizer.state.items()})
-        optimizer.state.clear()
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
