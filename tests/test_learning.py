@@ -405,12 +405,15 @@ def test_a_plan_has_room_for_all_shapes_that_were_planned_for(share: float) -> N
 class Tasks(Scores):
     """The large task makes its loss of scores, 16 MiB of a batch, and the small one of hidden states."""
 
-    def forward(self, ids: torch.Tensor, task: str = "small", loops: int = 1, step: int = 0) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, task: str = "small", loops: int = 1, step: int = 0, *, of_scores: Any = 0, of_states: Any = 0
+    ) -> torch.Tensor:
         x = self.words(ids)
         for _ in range(loops):
             for block in self.blocks:
                 x = x + block(x)
-        return (self.head(x) if task == "large" else x).cos().square().mean() + step
+        large = task == "large" or isinstance(of_scores, torch.Tensor)
+        return (self.head(x) if large else x).cos().square().mean() + step + of_scores + of_states
 
 
 def trained_by_words(
@@ -437,11 +440,17 @@ def trained_by_words(
 
 
 @pytest.mark.parametrize(
-    ("word", "memory"), [({"task": "large"}, 110 * MIB), ({"task": "large"}, 140 * MIB), ({"loops": 8}, 80 * MIB)]
+    ("small", "large", "memory"),
+    [
+        ({}, {"task": "large"}, 110 * MIB),
+        ({}, {"task": "large"}, 140 * MIB),
+        ({}, {"loops": 8}, 80 * MIB),
+        ({"of_states": torch.tensor(2.0)}, {"of_scores": torch.tensor(2.0)}, 110 * MIB),
+    ],
 )
-def test_a_call_with_other_words_is_planned_for(word: dict[str, Any], memory: int) -> None:
+def test_a_call_with_other_words_is_planned_for(small: dict[str, Any], large: dict[str, Any], memory: int) -> None:
     """Its tensors have the same shapes; what it computes is more, and chunks have to make room for it."""
-    words, given = [{}, {}, word, word, {}, word], batches(1, 256)[0]
+    words, given = [small, small, large, large, small, large], batches(1, 256)[0]
     losses, seen = trained_by_words(words, memory, given)
     assert losses == trained_by_words(words, None, given)[0]
     assert max(status.peak_memory_bytes for status in seen) <= memory

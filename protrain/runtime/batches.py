@@ -1,4 +1,4 @@
-"""What a batch is known by: the shapes of its tensors, and its words.
+"""What a batch is known by: the shapes of its tensors, the names that they are given by, and its words.
 
 Arguments that are no tensors may say what the model computes: whole numbers, strings and what is true or not, the words of a
 batch, are a part of what it is known by. A word that has had too many values, as a count of steps, is not looked at any more, and
@@ -19,24 +19,26 @@ from ..model.held import tensors_held
 #: Of a word among the arguments, so many values are told apart.
 MOST_VALUES = 8
 
-#: Of a batch: the shape of each tensor among the arguments, and the words among them.
+#: Of a batch: the shape of each tensor among the arguments, the names of keywords that have tensors, and the words.
 Shapes = tuple[tuple[int, ...] | str, ...]
 Batch = tuple[DryRun | None, Shapes]
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of all tensors of a batch, and its words: what else is given, true or not, a whole number, a string or None; in
-    order.
+    """The shapes of all tensors of a batch, behind the name where that is a keyword's, and its words: what else is given, true or
+    not, a whole number, a string or None; in order.
 
     Raises:
         PlanError: one is nested. It has no shape to plan for, and one of layout jagged hides from parameters on disk that they
             are read: its class runs each operation with the functions of all other classes turned off.
     """
-    given = [("", args), *((f"{name}=", value) for name, value in kwargs.items())]
-    leaves = [(name, leaf) for name, value in given for leaf in torch.utils._pytree.tree_leaves(value)]
     found: list[torch.Tensor | str] = []
-    for name, leaf in leaves:
-        found += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else tensors_held(leaf)
+    for name, value in [("", args), *((f"{name}=", value) for name, value in kwargs.items())]:
+        entries: list[torch.Tensor | str] = []
+        for leaf in torch.utils._pytree.tree_leaves(value):
+            entries += [f"{name}{leaf!r}"] if isinstance(leaf, bool | int | str | None) else tensors_held(leaf)
+        found += [name] if name and any(isinstance(entry, torch.Tensor) for entry in entries) else []
+        found += entries
     nested = next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.is_nested), None)
     if nested is not None:
         raise PlanError(
