@@ -173,6 +173,17 @@ def test_a_batch_that_is_refused_before_it_begins_is_not_planned_for(monkeypatch
     protrain.unwrap(model)
 
 
+def test_a_long_batch_behind_a_short_one_is_foreseen_with_the_gradient_of_its_head_once() -> None:
+    """What the short one took, gradients of the head among it, had been taken for as many times as its outputs are fewer."""
+    given = [*batches(1, 2), *batches(3, 48)]
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(Scores(), given[-1], memory=MIB)
+    memory = refused.value.smallest_bytes * 21 // 20
+    losses, status = wrapped(memory, plain, given)
+    assert losses == expected(plain, given)
+    assert status.peak_memory_bytes <= memory
+
+
 class Losses(Scores):
     """Gives a small loss and a large one, or the large one behind what it is of, or the small one behind what it is not of."""
 

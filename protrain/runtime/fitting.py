@@ -418,6 +418,8 @@ class Fitter:
             run = self._foresee(args, kwargs)
         except DryRunError:
             return None
+        if (before := self._largest[0]) is not None:
+            self._loss.note_anew(before, run)
         self.dry_runs, self._largest = [(shapes, run)], (run, shapes)
         with suppress(BudgetError):  # something else is in memory
             self._plan_again()
