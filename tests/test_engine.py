@@ -10,6 +10,7 @@ import pytest
 import torch
 from twins import MIB
 
+import protrain
 from protrain import _core
 from protrain.optim.optimizers import Hyper
 
@@ -166,3 +167,34 @@ def test_an_engine_closed_inside_of_a_call_ends_behind_it(disk: Path, rigs: list
     engine.wait()
     with pytest.raises(RuntimeError, match="closed"):
         engine.steps(0)
+
+
+def put_until_it_fails(engine: _core.Engine, began: threading.Event, said: list[str]) -> None:
+    """Each record fills the memory for them, and waits for the one before to be on the disk."""
+    region = engine.region(0)
+    assert region is not None
+    records = []
+    try:
+        while True:
+            records.append(engine.put(region.address, 16 * MIB, 0))
+            began.set()
+    except (RuntimeError, protrain.Error) as error:
+        said.append(str(error))
+
+
+def test_an_engine_closed_while_another_thread_copies_activations(fresh_disk: Path) -> None:
+    """The copy that is under way, which waits for the disk, is made to its end; the next one is told."""
+    for _ in range(4):
+        engine = _core.Engine(
+            str(fresh_disk), 1 << 30, [(16 * MIB, True)], [(0, 0, 16, True, 0)], 1, 2, device=_core.Device(-1),
+            device_limit_bytes=1 << 30,
+        )  # fmt: skip
+        engine.to_memory(0, False)
+        engine.set_stash_memory(16 * MIB)  # room for one record
+        began, said = threading.Event(), list[str]()
+        other = threading.Thread(target=put_until_it_fails, args=(engine, began, said))
+        other.start()
+        began.wait()
+        engine.close()
+        other.join()
+        assert said == ["this model's engine is closed"]

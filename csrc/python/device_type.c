@@ -39,9 +39,9 @@ static ptn_device *open_device(int number, const char *library) {
   if (device) return device;
   char *kept = all_count < DEVICES_MAX ? copy_of(library) : NULL;
   if (!kept) return (ptn_device *)PyErr_NoMemory();
-  ptn_status status;
-  PTN_WITHOUT_GIL(
-      status, number < 0 ? ptn_device_open_host(&device) : ptn_device_open_cuda(&device, number, library[0] ? library : NULL));
+  /* With the GIL: who asks meanwhile waits, and gets this one. */
+  ptn_status status =
+      number < 0 ? ptn_device_open_host(&device) : ptn_device_open_cuda(&device, number, library[0] ? library : NULL);
   if (status != PTN_OK) {
     PyMem_Free(kept);
     return (ptn_device *)ptn_python_raise();

@@ -662,7 +662,7 @@ static PyObject *engine_charge(PyObject *object, PyObject *number) {
   }
   if (bytes == 0) Py_RETURN_NONE;
   ptn_status status;
-  PTN_WITHOUT_GIL(status, ptn_account_charge(self->account, bytes));
+  PTN_IN_ENGINE(status = ptn_account_charge(self->account, bytes));
   if (status == PTN_OK) self->charged_bytes = bytes;
   return ptn_python_answer(status);
 }
