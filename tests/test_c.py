@@ -1,10 +1,11 @@
 """The C core: each program of tests/c under the sanitizers, and every C file under the strictest warnings.
 
 A program names the files it needs beside csrc/base in a line `/* sources: csrc/disk/*.c csrc/plan/rule.c */`, and says with a
-line `/* threads */` that it should also run under ThreadSanitizer. One that opens a library at run time (a driver that is none)
-names what that is made of in a line `/* library: tests/c/fake_cuda.c */`, and is linked with it too. Objects are kept in
-build/ctests under a key of everything that went into them, so that a second run compiles what has changed; every program runs
-every time. All cores compile and run what the chosen tests need, and each test waits for its own.
+line `/* threads */` that it should also run under ThreadSanitizer, with a line `/* plain */` that it should also run without a
+sanitizer, where it does more. One that opens a library at run time (a driver that is none) names what that is made of in a line
+`/* library: tests/c/fake_cuda.c */`, and is linked with it too. Objects are kept in build/ctests under a key of everything that
+went into them, so that a second run compiles what has changed; every program runs every time. All cores compile and run what the
+chosen tests need, and each test waits for its own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fvisibili
 SANITIZERS = {
     "address": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+    "plain": ["-g", "-O2"],
 }
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:strict_string_checks=1",
@@ -49,9 +51,11 @@ TOOLS = sorted(set((ROOT / "tests" / "c").glob("*.c")) - set(PROGRAMS) - set(LIB
 C_FILES = sorted((ROOT / "csrc").rglob("*.c"))
 
 
-def threaded(program: Path) -> bool:
-    """Whether the program asks for ThreadSanitizer."""
-    return re.search(r"^/\* threads \*/$", program.read_text(), re.MULTILINE) is not None
+def sanitizers(program: Path) -> list[str]:
+    """What the program runs under: AddressSanitizer, and what its lines ask for."""
+    lines = program.read_text().splitlines()
+    asked = {"thread": "/* threads */", "plain": "/* plain */"}
+    return ["address", *(name for name, line in asked.items() if line in lines)]
 
 
 def named(program: Path, line: str, always: tuple[str, ...] = ()) -> list[Path]:
@@ -132,11 +136,11 @@ def pruned() -> None:
             path.unlink(missing_ok=True)
 
 
-CASES = [(program, "address") for program in PROGRAMS] + [(program, "thread") for program in PROGRAMS if threaded(program)]
+CASES = [(program, name) for program in PROGRAMS for name in sanitizers(program)]
 
 
 def flags_of(kind: str) -> list[str]:
-    """What the compiler is told, for a sanitizer, for a library under it, or for "release"."""
+    """What the compiler is told, for a sanitizer or none, for a library under it, or for "release"."""
     sanitizer, _, library = kind.partition(" ")
     if sanitizer in SANITIZERS:
         return [*STRICT, *SANITIZERS[sanitizer], "-Icsrc", "-Itests/c", *(["-fPIC"] if library else [])]
