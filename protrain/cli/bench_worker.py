@@ -1,8 +1,8 @@
 """One side of `protrain bench step` or `bench activations`: a process that trains a step whenever it is asked to.
 
 `python -m protrain.cli.bench_worker plain|protrain WORDS`, WORDS the options as JSON, block_modes among them where they are
-given. Reads "ready", "step" and "end" from
-stdin and answers each with a line of JSON; an error is a line {"error": ...} and exit code 1.
+given. Reads "ready", "step" and "end" from stdin and answers each with a line of JSON; an error is a line {"error": ...} and exit
+code 1.
 """
 
 from __future__ import annotations

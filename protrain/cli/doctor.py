@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch  # noqa: F401  (the core links against its libraries)
+import torch
 
 from protrain import _core
 from protrain.base.sizes import default_disk_folder
@@ -85,11 +85,9 @@ def _processor() -> list[Row]:
         Row("cores", f"{cores} of {all_cores}", "compute and updates share them; the disk needs next to none", {"cores": cores}),
     ]
     try:
-        import torch
-
         count = torch.cuda.device_count()
         gpu = torch.cuda.get_device_name(0) if count else "none"
-    except Exception as error:  # a broken driver or torch must not end the doctor
+    except Exception as error:  # a broken driver must not end the doctor
         count, gpu = 0, f"cannot ask torch: {' '.join(str(error).split())[:80]}"
     meaning = (
         "train --device cuda uses it; no training has been seen on one yet"
