@@ -174,14 +174,14 @@ def with_threads_that_hold_the_gil() -> int:
         repeat(lambda: time.sleep(0.001)),
     ]
     try:
-        losses = [train_one(model, optimizer, number) for number in range(6)]
+        losses = [train_one(model, optimizer, number) for number in range(3)]  # the last under the plan by time
         status = protrain.status(model)
         protrain.save(model, optimizer, DISK / "held")
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    return 0 if losses == expected[:6] and status.disk_read_bytes > 0 else 4
+    return 0 if losses == expected[:3] and status.disk_read_bytes > 0 else 4
 
 
 WAYS: dict[Callable[[], int], int] = {
