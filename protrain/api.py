@@ -569,7 +569,7 @@ def _rehearsed(
             with keycaches.dropped(kwargs, keycaches.are_of_no_use(model)):
                 known[key] = rehearse(model, args, kwargs, blocks, run, compute=compute)
         except RehearsalError as error:
-            raise PlanError(f"model: its steps cannot be timed: {error}") from error
+            raise PlanError(f"model: its steps cannot be timed by a rehearsal: {error.reason}") from error
     return known[key]
 
 
