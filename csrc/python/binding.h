@@ -105,14 +105,14 @@ PyObject *ptn_python_now_ns(PyObject *module, PyObject *unused);
     Py_END_ALLOW_THREADS              \
   } while (0)
 
-/* The same for a statement with a call of the engine of `object`. */
-#define PTN_IN_ENGINE(statement) \
-  do {                           \
-    ptn_python_enter(object);    \
-    Py_BEGIN_ALLOW_THREADS       \
-    statement;                   \
-    Py_END_ALLOW_THREADS         \
-    ptn_python_leave(object);    \
+/* The same for a statement with a call of an Engine's engine, which is not closed before it is over. */
+#define PTN_IN_ENGINE(object, statement) \
+  do {                                   \
+    ptn_python_enter(object);            \
+    Py_BEGIN_ALLOW_THREADS               \
+    statement;                           \
+    Py_END_ALLOW_THREADS                 \
+    ptn_python_leave(object);            \
   } while (0)
 
 #endif

@@ -25,8 +25,8 @@ PyObject *ptn_python_put(PyObject *object, PyObject *arguments) {
   self->record = NULL;
   self->forks = ptn_python_forks;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_device_stash_put(stash, ptn_engine_stream(engine), (const void *)(uintptr_t)address, bytes, block,
-                                              &self->record));
+  PTN_IN_ENGINE(object, status = ptn_device_stash_put(stash, ptn_engine_stream(engine), (const void *)(uintptr_t)address, bytes,
+                                                      block, &self->record));
   if (status == PTN_OK) return (PyObject *)self;
   ptn_python_raise();
   Py_DECREF(self);
@@ -51,36 +51,33 @@ static ptn_engine *drive(const device_record_object *self) {
   return ptn_python_drive(self->engine);
 }
 
-static PyObject *device_record_bring(PyObject *record, PyObject *number) {
-  const device_record_object *self = (device_record_object *)record;
-  PyObject *object = self->engine;
+static PyObject *device_record_bring(PyObject *object, PyObject *number) {
+  const device_record_object *self = (device_record_object *)object;
   void *address = PyLong_AsVoidPtr(number);
   ptn_engine *engine = PyErr_Occurred() ? NULL : drive(self);
   if (!engine) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_device_record_bring(self->record, ptn_engine_stream(engine), address));
+  PTN_IN_ENGINE(self->engine, status = ptn_device_record_bring(self->record, ptn_engine_stream(engine), address));
   return ptn_python_answer(status);
 }
 
-static PyObject *device_record_follow(PyObject *record, PyObject *unused) {
+static PyObject *device_record_follow(PyObject *object, PyObject *unused) {
   (void)unused;
-  const device_record_object *self = (device_record_object *)record;
-  PyObject *object = self->engine;
+  const device_record_object *self = (device_record_object *)object;
   ptn_engine *engine = drive(self);
   if (!engine) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_device_record_follow(self->record, ptn_engine_stream(engine)));
+  PTN_IN_ENGINE(self->engine, status = ptn_device_record_follow(self->record, ptn_engine_stream(engine)));
   return ptn_python_answer(status);
 }
 
-static PyObject *device_record_let_go(PyObject *record, PyObject *unused) {
+static PyObject *device_record_let_go(PyObject *object, PyObject *unused) {
   (void)unused;
-  const device_record_object *self = (device_record_object *)record;
-  PyObject *object = self->engine;
+  const device_record_object *self = (device_record_object *)object;
   ptn_engine *engine = drive(self);
   if (!engine) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_let_go(engine, self->record));
+  PTN_IN_ENGINE(self->engine, status = ptn_engine_let_go(engine, self->record));
   return ptn_python_answer(status);
 }
 

@@ -13,7 +13,7 @@ PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
       !ptn_python_has_chunk(engine, chunk))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_to_host(engine, chunk, with_shadow != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_to_host(engine, chunk, with_shadow != 0));
   return ptn_python_answer(status);
 }
 
@@ -22,7 +22,7 @@ static PyObject *set_memory(PyObject *object, PyObject *number, ptn_status (*set
   unsigned long long bytes = engine ? PyLong_AsUnsignedLongLong(number) : 0;
   if (PyErr_Occurred()) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = set(engine, bytes));
+  PTN_IN_ENGINE(object, status = set(engine, bytes));
   return ptn_python_answer(status);
 }
 
@@ -36,7 +36,7 @@ PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments) {
   unsigned int n_pieces;
   if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_set_staging(engine, piece_bytes, n_pieces));
+  PTN_IN_ENGINE(object, status = ptn_engine_set_staging(engine, piece_bytes, n_pieces));
   return ptn_python_answer(status);
 }
 

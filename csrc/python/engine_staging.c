@@ -9,7 +9,7 @@ PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
       !ptn_python_has_param(engine, param))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_stage(engine, param, (const float *)(uintptr_t)address));
+  PTN_IN_ENGINE(object, status = ptn_engine_stage(engine, param, (const float *)(uintptr_t)address));
   return ptn_python_answer(status);
 }
 
@@ -18,7 +18,7 @@ PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused) {
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_stage_rest(engine));
+  PTN_IN_ENGINE(object, status = ptn_engine_stage_rest(engine));
   return ptn_python_answer(status);
 }
 
@@ -29,7 +29,7 @@ PyObject *ptn_python_reserve(PyObject *object, PyObject *number) {
   if (PyErr_Occurred()) return NULL;
   ptn_extent extent;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_reserve(engine, bytes, &extent));
+  PTN_IN_ENGINE(object, status = ptn_engine_reserve(engine, bytes, &extent));
   if (status != PTN_OK) return ptn_python_raise();
   return Py_BuildValue("KK", (unsigned long long)extent.offset, (unsigned long long)extent.bytes);
 }
@@ -51,6 +51,6 @@ PyObject *ptn_python_move(PyObject *object, PyObject *arguments) {
       !PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u64, &offset, ptn_python_u64, &address, ptn_python_u64, &bytes, &write))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_move(engine, offset, (void *)(uintptr_t)address, bytes, write != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_move(engine, offset, (void *)(uintptr_t)address, bytes, write != 0));
   return ptn_python_answer(status);
 }

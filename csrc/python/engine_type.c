@@ -287,7 +287,7 @@ static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "O&p", ptn_python_u32, &chunk, &with_state) || !ptn_python_has_chunk(engine, chunk))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_to_memory(engine, chunk, with_state != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_to_memory(engine, chunk, with_state != 0));
   return ptn_python_answer(status);
 }
 
@@ -296,7 +296,7 @@ static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_to_disk(engine, chunk));
+  PTN_IN_ENGINE(object, status = ptn_engine_to_disk(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -323,7 +323,7 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
                  ptn_engine_chunks_count(engine));
   } else {
     ptn_status status;
-    PTN_IN_ENGINE(status = ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
+    PTN_IN_ENGINE(object, status = ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
     result = ptn_python_answer(status);
   }
   PyMem_Free(slots);
@@ -334,7 +334,7 @@ static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
 static PyObject *engine_drop_slots(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  PTN_IN_ENGINE(ptn_engine_drop_slots(engine));
+  PTN_IN_ENGINE(object, ptn_engine_drop_slots(engine));
   Py_RETURN_NONE;
 }
 
@@ -343,7 +343,7 @@ static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_own_slot(engine, chunk));
+  PTN_IN_ENGINE(object, status = ptn_engine_own_slot(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -354,14 +354,14 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   int with_grads;
   if (!PyArg_ParseTuple(arguments, "O&O&p", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces, &with_grads)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
   return ptn_python_answer(status);
 }
 
 static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  PTN_IN_ENGINE(ptn_engine_drop_ring(engine));
+  PTN_IN_ENGINE(object, ptn_engine_drop_ring(engine));
   Py_RETURN_NONE;
 }
 
@@ -390,7 +390,7 @@ static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
       !ptn_python_has_param(engine, param))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
 }
 
@@ -404,7 +404,8 @@ static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
       !ptn_python_has_param(engine, param))
     return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
+  PTN_IN_ENGINE(object,
+                status = ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
 }
 
@@ -413,7 +414,7 @@ static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_begin_fill(engine, chunk));
+  PTN_IN_ENGINE(object, status = ptn_engine_begin_fill(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -422,7 +423,7 @@ static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
   unsigned int chunk;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_end_fill(engine, chunk));
+  PTN_IN_ENGINE(object, status = ptn_engine_end_fill(engine, chunk));
   return ptn_python_answer(status);
 }
 
@@ -465,7 +466,7 @@ static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned int moment;
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &moment)) return NULL;
-  PTN_IN_ENGINE(ptn_engine_seek(engine, moment));
+  PTN_IN_ENGINE(object, ptn_engine_seek(engine, moment));
   Py_RETURN_NONE;
 }
 
@@ -475,7 +476,7 @@ static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_status status;
   bool conflict;
-  PTN_IN_ENGINE(status = ptn_engine_demand(engine, chunk, &conflict));
+  PTN_IN_ENGINE(object, status = ptn_engine_demand(engine, chunk, &conflict));
   if (status != PTN_OK) return ptn_python_raise();
   return PyBool_FromLong(!conflict);
 }
@@ -521,7 +522,8 @@ static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
                         PTN_GRADIENT_SPILL_TOTAL);
   Py_INCREF(owner);
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
+  PTN_IN_ENGINE(object,
+                status = ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
   if (status != PTN_OK) Py_DECREF(owner);
   return ptn_python_answer(status);
 }
@@ -535,7 +537,7 @@ static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
     return NULL;
   ptn_status status;
   bool found;
-  PTN_IN_ENGINE(status = ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
+  PTN_IN_ENGINE(object, status = ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
   if (status != PTN_OK) return ptn_python_raise();
   return PyBool_FromLong(found);
 }
@@ -552,7 +554,7 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_flush(engine));
+  PTN_IN_ENGINE(object, status = ptn_engine_flush(engine));
   return ptn_python_answer(status);
 }
 
@@ -561,7 +563,7 @@ static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
   double grad_scale;
   if (!PyArg_ParseTuple(arguments, "d", &grad_scale)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_update_spilled(engine, (float)grad_scale));
+  PTN_IN_ENGINE(object, status = ptn_engine_update_spilled(engine, (float)grad_scale));
   return ptn_python_answer(status);
 }
 
@@ -569,7 +571,7 @@ static PyObject *engine_wait(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_engine_wait(engine));
+  PTN_IN_ENGINE(object, status = ptn_engine_wait(engine));
   return ptn_python_answer(status);
 }
 
@@ -611,7 +613,7 @@ static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
   /* A call may close the engine. */
   if (read_updates(engine, list, updates, count) && run_calls(calls) && (engine = ptn_python_engine(object))) {
     ptn_status status;
-    PTN_IN_ENGINE(status = ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
+    PTN_IN_ENGINE(object, status = ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
     result = ptn_python_answer(status);
   }
   PyMem_Free(updates);
@@ -627,7 +629,7 @@ static PyObject *engine_commits(PyObject *object, PyObject *unused) {
 static PyObject *engine_drop(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
-  PTN_IN_ENGINE(ptn_engine_drop(engine));
+  PTN_IN_ENGINE(object, ptn_engine_drop(engine));
   Py_RETURN_NONE;
 }
 
@@ -662,7 +664,7 @@ static PyObject *engine_charge(PyObject *object, PyObject *number) {
   }
   if (bytes == 0) Py_RETURN_NONE;
   ptn_status status;
-  PTN_IN_ENGINE(status = ptn_account_charge(self->account, bytes));
+  PTN_IN_ENGINE(object, status = ptn_account_charge(self->account, bytes));
   if (status == PTN_OK) self->charged_bytes = bytes;
   return ptn_python_answer(status);
 }

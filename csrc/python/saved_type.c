@@ -257,13 +257,14 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
 /* ---- unpack ---- */
 
 static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
-  PyObject *object = self->engine, *owner = ptn_record_owner(saved->record);
+  PyObject *owner = ptn_record_owner(saved->record);
   if (!check_version(self, saved, owner)) return NULL;
   bool first = !saved->asked;
   saved->asked = true;
   void *memory = NULL;
   ptn_status status = PTN_OK;
-  if (!ptn_stash_get_at_once(saved->record, first, &memory)) PTN_IN_ENGINE(status = ptn_stash_get(saved->record, first, &memory));
+  if (!ptn_stash_get_at_once(saved->record, first, &memory))
+    PTN_IN_ENGINE(self->engine, status = ptn_stash_get(saved->record, first, &memory));
   if (status != PTN_OK) {
     if (first) saved->asked = false; /* it waits still */
     return ptn_python_raise();
