@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from protrain.dryrun.phases import DryRun
 from protrain.planner.profiles import Times
-from protrain.runtime.batches import Shapes
 from protrain.runtime.pacing import Pacer
 
 SEED = os.environ.get("PROTRAIN_FUZZ_SEED", "1")
@@ -33,34 +30,22 @@ def random_plans(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     def factor(most: float) -> float:
         return float(most ** choose.uniform(-1, 1))
 
-    @contextmanager
-    def at_random(pacer: Pacer) -> Iterator[None]:
+    def plan_at_random(pacer: Pacer, run: DryRun, update_seconds: float, update_bytes: int, _waited: float | None = None) -> None:
         before = pacer._times, pacer._disk_factor, pacer._drag_factor
         try:
             if pacer._times is not None:
                 phases = tuple((seconds * factor(10), again * factor(10)) for seconds, again in pacer._times.phases)
                 pacer._times = Times(phases)
             pacer._disk_factor, pacer._drag_factor = factor(100), factor(10)
-            yield
+            plan(pacer, run, update_seconds, update_bytes)
         finally:
             pacer._times, pacer._disk_factor, pacer._drag_factor = before
 
-    def plan_at_random(pacer: Pacer, run: DryRun, update_seconds: float, update_bytes: int, waited: float | None = None) -> None:
-        with at_random(pacer):
-            plan(pacer, run, update_seconds, update_bytes, None)
-
-    def plan_again(
-        pacer: Pacer,
-        batches: Counter[Shapes],
-        step_seconds: float,
-        update_seconds: float,
-        update_bytes: int,
-        *,
-        behind_backward: bool,
-    ) -> None:
-        after_step(pacer, batches, step_seconds, update_seconds, update_bytes, behind_backward=behind_backward)
-        timed = pacer._run is not None and pacer._times is not None and pacer._wrapped.settings.plan is None
-        if timed and pacer._run is not None and choose.random() < 0.5:
+    def plan_again(pacer: Pacer, *figures: Any, **more: Any) -> None:
+        after_step(pacer, *figures, **more)
+        timed = pacer._times is not None and pacer._wrapped.settings.plan is None
+        if pacer._run is not None and timed and choose.random() < 0.5:
+            _, _, update_seconds, update_bytes = figures
             pacer._plan(pacer._run, update_seconds, update_bytes)
 
     monkeypatch.setattr(Pacer, "_plan", plan_at_random)
