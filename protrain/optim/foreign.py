@@ -298,10 +298,11 @@ class _Step:
     def _scale_in_memory(self) -> None:
         """Gradients in memory are clipped in place, all of them before the first update, as by clip_grad_norm_: a step that fails
         leaves none as it was beside others that are smaller."""
+        if self._scale == 1.0:
+            return
         foreign, params = self._foreign, self._session.params
         found = [params[number].grad for _, number in foreign._numbers() if foreign._in_memory(number)]
-        grads = [grad for grad in found if grad is not None]
-        if grads and self._scale != 1.0:
+        if grads := [grad for grad in found if grad is not None]:
             torch._foreach_mul_(grads, self._scale)
 
     # ---- one parameter ----
