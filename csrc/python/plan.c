@@ -15,7 +15,7 @@ static ptn_layout_param *read_params(PyObject *list) {
   for (Py_ssize_t i = 0; i < count; i++) {
     unsigned long long bytes;
     int block;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "Ki", &bytes, &block)) {
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&i", ptn_python_u64, &bytes, &block)) {
       PyMem_Free(params);
       return NULL;
     }
@@ -28,7 +28,7 @@ PyObject *ptn_python_layout(PyObject *module, PyObject *arguments) {
   (void)module;
   PyObject *list;
   unsigned long long chunk_bytes;
-  if (!PyArg_ParseTuple(arguments, "O!K", &PyList_Type, &list, &chunk_bytes)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O!O&", &PyList_Type, &list, ptn_python_u64, &chunk_bytes)) return NULL;
   Py_ssize_t count = PyList_Size(list);
   ptn_layout_param *params = read_params(list);
   if (!params) return NULL;
@@ -49,7 +49,8 @@ PyObject *ptn_python_layout_size(PyObject *module, PyObject *arguments) {
   (void)module;
   PyObject *list;
   unsigned long long least_bytes, most_bytes;
-  if (!PyArg_ParseTuple(arguments, "O!KK", &PyList_Type, &list, &least_bytes, &most_bytes)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O!O&O&", &PyList_Type, &list, ptn_python_u64, &least_bytes, ptn_python_u64, &most_bytes))
+    return NULL;
   ptn_layout_param *params = read_params(list);
   if (!params) return NULL;
   uint64_t chunk_bytes = 0;
@@ -102,7 +103,9 @@ static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
     unsigned long long params, grads, states, less = 0;
     unsigned int phase;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KKKI|K", &params, &grads, &states, &phase, &less)) return 0;
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&O&O&O&|O&", ptn_python_u64, &params, ptn_python_u64, &grads, ptn_python_u64,
+                          &states, ptn_python_u32, &phase, ptn_python_u64, &less))
+      return 0;
     chunks[i] = (ptn_plan_chunk){
         .param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase, .less_bytes = less};
   }
@@ -114,8 +117,10 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
     int block, backward;
     unsigned int own = 0;
     unsigned long long entry[3] = {0}, peak[3] = {0}, after[3] = {0}, working = 0, small = 0;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipKKKK|KKKKIKKK", &block, &backward, &entry[0], &peak[0], &entry[1], &peak[1],
-                          &working, &small, &entry[2], &peak[2], &own, &after[0], &after[1], &after[2]))
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ipO&O&O&O&|O&O&O&O&O&O&O&O&", &block, &backward, ptn_python_u64, &entry[0],
+                          ptn_python_u64, &peak[0], ptn_python_u64, &entry[1], ptn_python_u64, &peak[1], ptn_python_u64, &working,
+                          ptn_python_u64, &small, ptn_python_u64, &entry[2], ptn_python_u64, &peak[2], ptn_python_u32, &own,
+                          ptn_python_u64, &after[0], ptn_python_u64, &after[1], ptn_python_u64, &after[2]))
       return 0;
     phases[i] = (ptn_phase){.block = block,
                             .backward = backward != 0,
@@ -136,13 +141,19 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
 }
 
 static int read_numbers(PyObject *list, uint32_t *numbers) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) numbers[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(list, i));
-  return !PyErr_Occurred();
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+    if (!ptn_python_u32(PyList_GetItem(list, i), &numbers[i])) return 0;
+  }
+  return 1;
 }
 
 static int read_modes(PyObject *list, ptn_mode *modes) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) modes[i] = (ptn_mode)PyLong_AsLong(PyList_GetItem(list, i));
-  return !PyErr_Occurred();
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+    unsigned int mode;
+    if (!ptn_python_u32(PyList_GetItem(list, i), &mode)) return 0;
+    modes[i] = (ptn_mode)mode;
+  }
+  return 1;
 }
 
 /* (times, lanes, disk_overlap, link_overlap, stash_drag, step_update, step_fixed_ns, access_ns, checkpoint_ns, swap_ns,
@@ -253,9 +264,11 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
   long long n_persist, n_buffer, n_ahead;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "KKO!O!O!O!IIIOLLLpIKIO|K", &budget, &fixed, &PyList_Type, &chunks, &PyList_Type, &phases,
-                        &PyList_Type, &accesses, &PyList_Type, &access_phases, &n_together, &n_arrays, &n_blocks, &modes,
-                        &n_persist, &n_buffer, &n_ahead, &outlive, &n_passes, &host_budget, &n_ranks, &profile, &ring_host))
+  if (!PyArg_ParseTuple(arguments, "O&O&O!O!O!O!O&O&O&OLLLpO&O&O&O|O&", ptn_python_u64, &budget, ptn_python_u64, &fixed,
+                        &PyList_Type, &chunks, &PyList_Type, &phases, &PyList_Type, &accesses, &PyList_Type, &access_phases,
+                        ptn_python_u32, &n_together, ptn_python_u32, &n_arrays, ptn_python_u32, &n_blocks, &modes, &n_persist,
+                        &n_buffer, &n_ahead, &outlive, ptn_python_u32, &n_passes, ptn_python_u64, &host_budget, ptn_python_u32,
+                        &n_ranks, &profile, ptn_python_u64, &ring_host))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);

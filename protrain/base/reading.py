@@ -19,6 +19,7 @@ T = TypeVar("T")
 MOST_COUNT = 1 << 31  # of what is counted: fields n_...
 MOST_INT = 1 << 62
 SIGNED = ("stash_drag_seconds_per_byte",)  # fields that may be less than 0
+MINUS_ONE = ("block", "again_operations", "parameters")  # fields of whole numbers that may be -1: there is none, or not known
 
 
 def open_file(path: str | os.PathLike[str], buffering: int = -1) -> Any:
@@ -121,8 +122,9 @@ def _plain(kind: Any, value: Any, place: str, name: str) -> Any:
             raise ValueError(f"{place} is {shown(value)}; a number from {least} to {MOST_INT} is wanted")
         return float(value)
     most = MOST_COUNT if name.startswith("n_") else MOST_INT
-    if not -1 <= value < most:
-        raise ValueError(f"{place} is {shown(value)}; a whole number up to {most} is wanted")
+    least = -1 if name in MINUS_ONE else 0
+    if not least <= value < most:
+        raise ValueError(f"{place} is {shown(value)}; a whole number from {least} to {most} is wanted")
     return value
 
 
