@@ -15,6 +15,7 @@
 #include "base/bytes.h"
 
 #define PROMPT_SLICE_NS 100000 /* the shortest that the kernel grants */
+#define MOST_PROCESSORS ((size_t)1 << 20)
 
 static void must(int result) {
   if (result != 0) abort();
@@ -138,10 +139,16 @@ static void *help(void *argument) {
   return NULL;
 }
 
+/* The kernel refuses a set that has no place for each processor that there could be, of which a cpu_set_t has 1024. */
 static int usable_cores(void) {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  int cores = CPU_COUNT(&set);
+  int cores = 0, failed = EINVAL;
+  for (size_t possible = CPU_SETSIZE; failed == EINVAL && possible <= MOST_PROCESSORS; possible *= 2) {
+    size_t bytes = CPU_ALLOC_SIZE(possible);
+    cpu_set_t *set = CPU_ALLOC(possible);
+    failed = !set ? ENOMEM : sched_getaffinity(0, bytes, set) != 0 ? errno : 0;
+    if (failed == 0) cores = CPU_COUNT_S(bytes, set);
+    CPU_FREE(set);
+  }
   return cores > 0 ? cores : 1;
 }
 

@@ -1,6 +1,9 @@
-/* A thread that is made prompt asks for short turns and keeps all else; one that somebody schedules otherwise is left alone. */
+/* A thread that is made prompt asks for short turns and keeps all else; one that somebody schedules otherwise is left alone. A team
+ * has as many threads as the process may use processors, also of more than a cpu_set_t has places for. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -55,7 +58,36 @@ static void *chosen(void *argument) {
   return NULL;
 }
 
+/* In the place of the C library's: a machine of 2048 possible processors, three of which the process may use. */
+int sched_getaffinity(pid_t pid, size_t bytes, cpu_set_t *set) {
+  CHECK(pid == 0);
+  if (bytes < 2048 / 8) {
+    errno = EINVAL;
+    return -1;
+  }
+  CPU_ZERO_S(bytes, set);
+  CPU_SET_S(0, bytes, set);
+  CPU_SET_S(1500, bytes, set);
+  CPU_SET_S(2047, bytes, set);
+  return 0;
+}
+
+static void count_part(void *context, size_t begin, size_t end) {
+  CHECK(begin < end);
+  atomic_fetch_add((atomic_int *)context, 1);
+}
+
+static void a_team_counts_all_processors(void) {
+  ptn_team *team;
+  atomic_int parts = 0;
+  CHECK_OK(ptn_team_create(&team, 0));
+  ptn_team_run(team, 300, 1, count_part, &parts);
+  CHECK(parts == 3);
+  ptn_team_destroy(team);
+}
+
 int main(void) {
+  a_team_counts_all_processors();
   void *(*const bodies[])(void *) = {ordinary, chosen};
   for (size_t i = 0; i < sizeof bodies / sizeof *bodies; i++) {
     pthread_t thread;
