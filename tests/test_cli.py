@@ -313,6 +313,8 @@ def test_wrong_words_are_2_with_the_usage(
         (["--data", "text.html", "--report", "text.html"], "--report 'text.html' is the text of --data"),
         (["--trace", ""], "--trace '' names no file"),
         (["--trace", "text.txt/"], "--trace 'text.txt/' names no file"),
+        (["--disk", "s3://bucket/run"], "--disk is 's3://bucket/run', a URL"),
+        (["--out", "hf://me/model"], "--out is 'hf://me/model', a URL"),
         (["--disk", ""], "--disk '' is no folder"),
         (["--disk", "/sys"], "name a folder that can be written (--disk)"),
         (["--data", ""], "no file or folder ''"),

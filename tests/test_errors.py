@@ -55,6 +55,8 @@ def test_every_status_of_the_core_has_its_exception() -> None:
         ({"memory": -(10**5000)}, "memory is a number of 16610 bits; it must be more than 0"),
         ({"accumulate": 1 << 70}, "accumulate is a number of 71 bits; give a whole number, at most 65536"),
         ({"disk": "a\0b"}, r"disk is 'a\x00b'; give a path without null characters"),
+        ({"disk": "s3://bucket/run"}, "disk is 's3://bucket/run', a URL; give a folder of this machine's file system"),
+        ({"disk": Path("s3://bucket/run")}, "disk is 's3:/bucket/run', a URL; give a folder of this machine's file system"),
         ({"disk": b"/tmp"}, "disk is b'/tmp'; give the path of a folder as str"),
         ({"weights": 3}, "weights is 3; give the path of a folder as str"),
     ],

@@ -20,6 +20,7 @@ STASH_LEAST_ELEMENTS = 16 << 10
 MOST_PASSES = 1 << 16
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a pathlib.Path of one has a single slash
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 
 
@@ -42,13 +43,15 @@ def check_folder(value: Any, name: str) -> str:
     """The path of a folder as a str, "~" in it the home folder; whether there is one is not looked at.
 
     Raises:
-        TypeError, ValueError: it is no path.
+        TypeError, ValueError: it is no path of this machine.
     """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise TypeError(f"{name} is {value!r}; give the path of a folder as str")
     if "\0" in path:
         raise ValueError(f"{name} is {path!r}; give a path without null characters")
+    if _URL.match(path):
+        raise ValueError(f"{name} is {path!r}, a URL; give a folder of this machine's file system")
     return os.path.expanduser(path)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain.base import replacing
 from protrain.base.replacing import replaced
-from protrain.cli.words import CommandError
+from protrain.cli.words import CommandError, check_path
 from protrain.errors import DiskError
 from protrain.model.precision import saved_config
 from protrain.state.tensorfiles import Progress, Told, entries, write_tensors
@@ -23,6 +23,7 @@ from protrain.state.tensorfiles import Progress, Told, entries, write_tensors
 
 def check_target(folder: str) -> None:
     """Whether a folder can be made there, which is tried, and would replace nothing but a model. Raises CommandError."""
+    check_path("--out", folder)
     try:
         os.fsencode(os.path.realpath(folder)).decode()
     except UnicodeDecodeError:

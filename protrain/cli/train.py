@@ -24,7 +24,7 @@ from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_t
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.machine import IN_MEMORY, file_system
 from protrain.cli.report import Page, Recorder, check_report, machine_facts, write
-from protrain.cli.words import CommandError, check_file, naming, size_text, writing
+from protrain.cli.words import CommandError, check_file, check_path, naming, size_text, writing
 
 if TYPE_CHECKING:
     from protrain.profiling.timeline import Timeline
@@ -139,6 +139,8 @@ def _check_apart(words: Words) -> None:
 
 
 def _check_disk(folder: str | None) -> None:
+    if folder:
+        check_path("--disk", folder)
     if folder is not None and not os.path.isdir(folder) and (not folder or os.path.lexists(folder)):
         raise CommandError(f"--disk {folder!r} is no folder; give a folder on a disk")
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from protrain.base.reading import MOST_COUNT, MOST_INT
-from protrain.base.sizes import MOST_PASSES
+from protrain.base.sizes import MOST_PASSES, check_folder
 
 MIB = 1 << 20
 _UNITS = {
@@ -87,6 +87,14 @@ class Finite(click.FloatRange):
         if number != number or number in (float("inf"), float("-inf")):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+def check_path(option: str, folder: str) -> None:
+    """Whether it is a path of this machine. Raises CommandError."""
+    try:
+        check_folder(folder, option)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def check_file(option: str, name: str) -> None:
