@@ -21,6 +21,7 @@ from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -217,6 +218,41 @@ def test_wrapping_with_a_wrapped_optimizer_is_refused() -> None:
     protrain.unwrap(model)
     with pytest.raises(protrain.PlanError, match="one that wrap returned; make a torch optimizer over the model's parameters"):
         protrain.wrap(model, optimizer, memory=TIGHT)
+
+
+class Around(torch.optim.Optimizer):
+    """Leaves the step to another optimizer, as a warm-up of rates does."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, 200 * MIB], ids=["on disk", "in memory"])
+def test_another_optimizer_over_a_wrapped_model_is_refused(memory: int) -> None:
+    """Where all is in memory it would train beside the session, with state that counts nowhere: as a plain Trainer's would."""
+    registered = len(_global_optimizer_pre_hooks)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    before = state_of(model)
+    model(inputs(1)[0]).sum().backward()
+    with pytest.raises(protrain.StepError, match=r"this SGD is to update.*the optimizer that wrap returned"):
+        torch.optim.SGD(list(model.parameters())[-1:], lr=1.0).step()
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()  # of another model
+    assert state_of(model) == before
+    around: Any = Around(optimizer)
+    around.step()
+    optimizer.zero_grad()
+    assert protrain.status(model).steps == 1
+    protrain.unwrap(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model, _ = protrain.wrap(model, adamw(model), memory=memory)
+    del model, optimizer, around, _
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == registered
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop])

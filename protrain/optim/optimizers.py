@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ..base.reading import given_as
@@ -189,6 +190,7 @@ class Optimizer(torch.optim.Optimizer):
             setattr(self, hooks, getattr(inner, hooks))
         self._given = inner
         _refuse_given(inner, session)
+        _refuse_others(inner, session)
         self._session = session
         self.grad_norm: torch.Tensor | None = None
 
@@ -292,6 +294,29 @@ def _refuse_given(inner: torch.optim.Optimizer, session: Session) -> None:
         inner.register_state_dict_pre_hook(refuse),
         inner.register_load_state_dict_pre_hook(refuse),
     )
+
+
+def _refuse_others(inner: torch.optim.Optimizer, session: Session) -> None:
+    """While the model is wrapped, no other optimizer steps with what is trained: its state would count nowhere, gradients that
+    have left memory would be none to it, and the session's step would never be made. One around another leaves that to it."""
+    of, given = weakref.ref(session), weakref.ref(inner)
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        session = of()
+        if session is None or isinstance(optimizer, Optimizer) or optimizer is given():  # whose own hook tells more
+            return
+        if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+            return
+        own = {id(p) for p, entry in zip(session.params, session.layout.entries, strict=True) if entry.group >= 0}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise StepError(
+                f"optimizer: this {type(optimizer).__name__} is to update parameters of a wrapped model, which the optimizer "
+                "that wrap returned does: use that one (a Trainer takes it as optimizers=(optimizer, None)), or unwrap the model"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    session.hooks.keep(handle)
+    weakref.finalize(session, handle.remove)  # of a model that is dropped as it is
 
 
 def _or(found: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
