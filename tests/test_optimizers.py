@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Chain, both, inputs, steps
 from torch import nn
-from twins import MIB, assert_equal, bits, fit, loss_of, run
+from twins import MIB, adafactor, assert_equal, bits, fit, loss_of, run
 
 import protrain
 
@@ -270,6 +271,24 @@ def test_state_made_before_wrap_goes_on(gpt2: Any, token_batches: Any) -> None:
         return optimizer
 
     assert_equal(run(gpt2, loop, begun, memory=TIGHT), run(gpt2, loop, begun), TIGHT)
+
+
+def test_state_by_rows_and_columns_of_a_square_parameter_goes_on() -> None:
+    """Adafactor's: a row and a column, which only their place tells apart."""
+
+    def begun(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adafactor(model)
+        steps(inputs(2))(model, optimizer, True)
+        return optimizer
+
+    class Square(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(256, 256)
+
+    class Squares(Chain):
+        block = Square
+
+    both(Squares, steps(inputs(2, seed=2)), begun, memory=4 * MIB)
 
 
 @pytest.mark.parametrize("name", ["Lion", "Layered", "Adafactor", "groups", "ASGD"])

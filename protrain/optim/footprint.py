@@ -216,7 +216,8 @@ def check_on_cpu(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 
 def _small(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(min(side, SIDES[place % len(SIDES)]) for place, side in enumerate(shape))
+    """Equal sides stay equal: state that is there already tells them by their length alone."""
+    return tuple(min(side, SIDES[shape.index(side) % len(SIDES)]) for side in shape)
 
 
 def _stand_in_state(optimizer: torch.optim.Optimizer, p: nn.Parameter, shape: tuple[int, ...], device: str) -> Any:
