@@ -357,6 +357,35 @@ class Session:
             self.values.loads.check("optimizer.step()")
             return self._step()
 
+    def optimizer_mode(self, name: str) -> None:
+        """Call the own `train` or `eval` of an optimizer without a kernel, for all parameters that it has state of.
+
+        Raises:
+            StepError, DiskError: parameters and state are what they were.
+        """
+        assert self.foreign is not None
+        with self.turn:
+            self.values.loads.check(f"optimizer.{name}()")
+            self._note_commit()
+            if not self.foreign.changes_mode(name):
+                return
+            self.check_between_steps(f"optimizer.{name}()")
+            changes.check_groups(self.wrapped)
+            changes.adopt(self.values)
+            steps = self.steps
+            try:
+                self.engine.wait()
+                changed = self.foreign.change_mode(name)
+                self._note_commit()
+            except BaseException:
+                if not self._note_commit():  # else an interrupt came just after it was made
+                    self.forget()
+                raise
+            finally:
+                self.steps = steps  # the engine's commit is none of these
+            self.runner.note_changed(changed, self.engine.commits())
+            torch.autograd.graph.increment_version([self.params[number] for number in changed])
+
     def _step(self) -> torch.Tensor | None:
         self._note_commit()
         self.residency.release_nodes()

@@ -701,3 +701,127 @@ def test_state_that_was_there_is_no_part_of_what_an_update_makes() -> None:
     found = measure(torch.optim.Adagrad([p]), [p], "", AMPLE)
     assert found.work_bytes[0] <= 1.01 * p.nbytes, "the square roots"
     assert found.step_bytes <= 4.01 * p.nbytes
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As its paper has it: it trains one set of values and evaluates another, and is told which is to be the parameters'."""
+
+    left = -1  # calls of eval for parameters of a certain shape before one fails
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "training": False, "steps": 0})
+
+    def train(self) -> None:
+        """The values that are trained."""
+        self._change(True)
+
+    def eval(self) -> None:
+        """Those that are evaluated."""
+        self._change(False)
+
+    @torch.no_grad()
+    def _change(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] == training:
+                continue
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - group["beta"] if training else 1 - 1 / group["beta"])
+                if self.left >= 0 and p.shape == (192, 576):
+                    type(self).left -= 1
+                    if self.left < 0:
+                        raise ArithmeticError("no more")
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["training"]:
+                raise RuntimeError("call optimizer.train() first")
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                p.lerp_(state["z"], 1 / group["steps"])
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["steps"]) - 1))
+                state["z"].sub_(p.grad, alpha=group["lr"])
+
+
+def evaluated(batches: list[torch.Tensor], optimizer: Any, model: Any) -> list[float]:
+    """Losses of training, and of an evaluation behind each step."""
+    found = []
+    for ids in batches:
+        optimizer.train()
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.train()  # as a Trainer does before each pass
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            found += [loss.item(), loss_of(model, ids).item()]
+    return found
+
+
+@pytest.mark.parametrize("budget", [TIGHT, MIDDLE, AMPLE], ids=["tight", "middle", "ample"])
+def test_an_optimizer_that_evaluates_other_values_than_it_trains(budget: int, gpt2: Any, token_batches: Any) -> None:
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[float]:
+        return evaluated(token_batches(3, length=32), optimizer, model)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return ScheduleFree(model.parameters())
+
+    status = assert_equal(run(gpt2, loop, make, memory=budget), run(gpt2, loop, make), budget)
+    assert status.steps == 3
+    assert (status.plan.n_persist < status.plan.n_chunks) == (budget == TIGHT)
+
+
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE], ids=["tight", "ample"])
+def test_going_to_evaluation_is_done_or_not_done(budget: int, gpt2: Any, token_batches: Any) -> None:
+    batches = token_batches(4, length=32)
+    model = gpt2()
+    want = evaluated(batches, ScheduleFree(model.parameters()), model)
+
+    model = gpt2()
+    given = ScheduleFree(model.parameters())
+    model, optimizer = protrain.wrap(model, given, memory=budget)
+    found = evaluated(batches[:2], optimizer, model)
+    optimizer.train()
+    for call in (given.eval, given.train):
+        with pytest.raises(protrain.StepError, match=r"given to wrap.*use the optimizer that wrap returned"):
+            call()
+    before, state = model.state_dict(), optimizer.state_dict()
+    for _ in range(2):
+        ScheduleFree.left = 2
+        with pytest.raises(protrain.StepError, match=r"its own eval failed at transformer\.h\.2\.attn\.c_attn\.weight.*no more"):
+            optimizer.eval()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    assert all(bits(one["z"]) == bits(after["state"][n]["z"]) for n, one in state["state"].items())
+
+    loss_of(model, batches[2]).backward()
+    with pytest.raises(protrain.StepError, match=r"optimizer\.eval\(\) in the middle of a step"):
+        optimizer.eval()
+    optimizer.zero_grad()
+    loss = loss_of(model, batches[2])
+    optimizer.eval()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    del loss
+    optimizer.zero_grad()
+    assert found + evaluated(batches[2:], optimizer, model) == want
+    protrain.unwrap(model)
+    assert given.eval.__func__ is ScheduleFree.eval
+
+
+def test_methods_that_a_class_does_not_have(gpt2: Any) -> None:
+    for make in (MADE["Lion"], lambda model: torch.optim.AdamW(model.parameters())):
+        model = gpt2()
+        model, optimizer = protrain.wrap(model, make(model), memory=AMPLE)
+        assert not hasattr(optimizer, "eval")
+        assert not hasattr(optimizer, "train")
+        protrain.unwrap(model)

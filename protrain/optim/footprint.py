@@ -66,6 +66,9 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
 
+#: Methods of classes that tell training from evaluation.
+MODES = ("train", "eval")
+
 #: Attributes of torch's Optimizer itself, which no class keeps values of a step in.
 _OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", *HOOKS}
 
@@ -129,10 +132,29 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             hooks.update(was)
 
 
+def own_mode(optimizer: torch.optim.Optimizer, name: str) -> Any:
+    """The class's own `train` or `eval`, by which schedule-free optimizers exchange what they train for what they evaluate; None
+    where it has none that can be called so."""
+    method: Any = getattr(type(optimizer), name, None) if name in MODES else None
+    if not inspect.isfunction(method):
+        return None
+    return None if _required(method) else method
+
+
+def _required(method: Any) -> list[str]:
+    """Names of the arguments without which it cannot be called."""
+    return [
+        parameter.name
+        for parameter in list(inspect.signature(method).parameters.values())[1:]
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
 def run_narrowed(
-    optimizer: torch.optim.Optimizer, shared: Shared, groups: Sequence[Group], group: int, p: nn.Parameter | None, state: Any
-) -> tuple[Any, Shared]:
-    """One step of the optimizer with this parameter alone, its state given (None: it has none).
+    optimizer: torch.optim.Optimizer, shared: Shared, groups: Sequence[Group], group: int, p: nn.Parameter | None, state: Any,
+    method: Any = None,
+) -> tuple[Any, Shared]:  # fmt: skip
+    """One step of the optimizer with this parameter alone, its state given (None: it has none); or another method of its class.
 
     Returns its state after the step (None where it has none) and what the step made of the shared values, from which it started.
     """
@@ -141,7 +163,7 @@ def run_narrowed(
     if state is not None:
         optimizer.state[p] = state  # type: ignore[index]
     with torch._C.DisableTorchFunctionSubclass():
-        own_step(optimizer)(optimizer)
+        (method or own_step(optimizer))(optimizer)
     new = optimizer.state.pop(p, None)  # type: ignore[arg-type]
     return new, Shared.of(optimizer)
 
@@ -151,6 +173,18 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
     vars(other).update(dict(plain_items({k: v for k, v in vars(optimizer).items() if k not in _OWN})))
+    return other
+
+
+def in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another like it, to be tried out, told that training begins where its class wants to be told."""
+    other, train = copy_of(optimizer), own_mode(optimizer, "train")
+    if train is None:
+        return other
+    given = optimizer.param_groups
+    run_narrowed(other, Shared.of(optimizer), given, 0, None, None, train)
+    other.param_groups = [now | {"params": group["params"]} for now, group in zip(other.param_groups, given, strict=True)]
+    other.state = optimizer.state
     return other
 
 
@@ -167,11 +201,7 @@ def check_class(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise PlanError(f"optimizer is {name}; it takes sparse gradients only and gradients here are dense: use Adam or Adagrad")
-    required = [
-        parameter.name
-        for parameter in list(inspect.signature(own_step(optimizer)).parameters.values())[1:]
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    required = _required(own_step(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS) or required:
         raise PlanError(
             f"optimizer is {name}; its step needs {required[0] if required else 'closure'} and with it the whole model at once: "
@@ -318,6 +348,7 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
         return
     before, python_state = torch.get_rng_state(), random.getstate()
     try:
+        optimizer = in_training(optimizer)
         results = []
         for which in ("all_at_once", "one_by_one"):
             torch.set_rng_state(before)
@@ -419,6 +450,7 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
     found: dict[Any, tuple[int, int, int]] = {}
     before, python_state = torch.get_rng_state(), random.getstate()
     rows = []
+    optimizer = in_training(optimizer)
     try:
         for p in params:
             if not p.requires_grad or id(p) not in group_of:

@@ -30,7 +30,7 @@ from ..base.counting import uncounted
 from ..errors import Error, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
-from .footprint import Footprint, Shared, check_on_cpu, one_line, run_narrowed, without_hooks
+from .footprint import Footprint, Shared, check_on_cpu, one_line, own_mode, run_narrowed, without_hooks
 from .parking import Parked, Space, Tree, clone, described, same, tensors_of
 
 if TYPE_CHECKING:
@@ -149,6 +149,25 @@ class Foreign:
             self._under_way.finish()
             self._under_way = None
 
+    def changes_mode(self, name: str) -> bool:
+        """Whether the class's own `train` or `eval` changes what all parameters share, which is where it notes its mode."""
+        return _Step(self, 1.0, own_mode(self.inner, name)).changes_mode()
+
+    def change_mode(self, name: str) -> set[int]:
+        """Call the class's own `train` or `eval`, which may change parameters and state, the engine's commit with it; `finish`
+        comes next. Returns the numbers of the parameters that it was called for: those that have state.
+
+        Raises:
+            StepError: the class's own code failed. Then, and after any other error, parameters and state are what they were.
+        """
+        self._under_way = _Step(self, 1.0, own_mode(self.inner, name))
+        with self._counted():
+            self._under_way.make()
+        return {number for _, number in self._numbers() if self._has_state(number)}
+
+    def _has_state(self, number: int) -> bool:
+        return number in self._live or number in self._parked
+
     # ---- torch's forms of state ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,10 +270,11 @@ class Foreign:
 
 
 class _Step:
-    """One step under way, and how to take it back."""
+    """One step under way, and how to take it back; or a call of another method of the class (None: its step), which takes no
+    gradients."""
 
-    def __init__(self, foreign: Foreign, scale: float) -> None:
-        self._foreign, self._session, self._scale = foreign, foreign._session, scale
+    def __init__(self, foreign: Foreign, scale: float, method: Any = None) -> None:
+        self._foreign, self._session, self._scale, self._method = foreign, foreign._session, scale, method
         self._commits = self._session.engine.commits()
         self._before = Shared.of(self._optimizer_now())
         self._after: Shared | None = None
@@ -273,7 +293,10 @@ class _Step:
             with without_hooks(foreign.inner), DisableTorchFunction():
                 self._scale_in_memory()
                 for group, number in foreign._numbers():
-                    if number in session.gradients.taken:
+                    if self._method is not None:
+                        if foreign._has_state(number):
+                            (self._in_memory if foreign._in_memory(number) else self._from_disk)(group, number)
+                    elif number in session.gradients.taken:
                         self._from_disk(group, number)
                     elif session.params[number].grad is not None and foreign._in_memory(number):
                         self._in_memory(group, number)
@@ -290,10 +313,19 @@ class _Step:
             if isinstance(error, Error) or not isinstance(error, Exception):
                 raise
             where = f" at {session.layout.entries[number].name}" if number >= 0 else ""
+            what = "step" if self._method is None else self._method.__name__
             raise StepError(
-                f"optimizer {foreign.name}: its own step failed{where}: {one_line(error)}; the step was not made, parameters and "
-                f"optimizer state are what they were before it"
+                f"optimizer {foreign.name}: its own {what} failed{where}: {one_line(error)}; the {what} was not made, parameters "
+                f"and optimizer state are what they were before it"
             ) from error
+
+    def changes_mode(self) -> bool:
+        """Whether the method changes what all parameters share."""
+        with DisableTorchFunction():
+            self._narrowed(0, None, None)
+        assert self._after is not None
+        self._settle(self._before)
+        return not self._after.equals(self._before)
 
     def _scale_in_memory(self) -> None:
         """Gradients in memory are clipped in place, all of them before the first update, as by clip_grad_norm_: a step that fails
@@ -313,7 +345,7 @@ class _Step:
         Raises:
             StepError: what it keeps for all parameters depends on this one.
         """
-        new, after = run_narrowed(self._foreign.inner, self._before, self._foreign._groups, group, p, state)
+        new, after = run_narrowed(self._foreign.inner, self._before, self._foreign._groups, group, p, state, self._method)
         if self._after is None:
             self._after = after
         elif not after.equals(self._after):
@@ -326,12 +358,9 @@ class _Step:
     def _from_disk(self, group: int, number: int) -> None:
         session, foreign = self._session, self._foreign
         entry = session.layout.entries[number]
-        value, grad = (torch.empty_strided(entry.shape, entry.strides, dtype=session.layout.dtype) for _ in range(2))
+        value = torch.empty_strided(entry.shape, entry.strides, dtype=session.layout.dtype)
         session.engine.transfer(number, 0, value.data_ptr(), False)
-        if not session.engine.spilled(number, grad.data_ptr()):
-            raise StepError(f"the gradient of {entry.name} was lost")
-        if self._scale != 1.0:
-            grad.mul_(self._scale)
+        grad = self._gradient(number) if self._method is None else None
         state = foreign._parked[number].fetch() if number in foreign._parked else None
         p = session.params[number]
         kind, home = p.__class__, p.data
@@ -349,6 +378,16 @@ class _Step:
         self._made[number] = None
         if state is not None:
             self._made[number] = Parked(foreign._space, state)
+
+    def _gradient(self, number: int) -> torch.Tensor:
+        """Of a parameter on disk, clipped."""
+        entry = self._session.layout.entries[number]
+        grad = torch.empty_strided(entry.shape, entry.strides, dtype=self._session.layout.dtype)
+        if not self._session.engine.spilled(number, grad.data_ptr()):
+            raise StepError(f"the gradient of {entry.name} was lost")
+        if self._scale != 1.0:
+            grad.mul_(self._scale)
+        return grad
 
     def _in_memory(self, group: int, number: int) -> None:
         foreign, p = self._foreign, self._session.params[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.reading import given_as
 from ..errors import PlanError, StepError
-from .footprint import HOOKS, Footprint, check_class, check_independent, measure
+from .footprint import HOOKS, MODES, Footprint, check_class, check_independent, measure, own_mode
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -219,6 +220,13 @@ class Optimizer(torch.optim.Optimizer):
             "protrain.save"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval`, of a class that has them, as schedule-free ones do, which evaluate other values than they train."""
+        given = self.__dict__.get("_given")
+        if given is not None and own_mode(given, name) is not None:
+            return lambda: self._open().optimizer_mode(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def add_param_group(self, param_group: Group) -> None:
         """Refused once the model is wrapped: chunks and their state are laid out by then."""
         if getattr(self, "_session", None) is not None:
@@ -277,8 +285,8 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _refuse_given(inner: torch.optim.Optimizer, session: Session) -> None:
-    """While the model is wrapped, the optimizer that was given to `wrap` makes no step, and gives and takes no state: that is the
-    session's, and where all is in memory a step without it would begin anew."""
+    """While the model is wrapped, the optimizer that was given to `wrap` makes no step, gives and takes no state, and does not go
+    from training to evaluation: its state is the session's, and where all is in memory a step without it would begin anew."""
     of = weakref.ref(session)
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -289,6 +297,10 @@ def _refuse_given(inner: torch.optim.Optimizer, session: Session) -> None:
                 "optimizer that wrap returned"
             )
 
+    modes = [name for name in MODES if own_mode(inner, name) is not None]
+    for name in modes:
+        setattr(inner, name, partial(refuse, inner))
+        session.hooks.keep(_Attribute(inner, name))
     session.hooks.keep(
         inner.register_step_pre_hook(refuse),
         inner.register_state_dict_pre_hook(refuse),
@@ -317,6 +329,17 @@ def _refuse_others(inner: torch.optim.Optimizer, session: Session) -> None:
     handle = register_optimizer_step_pre_hook(refuse)
     session.hooks.keep(handle)
     weakref.finalize(session, handle.remove)  # of a model that is dropped as it is
+
+
+class _Attribute:
+    """One that stands before the method of its class, until it is removed."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def remove(self) -> None:
+        """The class's own is there again."""
+        vars(self._owner).pop(self._name, None)
 
 
 def _or(found: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
