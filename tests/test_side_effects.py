@@ -576,6 +576,38 @@ def test_parameters_of_functional_call_are_those_of_the_recomputation(only: str,
     assert_equal(run(Chain, loop, memory=1 << 30, block_modes=[mode] * 8), run(Chain, loop), 1 << 30)
 
 
+def scaled(scale: float) -> Callable[..., Any]:
+    """A hook on what a module is given."""
+    return lambda _module, given: (given[0] * scale + 0.25,)
+
+
+@pytest.mark.parametrize("memory", [TIGHT, 1 << 30], ids=["tight", "ample"])
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_hooks_around_the_forward_alone_are_around_the_recomputation(mode: str, memory: int) -> None:
+    """As adapters put them onto layers for one call; those that come after it run with the next one. All in their order."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures = []
+        for scale, x in zip([0.5, 1.5, 0.75], inputs(3), strict=True):
+            own = [block.up.register_forward_pre_hook(scaled(scale)) for block in model.blocks]
+            own += [block.down.register_forward_hook(lambda *given, by=scale: given[-1] * by) for block in model.blocks[::2]]
+            stays = model.blocks[1].up.register_forward_pre_hook(scaled(1.25))
+            loss = model(x)
+            for handle in own:
+                handle.remove()
+            late = model.blocks[2].square.register_forward_hook(lambda *given: given[-1] * 2)
+            loss.backward()
+            figures.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            figures.append(model(x).item())
+            stays.remove()
+            late.remove()
+        return figures
+
+    assert_equal(run(Chain, loop, memory=memory, block_modes=[mode] * 8), run(Chain, loop), memory)
+
+
 class Sums(Block):
     """Over all of what it is given, the order of which is that of memory. `writes`: changes it in place."""
 

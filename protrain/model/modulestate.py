@@ -1,11 +1,12 @@
 """What a block's forward may change beside its output: buffers, attributes, and its own inputs.
 
 A block that is recomputed must see what its forward saw (the training flag, running means, counters, lists, generators, its
-parameters, which torch.func.functional_call gives it others for, what is to be trained, inputs as they were), and leave what
-there is now: no mean is updated twice, no call counted twice. So it runs again on copies of the tensors that forward changed in
-place, and with the attributes that forward began with, also where others set them for the forward alone; afterwards those of now
-stand again. Of attributes that are containers the entries are kept, down to containers in them, not what other objects hold.
-Objects that forward is given, as a state that layers hand on, are treated as the block is: it runs again on copies of them.
+parameters, which torch.func.functional_call gives it others for, what is to be trained, hooks on its modules, inputs as they
+were), and leave what there is now: no mean is updated twice, no call counted twice. So it runs again on copies of the tensors
+that forward changed in place, and with the attributes that forward began with, also where others set them for the forward alone;
+afterwards those of now stand again. Of attributes that are containers the entries are kept, down to containers in them, not what
+other objects hold. Objects that forward is given, as a state that layers hand on, are treated as the block is: it runs again on
+copies of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ _CONTAINERS = _DICTS | {list, set, collections.deque}
 _DEPTH = 8
 #: What every module has; containers among it are torch's own.
 _TORCHS = frozenset(vars(nn.Module()))
+
+#: Where a module has the hooks that run with its forward.
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
 
 #: Larger tensors are not copied before each forward. One that forward changes in place all the same is found by its version, and
 #: copied from then on.
@@ -132,7 +139,8 @@ class ModuleState:
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
-        self.registered: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each module's parameters, its buffers: what they were
+        #: Each module's parameters, buffers and hooks: what they were.
+        self.registered: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self.trained: list[tuple[nn.Parameter, bool]] = []
         self.lost = ""  # a tensor that was changed in place and of which there is no copy
         with torch.no_grad(), DisableTorchFunction():
@@ -142,6 +150,7 @@ class ModuleState:
                     self.trained.extend([(p, p.requires_grad) for p in own.values() if p is not None])
                 if own := module._buffers:
                     self.registered.append((own, own.copy()))
+                self.registered += _hooks(module)
                 self.attributes.append(_Attributes(module, others))
                 for store in (module._buffers, vars(module)):
                     for leaf, held in store.items():
@@ -217,6 +226,7 @@ class Beginning:
 
     def __init__(self, block: nn.Module) -> None:
         modules = list(block.modules())
+        self.hooks = [one for module in modules for one in _hooks(module)]
         self.attributes = [_Attributes(module, []) for module in modules]
         self.stores = [store for module in modules for store in (vars(module), module._buffers)]
         self.tensors = [
@@ -232,13 +242,15 @@ class Beginning:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, for once, the block is as its forward found it; what is changed there is forgotten."""
-        now = [(store, store.copy()) for store in self.stores]
+        now = [(store, store.copy()) for store in (*self.stores, *(store for store, _ in self.hooks))]
         try:
+            for store, seen in self.hooks:
+                _put(store, seen)
             for one in self.attributes:
                 one.put()
             for store, name, held in self.tensors:
                 store[name] = held
-            self.attributes, self.tensors = [], []
+            self.attributes, self.tensors, self.hooks = [], [], []
             yield
         finally:
             for store, entries in now:
@@ -260,7 +272,13 @@ def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
     return [made.get(id(leaf), leaf) for leaf in leaves], list(made.values())
 
 
-def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:
+def _hooks(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """The stores of its hooks, with what is in them now."""
+    own = vars(module)
+    return [(own[name], own[name].copy()) for name in _HOOKS if name in own]
+
+
+def _put(store: dict[Any, Any], entries: dict[Any, Any]) -> None:
     """`store` has these entries, and no others."""
     same = operator.is_
     if len(store) == len(entries) and all(map(same, store, entries)) and all(map(same, store.values(), entries.values())):
@@ -268,6 +286,9 @@ def _put(store: dict[str, Any], entries: dict[str, Any]) -> None:
     for key in store.keys() - entries.keys():
         del store[key]
     store.update(entries)
+    if isinstance(store, collections.OrderedDict):  # hooks, which run in their order
+        for key in entries:
+            store.move_to_end(key)
 
 
 def _is_small(held: torch.Tensor) -> bool:
