@@ -592,3 +592,16 @@ def test_what_is_foretold_is_of_the_steps_that_were_highest() -> None:
     assert status.plan.peak_bytes < 0.9 * before.plan.peak_bytes
     assert status.peak_memory_bytes == before.peak_memory_bytes
     assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+
+
+def test_lengths_that_grow_with_every_step_are_not_all_planned_for_for_ever() -> None:
+    """What a longer batch covers is that one. Two that cover each other in nothing stay."""
+    given = [batches(1, length)[0] for length in (*range(2, 12), 5, 11)] + [batches(1, 4)[0].expand(4, 4).repeat(4, 1)] * 2
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=smallest() * 3 // 2)
+    losses = train(model, optimizer, plain, given)
+    status, known = protrain.status(model), [shapes for shapes, _ in protrain.session_of(model).fitter.dry_runs]
+    protrain.unwrap(model)
+    assert losses == expected(plain, given)
+    assert status.peak_memory_bytes <= smallest() * 3 // 2
+    assert known == [((4, 11),), ((16, 4),)]

@@ -54,6 +54,14 @@ def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool
     return one.smallest_bytes > other.smallest_bytes if least else one.safest_bytes > other.safest_bytes
 
 
+def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
+    """Whether a batch was foreseen to hold no more than another one, by what both hold at most."""
+    if one is None or other is None:
+        return one is other
+    peaks = zip((one.keep_peak_bytes, one.checkpoint_peak_bytes), (other.keep_peak_bytes, other.checkpoint_peak_bytes), strict=True)
+    return all(one.fixed_bytes + peak <= other.fixed_bytes + highest for peak, highest in peaks)
+
+
 class Fitter:
     """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen;
     words: what batches are known by; foresees: their dry runs; within_bytes: what forwards between backward and step() had in
@@ -191,8 +199,14 @@ class Fitter:
                     self._homes.rearrange(before)
             raise
         self._unforeseen.shows, self._largest, self.planned = run is None, largest, True
-        self.dry_runs.append((shapes, run))
+        self._add(shapes, run)
         return largest
+
+    def _add(self, shapes: Shapes, run: DryRun | None) -> None:
+        """This batch was planned for. What it covers comes to no plan any more, unless it takes more: where lengths grow with every
+        step there would be ever more to plan for."""
+        kept = [(known, other) for known, other in self.dry_runs if not (covers(shapes, known) and _is_within(other, run))]
+        self.dry_runs = [*kept, (shapes, run)]
 
     def _first(self, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arrangement:
         """The arrangement for a batch alone; the first one leaves room for a loss that nobody has seen yet.
@@ -438,8 +452,9 @@ class Fitter:
         """Between steps: plan for what came in the last one; returns the batch that decides where plans may be others now. Where
         nothing fits what came it is forgotten."""
         new, before = self._later, self._unseen_bytes
-        self.dry_runs += new
-        self._later = []
+        dry_runs, self._later = self.dry_runs, []
+        for shapes, run in new:
+            self._add(shapes, run)
         if self._learns():
             self._unseen_bytes = max(before, self._several_hold)
         if not new and self._unseen_bytes == before:
@@ -448,7 +463,7 @@ class Fitter:
             self._unseen_bytes = unseen_bytes
             with suppress(BudgetError):
                 return None if not new and self._plan_as_now() else self._plan_again()
-        self._unseen_bytes, self.dry_runs = before, self.dry_runs[: len(self.dry_runs) - len(new)]
+        self._unseen_bytes, self.dry_runs = before, dry_runs
         return None
 
     def _learns(self) -> bool:
