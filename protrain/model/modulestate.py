@@ -275,7 +275,7 @@ def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
 def _hooks(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """The stores of its hooks, with what is in them now."""
     own = vars(module)
-    return [(own[name], own[name].copy()) for name in _HOOKS if name in own]
+    return [(store, store.copy() if store else {}) for name in _HOOKS if (store := own.get(name)) is not None]
 
 
 def _put(store: dict[Any, Any], entries: dict[Any, Any]) -> None:
