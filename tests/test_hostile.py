@@ -15,6 +15,7 @@ from nets import TIGHT, Chain, inputs, steps
 from twins import adamw, bits
 
 import protrain
+from protrain import _core
 from protrain.base.reading import parse
 from protrain.planner.hardware import load_hardware
 from protrain.planner.planning import plan_from_profile
@@ -143,6 +144,20 @@ def test_profiles_with_one_wrong_value(path: tuple[Any, ...], value: Any) -> Non
     """What would not fit the core's integers is refused here: cut to 32 bits it would be another number, and the plan wrong."""
     Profile.from_json((CORPUS / "profile" / "small.json").read_text())
     refused(lambda: Profile.from_json(changed(path, value)))
+
+
+def test_numbers_that_the_planner_does_not_have_are_refused() -> None:
+    """By formats that look at no range, they were others: a mode of 2^32 was keep."""
+    chunks, phases = [(4096, 4096, 8192, 0)], [(0, False, 0, 4096, 0, 4096)]
+    for wrong in (
+        lambda: _core.layout([(-4, 0)], 4096),
+        lambda: _core.layout_size([(4, 0)], 1, 1 << 64),
+        lambda: _core.make_plan(-1, 0, chunks, [], [], [], 1, 3, 0, None, -1, 0, 0, False, 1, 0, 1, None),
+        lambda: _core.make_plan(1 << 30, 0, chunks, phases, [], [], 1, 3, 1, [1 << 32], -1, 0, 0, False, 1, 0, 1, None),
+        lambda: _core.make_plan(1 << 30, 0, chunks, phases, [1 << 32], [0], 1, 3, 1, None, -1, 0, 0, False, 1, 0, 1, None),
+    ):
+        with pytest.raises(OverflowError, match="is out of range: give 0 to"):
+            wrong()
 
 
 @pytest.mark.parametrize("path", files("hardware"), ids=lambda path: path.name)
