@@ -576,6 +576,32 @@ def test_blocks_that_take_gradients_in_their_forward(mode: str) -> None:
     both(ForcesChain, steps(inputs(3)), memory=40 * MIB, block_modes=[mode] * 8)
 
 
+class Noisy(Block):
+    """Its forward saves noise that torch draws afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaky = nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.leaky(super().forward(x))
+        return y
+
+
+class NoisyChain(Chain):
+    block = Noisy
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint", "checkpoint_swap"])
+def test_noise_that_is_drawn_after_it_was_saved(mode: str) -> None:
+    """It was what lay there before, in backward of blocks that swap or whose recomputation ends with it."""
+    if mode == "keep":
+        both(NoisyChain, steps(inputs(3)), memory=40 * MIB, block_modes=[mode] * 8)
+        return
+    with pytest.raises(protrain.PlanError, match=r"block blocks\.0 .*RReLU.*block_modes with keep"):
+        both(NoisyChain, steps(inputs(3)), memory=40 * MIB, block_modes=[mode] * 8)
+
+
 class Twofold(Chain):
     """Its forward calls itself, without gradients, before its blocks run."""
 

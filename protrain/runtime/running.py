@@ -146,6 +146,7 @@ class Runner:
             DeviceStash(engine, wrapped.compute, lambda: self.modes, clock.device) if clock.device is not None else None
         )
         self.forget_habits()
+        self._noisy = [[part for part in block.modules() if isinstance(part, nn.RReLU)] for _, block in self.blocks]
         self.frame: Any = None  # of the block whose forward runs, or runs again
         self.innermost: Any = None  # the pack hook that it pushed
         self.thread: int | None = None  # that is inside of a block or of an operation
@@ -273,7 +274,7 @@ class Runner:
         """Run the forward of block `number` in its mode.
 
         Raises:
-            PlanError: hooks of others are around it, which its mode cannot be inside of.
+            PlanError: hooks of others are around it, which its mode cannot be inside of, or it has what its mode cannot serve.
             StepError: another thread is inside of a block or of an operation, or it reads keys that were dropped.
         """
         thread = self.come_in()
@@ -299,6 +300,11 @@ class Runner:
         if mode == "keep" or not torch.is_grad_enabled() or inside_transform():  # which takes no saved-tensor hooks
             return forward(*args, **kwargs)
         check_outer_hooks(*self.blocks[number], mode)
+        if any(part.training for part in self._noisy[number]):
+            raise PlanError(
+                f"block {self.blocks[number][0]} of mode {mode} has an nn.RReLU, whose noise torch saves before it has drawn "
+                "it, so that it could neither be swapped nor recomputed: pass block_modes with keep for this block"
+            )
         if mode == "swap":
             return run_swapped(self, number, forward, args, kwargs)
         again = self._clock.recomputable(number, forward)
