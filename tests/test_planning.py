@@ -251,6 +251,33 @@ def test_wrap_takes_the_smallest_budget_of_an_optimizer_without_a_kernel(disk: P
     assert status.plan.n_persist < status.plan.n_chunks
 
 
+def test_wrap_takes_the_smallest_budget_of_a_small_model_and_an_optimizer_without_a_kernel(disk: Path) -> None:
+    """In memory it takes less than what moves it; old values were counted, which go to the disk where there is no room."""
+    x = torch.randn(2, 48)
+
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(48, 48) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+    def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    model = Small()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(model, (x,), memory=1000, optimizer=rmsprop(model), disk=str(disk))
+    memory = refused.value.smallest_bytes
+    given = {"memory": memory, "disk": str(disk)}
+    status = assert_equal(run(Small, steps([x] * 4), rmsprop, **given), run(Small, steps([x] * 4), rmsprop), memory)
+    assert status.plan.n_persist == status.plan.n_chunks
+
+
 def test_budgets_above_the_smallest_of_a_model_whose_layers_grow() -> None:
     """Some were refused, as chunks grow with the budget and slots with them; and who asks for one is told of the same one."""
     widths = [48, 48, 96, 192, 384]

@@ -47,11 +47,11 @@ def _states_alone(wrapped: Wrapped) -> Arrangement:
 
 def _all_in_memory(wrapped: Wrapped) -> Arrangement:
     """Masters come with the values, other state with the first update; smallest_bytes: with gradients and all state, and for an
-    optimizer without a kernel the old values of a step."""
+    optimizer without a kernel what its step takes; old values of that go to the disk where they have no room."""
     layout, n_blocks, own = wrapped.layout, len(wrapped.blocks), wrapped.footprint
     modes = tuple(wrapped.settings.block_modes or ["checkpoint"] * n_blocks)
     values_bytes = (3 if wrapped.master_array else 1) * sum(layout.sizes)
-    step_bytes = sum(layout.sizes) + own.bytes if own else wrapped.state_arrays * sum(layout.sizes)
+    step_bytes = own.bytes if own else wrapped.state_arrays * sum(layout.sizes)
     smallest_bytes = sum(layout.sizes) + sum(layout.grad_bytes) + step_bytes + wrapped.buffer_bytes
     plan = Plan(
         layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, values_bytes, 0, 0,
