@@ -40,6 +40,7 @@ PROGRAMS = [
     ["benchmarks/soak.py", "--steps", "1000"],
     ["tests/exits.py"],
     ["tests/interrupts.py", "--share", "1"],
+    ["tests/random_training.py"],
     ["-m", "pytest", "-q", "-rf", "-p", "random_plans", *(f"tests/test_{name}.py" for name in UNDER_RANDOM_PLANS)],
     *(["tests/fuzz.py", kind] for kind in ("plan", "profile", "hardware", "safetensors", "checkpoint", "optimizer", "modules")),
 ]

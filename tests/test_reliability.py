@@ -25,6 +25,7 @@ PROGRAMS = {
     "exits": (["exits.py"], r'"ways": 12'),
     "interrupts": (["interrupts.py", "--share", "0.005"], r'"interrupts": [1-9]\d\d'),
     "leaks": (["leaks.py", "--rounds", "8", "--steps", "80"], r'"rounds": 8.*"steps": 80'),
+    "training": (["random_training.py", "--seed", "2", "--count", "5", "--seconds", "600"], r"training: 5 cases, [1-9]"),
     **{
         f"fuzz {kind}": (["fuzz.py", kind, "--seconds", FUZZ_SECONDS], rf"fuzz {kind}: [1-9]\d* inputs, [1-9]")
         for kind in ("plan", "profile", "hardware", "safetensors", "optimizer", "checkpoint", "modules")
