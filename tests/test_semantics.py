@@ -14,7 +14,7 @@ from nets import TIGHT, Block, Chain, both, inputs, steps
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from twins import MIB, adamw, bits
+from twins import MIB, adafactor, adamw, bits
 
 import protrain
 from protrain.model.parameters import ChunkParameter
@@ -26,6 +26,17 @@ def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- steps ----
+
+
+@pytest.mark.parametrize("optimizer", [adamw, adafactor], ids=["kernel", "its own step"])
+def test_under_a_profiler_that_records_stacks(optimizer: Any) -> None:
+    """It asks modules and optimizers that it sees for their tensors."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[Any]:
+        with torch.profiler.profile(record_shapes=True, profile_memory=True, with_stack=True):
+            return steps(inputs(2))(model, optimizer, plain)
+
+    both(Chain, loop, optimizer)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])

@@ -249,6 +249,9 @@ class Optimizer(torch.optim.Optimizer):
         self._given._opt_called = True  # type: ignore[attr-defined] # a scheduler made before wrap is bound to it and asks
         return loss
 
+    def _optimizer_step_code(self) -> None:
+        """Not torch's, by which a profiler that records stacks knows an optimizer, and asks it for its state."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and updates made from them that no `step()` committed.
 
