@@ -58,8 +58,9 @@ def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
     """Whether a batch was foreseen to hold no more than another one, by what both hold at most."""
     if one is None or other is None:
         return one is other
-    peaks = zip((one.keep_peak_bytes, one.checkpoint_peak_bytes), (other.keep_peak_bytes, other.checkpoint_peak_bytes), strict=True)
-    return all(one.fixed_bytes + peak <= other.fixed_bytes + highest for peak, highest in peaks)
+    more_bytes = one.fixed_bytes - other.fixed_bytes
+    keeps = one.keep_peak_bytes + more_bytes <= other.keep_peak_bytes
+    return keeps and one.checkpoint_peak_bytes + more_bytes <= other.checkpoint_peak_bytes
 
 
 class Fitter:
@@ -203,8 +204,8 @@ class Fitter:
         return largest
 
     def _add(self, shapes: Shapes, run: DryRun | None) -> None:
-        """This batch was planned for. What it covers comes to no plan any more, unless it takes more: where lengths grow with every
-        step there would be ever more to plan for."""
+        """This batch was planned for. What it covers comes to no plan any more, unless it takes more: where lengths grow with
+        every step there would be ever more to plan for."""
         kept = [(known, other) for known, other in self.dry_runs if not (covers(shapes, known) and _is_within(other, run))]
         self.dry_runs = [*kept, (shapes, run)]
 
