@@ -185,6 +185,24 @@ def test_without_paths_the_standard_library_is_read() -> None:
     assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
 
 
+def test_folders_of_packages_are_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages may lie below the standard library, and are many more files than it has."""
+    for name in ("a.py", "json/b.py", "site-packages/torch/c.py", "test/d.py", "json/tests/e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    listed: list[str] = []
+    scandir = os.scandir
+
+    def listing(folder: Any = ".") -> Any:
+        listed.append(os.path.relpath(folder, tmp_path))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", listing)
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert data.standard_library() == [tmp_path / "a.py", tmp_path / "json" / "b.py"]
+    assert set(listed) <= {".", "json"}
+
+
 def test_the_tokenizer_sample_is_spread_over_the_files(tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.txt" for number in range(100)]
     for number, path in enumerate(files):
