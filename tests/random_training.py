@@ -113,6 +113,10 @@ class Attended(nn.Module):
 class Counting(nn.Module):
     """Buffers and attributes that change: in place, replaced, made late."""
 
+    count: torch.Tensor
+    mean: torch.Tensor
+    last: torch.Tensor | None
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
@@ -151,7 +155,7 @@ class Hooked(nn.Module):
         self.inner = nn.Linear(width, width)
         self.inner.register_forward_pre_hook(lambda _module, given: (given[0] * 1.5,))
         self.inner.register_forward_hook(lambda _module, _given, found: found + 0.25)
-        self.inner.register_full_backward_hook(lambda _module, into, _out: (into[0] * 0.5,))
+        self.inner.register_full_backward_hook(lambda _module, into, _out: (into[0] * 0.5,))  # type: ignore[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.inner(x)
@@ -549,7 +553,7 @@ class Run:
         """Under a budget between the smallest that works and enough for everything."""
         case = self.case
         modes = [self.own.choice(MODES) for _ in find_blocks(self.model)] if case.modes else None
-        options = {"accumulate": case.accumulate * case.losses, "max_grad_norm": case.clip, "block_modes": modes}
+        options: dict[str, Any] = {"accumulate": case.accumulate * case.losses, "max_grad_norm": case.clip, "block_modes": modes}
         self.budget = 256 * MIB
         if case.tight < math.inf:
             before = torch.get_rng_state()
