@@ -134,6 +134,28 @@ def by_ctrl_c_in_backward() -> int:
     return 0
 
 
+def by_ctrl_c_in_a_dry_run() -> int:
+    """When autograd has just asked a fake tensor where it is, and takes no error for an answer."""
+    from protrain.dryrun.meter import Meter
+
+    model, _ = wrapped()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dispatch, asked = Meter.__torch_dispatch__, []
+
+    def interrupted(self: Any, func: Any, *rest: Any) -> Any:
+        if func is torch.ops.prim.device.default and not asked:
+            asked.append(func)
+            signal.raise_signal(signal.SIGINT)
+        return dispatch(self, func, *rest)
+
+    Meter.__torch_dispatch__ = interrupted  # type: ignore[method-assign]
+    try:
+        model(batch(0))
+    except KeyboardInterrupt:
+        return 3 if asked else 4
+    return 0
+
+
 def by_a_child_of_its_own() -> int:
     """A child forked in the middle of a step goes through the interpreter's end, and this process trains on."""
     model, optimizer = wrapped()
@@ -195,6 +217,7 @@ WAYS: dict[Callable[[], int], int] = {
     with_a_thread_that_saves: 0,
     by_an_exit_handler_that_trains: 0,
     by_ctrl_c_in_backward: 3,
+    by_ctrl_c_in_a_dry_run: 3,
     by_a_child_of_its_own: 0,
     with_threads_that_hold_the_gil: 0,
 }

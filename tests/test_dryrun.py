@@ -6,6 +6,7 @@ import copy
 import ctypes
 import logging
 import math
+import signal
 import threading
 import warnings
 import weakref
@@ -32,7 +33,7 @@ from protrain.base.counting import counted_alone
 from protrain.base.sizes import stash_least_bytes
 from protrain.dryrun import workspace
 from protrain.dryrun.dryrun import UNSEEN_BYTES, dry_run
-from protrain.dryrun.meter import Segment
+from protrain.dryrun.meter import Meter, Segment
 from protrain.dryrun.phases import DryRun, DryRunError
 from protrain.dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from protrain.model.blocks import find_blocks
@@ -1159,3 +1160,28 @@ def test_a_log_a_generator_and_a_library_of_a_model_hinder_no_dry_run_and_stay_a
     assert (tmp_path / "log").read_text() == ""
     with open(tmp_path / "log") as read, pytest.raises(DryRunError, match="cannot be copied"):
         predict(Logging(read), (torch.randn(4, 32),))
+
+
+def test_what_a_handler_of_a_signal_raises_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes out of the call as it is. (Where torch takes no error: exits.py.)"""
+
+    def expire(*_: Any) -> None:
+        raise TimeoutError
+
+    def interrupted(self: Any, func: Any, *rest: Any) -> Any:
+        if func is torch.ops.aten.tanh.default and not came:
+            came.append(func)
+            signal.raise_signal(signal.SIGUSR1)
+        return dispatch(self, func, *rest)
+
+    came: list[Any] = []
+    dispatch, before = Meter.__torch_dispatch__, signal.signal(signal.SIGUSR1, expire)
+    monkeypatch.setattr(Meter, "__torch_dispatch__", interrupted)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    try:
+        with pytest.raises(TimeoutError):
+            protrain.plan(model, torch.ones(2, 8), memory=64 << 20)
+        assert signal.getsignal(signal.SIGUSR1) is expire
+        protrain.plan(model, torch.ones(2, 8), memory=64 << 20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

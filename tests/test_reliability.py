@@ -22,7 +22,7 @@ LONGEST_SECONDS = 1200 + 2 * float(FUZZ_SECONDS)
 PROGRAMS = {
     "crashes": (["crashes.py", "--runs", "20", "--seed", "1"], r"20 runs killed"),
     "faults": (["faults.py", "--share", "0.001", "--begins", "8"], r'"faults": (?:[6-9]\d|1\d\d)\D'),
-    "exits": (["exits.py"], r'"ways": 12'),
+    "exits": (["exits.py"], r'"ways": 13'),
     "interrupts": (["interrupts.py", "--share", "0.005"], r'"interrupts": [1-9]\d\d'),
     "leaks": (["leaks.py", "--rounds", "8", "--steps", "80"], r'"rounds": 8.*"steps": 80'),
     "training": (["random_training.py", "--seed", "2", "--count", "5", "--seconds", "600"], r"training: 5 cases, [1-9]"),

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from . import fakes
+from . import fakes, handlers
 from .flops import flops_of
 from .knownvalues import KnownValues
 from .phases import DryRunError, Rounding
@@ -272,6 +272,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two calls of three: autograd asks where a tensor is
             return args[0].fake_device
+        handlers.let_in()
         self.settle()
         inputs = [*args, *(kwargs or {}).values()]
         if func not in _LIFTS and any(type(tensor) is not FakeTensor and tensor.dim() for tensor in tensors_in(inputs)):

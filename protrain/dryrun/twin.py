@@ -26,7 +26,7 @@ from ..base.counting import uncounted
 from ..model import keycaches, randomness
 from ..model.compiled import CALL, eager
 from ..model.held import tensors_held
-from . import fakes
+from . import fakes, handlers
 from .phases import DryRunError, Rounding
 
 HOOKS = (
@@ -209,22 +209,23 @@ def own_parametrizations() -> Iterator[None]:
 def without_data(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], chunk_of_param: dict[int, int], round_bytes: Rounding
 ) -> Iterator[tuple[Twin, Any, Any]]:
-    """The model's twin and its batch, inside the fake mode; random states stay as they are.
+    """The model's twin and its batch, inside the fake mode; random states stay as they are, and handlers of signals wait.
 
     Raises:
         DryRunError: something inside failed.
     """
-    random_state = torch.get_rng_state()
-    try:
-        with (
-            uncounted(), randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs),
-            fakes.nothing_left_out(), fakes.quiet(), eager(), FakeTensorMode(),
-        ):  # fmt: skip
-            twin = _make_twin(model, chunk_of_param, round_bytes)
-            yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)
-    except DryRunError:
-        raise
-    except Exception as error:
-        raise DryRunError(one_line(error)) from error
-    finally:
-        torch.set_rng_state(random_state)
+    with handlers.waiting():
+        random_state = torch.get_rng_state()
+        try:
+            with (
+                uncounted(), randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs),
+                fakes.nothing_left_out(), fakes.quiet(), eager(), FakeTensorMode(),
+            ):  # fmt: skip
+                twin = _make_twin(model, chunk_of_param, round_bytes)
+                yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)
+        except DryRunError:
+            raise
+        except Exception as error:
+            raise DryRunError(one_line(error)) from error
+        finally:
+            torch.set_rng_state(random_state)
