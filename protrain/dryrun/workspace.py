@@ -200,6 +200,7 @@ _OF_16_BITS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }
 _BY_CHANCE = {"aten::_scaled_dot_product_flash_attention_for_cpu_backward"}  # threads that meet hold more than others
+_BY_SIZE_OF_NUMBERS = {"aten::linalg_matrix_exp"}  # more terms of the series for larger ones, whose powers are all held
 
 
 class _Measured(NamedTuple):
@@ -278,8 +279,11 @@ class MeasuredWorkspace:
         return _found.get(key)
 
     def _run_once(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured | None:
-        """On zeros, or on ones, from which pivots count; None: it takes neither."""
-        for make in (torch.zeros, torch.ones):
+        """On zeros, or on ones, from which pivots count; None: it takes neither. On large numbers where those take most."""
+        makes: list[Callable[..., torch.Tensor]] = [torch.zeros, torch.ones]
+        if operation._schema.name in _BY_SIZE_OF_NUMBERS:
+            makes.insert(0, lambda count, dtype: torch.full((count,), 64, dtype=dtype))
+        for make in makes:
             try:
                 return self._measure(operation, args, kwargs, make)
             except BudgetError:
