@@ -129,7 +129,7 @@ OPERATIONS: dict[str, Callable[[], torch.Tensor]] = {
     "bilinear form": lambda: F.bilinear(rows()[0], rows()[1], torch.randn(16, 256, 256, requires_grad=True)),
     "exponential": lambda: torch.linalg.matrix_exp(rows()[:, :, :128]) + torch.linalg.matrix_exp(rows()[0, :, :128]),
     "values and vectors": lambda: torch.linalg.svdvals(rows()).sum() + torch.linalg.eigh(rows()[:, :, :128])[1].sum(),
-    "orthogonal": lambda: torch.linalg.qr(rows().mT)[0].sum() + torch.linalg.householder_product(rows().mT, rows()[:, :, 0]).sum(),
+    "orthogonal": lambda: torch.linalg.qr(rows().mT)[0] * torch.linalg.householder_product(rows().mT, rows()[:, :, 0]),
     "triangles": lambda: torch.linalg.cholesky(torch.eye(128) * 9 + rows()[:, :, :128] * 1e-3) + torch.logdet(torch.eye(128) * 2),
     "inverse": lambda: torch.linalg.inv(torch.eye(128) + rows()[:, :, :128] * 1e-3),
     "repeats": lambda: rows().repeat(2, 1, 1) + rows().repeat_interleave(2, 0),
