@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from bisect import bisect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,19 +236,26 @@ class Funnel(torch.nn.Sequential):
         return super().forward(x).square().mean()
 
 
-def test_wrap_takes_the_smallest_budget_of_an_optimizer_without_a_kernel(disk: Path) -> None:
-    """It had counted a gradient that waits to leave memory beside the update, which comes when it has left."""
-    x = torch.randn(32, 64)
+def trained_by_rmsprop_in_the_smallest_budget(
+    make: Callable[[], torch.nn.Module], x: torch.Tensor, disk: Path
+) -> protrain.Status:
+    """The status behind four steps in the budget that `protrain.plan` names, which plain torch's are compared with."""
 
     def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters(), lr=1e-3)
 
-    model = Funnel()
+    model = make()
     with pytest.raises(protrain.BudgetError) as refused:
         protrain.plan(model, (x,), memory=1000, optimizer=rmsprop(model), disk=str(disk))
     memory = refused.value.smallest_bytes
     given = {"memory": memory, "disk": str(disk)}
-    status = assert_equal(run(Funnel, steps([x] * 4), rmsprop, **given), run(Funnel, steps([x] * 4), rmsprop), memory)
+    return assert_equal(run(make, steps([x] * 4), rmsprop, **given), run(make, steps([x] * 4), rmsprop), memory)
+
+
+def test_wrap_takes_the_smallest_budget_of_an_optimizer_without_a_kernel(disk: Path) -> None:
+    """It had counted a gradient that waits to leave memory beside the update, which comes when it has left."""
+    x = torch.randn(32, 64)
+    status = trained_by_rmsprop_in_the_smallest_budget(Funnel, x, disk)
     assert status.plan.n_persist < status.plan.n_chunks
 
 
@@ -266,15 +274,7 @@ def test_wrap_takes_the_smallest_budget_of_a_small_model_and_an_optimizer_withou
                 x = layer(x).tanh()
             return x.square().mean()
 
-    def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
-
-    model = Small()
-    with pytest.raises(protrain.BudgetError) as refused:
-        protrain.plan(model, (x,), memory=1000, optimizer=rmsprop(model), disk=str(disk))
-    memory = refused.value.smallest_bytes
-    given = {"memory": memory, "disk": str(disk)}
-    status = assert_equal(run(Small, steps([x] * 4), rmsprop, **given), run(Small, steps([x] * 4), rmsprop), memory)
+    status = trained_by_rmsprop_in_the_smallest_budget(Small, x, disk)
     assert status.plan.n_persist == status.plan.n_chunks
 
 
