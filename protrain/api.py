@@ -36,7 +36,7 @@ from .dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from .errors import BudgetError, DiskError, Error, PlanError, StepError
 from .model import keycaches, onmeta
 from .model.blocks import find_blocks
-from .model.compiled import check_compiled
+from .model.compiled import check_compiled, find_compiled
 from .model.layout import describe, make_layout
 from .model.precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
 from .model.strides import shared_memory
@@ -283,6 +283,8 @@ def wrap(
     check_grads(named, dtype)
     blocks = find_blocks(model)
     check_compiled(model, blocks, compute.separate)
+    if find_compiled(model):
+        compute.will_compile()
     modes = check_modes(block_modes, len(blocks))
     if plan is not None:
         check_numbers(plan)
@@ -494,6 +496,8 @@ def _foresee(
     """As `profile`, with chunks for this budget."""
     named = _check_model(model)
     compute = choose(named, device)
+    if find_compiled(model):
+        compute.will_compile()
     args, kwargs = _arguments(batch)
     dtype = dtype_of(precision)
     check_dtypes(named, dtype)

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class Compute:
     def counts(self) -> bool:
         """Whether what is made on a GPU counts now; `_core.swap_account` tells of ordinary memory."""
         return False
+
+    def will_compile(self) -> None:
+        """Parts of the model are compiled by torch: their first calls here take what choosing kernels takes."""
 
     def held_bytes(self, engine: _core.Engine) -> int:
         """What is live now of the budget, the engine's own memory among it."""
@@ -160,6 +164,8 @@ class Accelerator(Compute):
 SEGMENT_ENDS_BYTES = 24 * MIB
 #: A step's products run on two threads, that of forward and that of backward, each with a handle of cuBLAS of its own.
 BLAS_THREADS = 2
+#: What inductor takes a GPU's last cache for where torch does not tell.
+UNKNOWN_CACHE_BYTES = 256 * MIB
 
 
 def workspace_bytes(environment: Mapping[str, str], capability: tuple[int, int], told_bytes: int | None = None) -> int:
@@ -212,6 +218,10 @@ class Cuda(Accelerator):
 
     def cache_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.number).L2_cache_size)
+
+    def will_compile(self) -> None:
+        """Between two runs of a kernel that is timed inductor writes over the GPU's last cache, from a tensor as large."""
+        self.overhead = replace(self.overhead, fixed_bytes=self.overhead.fixed_bytes + (self.cache_bytes() or UNKNOWN_CACHE_BYTES))
 
     def current_stream(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self.number)  # type: ignore[attr-defined]

@@ -126,6 +126,10 @@ class Residency:
         first = entry.offset_bytes // self._element_bytes
         return self._bases[entry.chunk].as_strided(entry.shape, entry.strides, first)
 
+    def base(self, chunk: int) -> torch.Tensor:
+        """Where a chunk lies, which is bound, as one flat tensor."""
+        return self._bases[chunk]
+
     def address(self, number: int) -> int | None:
         """Where the values of parameter `number` begin; None where its chunk has no place yet."""
         entry = self._layout.entries[number]
