@@ -24,7 +24,8 @@ from ..profiling.device_clock import DeviceClock
 from .residency import Residency
 from .wrapped import Wrapped
 
-SLICE_COUNT = 4 * MIB  # elements of bf16 that are widened at once
+#: Elements of bf16 that are widened, and looked at, at once: a thousandth of the budget's bytes, of which they take a hundredth.
+SLICE_COUNT, MOST_SLICE_COUNT = 4 * MIB, 32 * MIB
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -62,6 +63,7 @@ class DeviceUpdates:
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: DeviceClock) -> None:
         self._wrapped, self._engine, self._residency, self._clock = wrapped, engine, residency, clock
         self._residents: dict[int, _Resident] = {}
+        self._slice_count = max(SLICE_COUNT, min(wrapped.settings.memory_bytes // 1024, MOST_SLICE_COUNT))
 
     def make_step(
         self, counted: list[tuple[int, int]], in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float
@@ -79,8 +81,8 @@ class DeviceUpdates:
         self._come_to(dict.fromkeys(entries[number].chunk for number, _ in in_memory))
         if self._wrapped.master_array:
             self._take_written([number for number, _ in in_memory])
-        largest = max((entries[number].count for number, _ in in_memory), default=0) if self._wrapped.master_array else 0
-        wide = torch.empty(min(largest, SLICE_COUNT), dtype=torch.float32, device=device)
+        total = sum(entries[number].count for number, _ in in_memory) if self._wrapped.master_array else 0
+        wide = torch.empty(min(total, self._slice_count), dtype=torch.float32, device=device)
         alike: dict[tuple[Hyper, int], list[tuple[int, torch.Tensor]]] = {}
         for number, grad in in_memory:
             key = hypers[entries[number].group], self._engine.steps(number) + 1
@@ -124,7 +126,7 @@ class DeviceUpdates:
         if found is not None:
             return found
         begin, count = self._first(number), entry.count
-        most = SLICE_COUNT if resident.masters is not None else count
+        most = self._slice_count if resident.masters is not None else count
         made: list[Part] = []
         for first in range(0, count, most):
             last = min(first + most, count)
@@ -152,8 +154,8 @@ class DeviceUpdates:
                     first = self._first(number) if first == last else first
                     last = self._first(number) + layout.entries[number].count
                     continue
-                for begin in range(first, last, SLICE_COUNT):
-                    here = slice(begin, min(begin + SLICE_COUNT, last))
+                for begin in range(first, last, self._slice_count):
+                    here = slice(begin, min(begin + self._slice_count, last))
                     _take_written(resident.values[here], resident.masters[here])
                 first = last
 
