@@ -7,15 +7,14 @@ known of torch 2.11 to 2.13, from its sources:
 
 - A pool is used by the allocations that a filter lets through. torch.cuda.use_mem_pool filters by thread, and backward has a
   thread of its own; so here every thread's allocations on the GPU go to the pool, as those of the CPU go to the arena.
-- While a filter is set torch gives cached segments back only where it does not cut them, which uncut.py sees to for large ones.
-  Small ones may lie free that are too short, and plans leave room for that (compute.py).
+- While a filter is set torch gives no cached segment back: an operation that the budget refuses ends in torch.OutOfMemoryError
+  even though segments may lie free that are too short. Plans leave room for that (compute.py).
 - While a filter is set, a block that is freed with streams recorded on it (`Tensor.record_stream`) waits; the first allocation
   after it takes such blocks for those of a CUDA graph, and forgets those streams: what they still read could be given to others.
   So `end` waits for the GPU where blocks wait, which is where somebody recorded another stream than the tensor's own.
 - Cached segments of a pool are given back when the pool is gone. So homes move with a fresh pool; tensors that are still there
   keep their own segments, counted, until they go. Their allocator must outlive them: there is one for the process.
-- A pool made with use_on_oom lends its free blocks to allocations outside of steps that find no memory, and cuts them, which
-  uncut.py must not meet again. So these pools are not.
+- Outside of steps an allocation that finds no memory takes free blocks of pools made with use_on_oom. They stay counted here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from .. import _core
-from . import uncut
+from ..base.sizes import MIB
 
 _C: Any = torch._C
 _current: dict[int, GpuPool] = {}  # number of a GPU -> the pool that its allocations go to
@@ -43,7 +42,7 @@ class GpuPool:
     def __init__(self, number: int) -> None:
         self.number = number
         self._pool: Any = None
-        self._uncut = False  # the pool's segments are
+        self._whole_stream: int | None = None  # for which what was left of the budget is one range
 
     @property
     def running(self) -> bool:
@@ -57,12 +56,9 @@ class GpuPool:
             return
         if before is not None:
             before.end()
-        if not _current:
-            uncut.begin(self.number)
-        if self._pool is None or self._uncut != uncut.in_force():
-            self._uncut = uncut.in_force()
+        if self._pool is None:
             with torch.cuda.device(self.number):
-                self._pool = torch.cuda.MemPool(_allocator().allocator())
+                self._pool = torch.cuda.MemPool(_allocator().allocator(), use_on_oom=True)
         _C._cuda_beginAllocateToPool(self.number, self._pool.id)
         _current[self.number] = self
 
@@ -78,14 +74,32 @@ class GpuPool:
         finally:
             _C._cuda_endAllocateToPool(self.number, self._pool.id)
             _C._cuda_releasePool(self.number, self._pool.id)
-            if not _current:
-                uncut.end()
 
     def renew(self) -> None:
         """Segments that no tensor is in go back; called between steps."""
         running = self.running
         self.end()
-        self._pool = None
+        self._pool, self._whole_stream = None, None
         torch.cuda.empty_cache()
         if running:
             self.begin()
+
+    def is_whole(self) -> bool:
+        """Whether the current stream's tensors are cut from one range. Where that is another's it goes back."""
+        if self._whole_stream is None:
+            return False
+        if self._whole_stream == self._stream():
+            return True
+        self.renew()
+        return False
+
+    def make_whole(self, size_bytes: int) -> None:
+        """Tensors of the current stream are cut from one range of so many bytes from now on, where there is one."""
+        try:
+            torch.empty(size_bytes // MIB * MIB, dtype=torch.uint8, device=torch.device("cuda", self.number))
+        except torch.OutOfMemoryError:  # the GPU has less than the budget: segments as they come
+            return
+        self._whole_stream = self._stream()
+
+    def _stream(self) -> int:
+        return int(_C._cuda_getCurrentRawStream(self.number))

@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Overhead:
-    """What libraries and the allocator's rounding take of a device's budget beside tensors: fixed_bytes, and one part in `part`
-    of the budget; 0: none."""
+    """What libraries and the allocator take of a device's budget beside tensors: fixed_bytes, one part in `part` of the budget,
+    and one in `between_part` of what a step holds that recomputes all blocks, lost between tensors; 0: none.
+
+    What is lost between tensors is nearly as much where blocks are kept: large ones that come and go, such as logits, lose it
+    (docs/decisions/0019-memory-of-a-gpu.md)."""
 
     fixed_bytes: int = 0
     part: int = 0
+    between_part: int = 0
 
     def of(self, budget_bytes: int) -> int:
         """What is taken of this budget."""
         return self.fixed_bytes + (budget_bytes // self.part if self.part else 0)
+
+    def between(self, recomputed_bytes: int) -> int:
+        """What is lost between the tensors of a step that would hold so much if all blocks were recomputed."""
+        return recomputed_bytes // self.between_part if self.between_part else 0
 
     def around(self, needed_bytes: int) -> int:
         """The smallest budget that leaves so much beside what is taken of it."""

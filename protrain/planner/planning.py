@@ -287,6 +287,7 @@ def plan_from_profile(
     over = profile.overhead
     beside = over is not None or profile.machine.upload.bytes_per_second > 0  # host memory, where updates pass through it
     room_bytes = host_budget_bytes if over is None else host_room(chunks, profile.n_states, host_budget_bytes)
+    beside_bytes = over.of(budget_bytes) + over.between(profile.run.checkpoint_peak_bytes) if over is not None else 0
     machine = profile.machine
     if over is not None and machine.step_update_bytes_per_second == 0:
         machine = replace(machine, step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
@@ -297,7 +298,7 @@ def plan_from_profile(
             n_ahead=given.n_ahead if given else 0,
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
-            unknown_bytes=over.of(budget_bytes) if over is not None else 0, host_budget_bytes=room_bytes, n_ranks=n_ranks,
+            unknown_bytes=beside_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
             ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint,
         )  # fmt: skip
     except BudgetError as error:

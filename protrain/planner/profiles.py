@@ -154,7 +154,7 @@ class Profile:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, or a parameter of less than none")
         if not 0 <= self.n_states <= MOST_STATES or self.n_passes < 1:
             raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
-        if self.overhead is not None and (min(self.overhead.fixed_bytes, self.overhead.part) < 0 or self.overhead.part == 1):
+        if self.overhead is not None and (min(asdict(self.overhead).values()) < 0 or self.overhead.part == 1):
             raise ValueError(f"an overhead of {self.overhead.fixed_bytes} bytes and one part in {self.overhead.part}")
         if self.footprint is not None and len(self.footprint.state_bytes) != len(self.parameters):
             raise ValueError(f"it has states of {len(self.footprint.state_bytes)} parameters, and {len(self.parameters)}")

@@ -24,7 +24,8 @@ from ..profiling.device_clock import DeviceClock
 from .residency import Residency
 from .wrapped import Wrapped
 
-#: Elements of bf16 that are widened, and looked at, at once: a thousandth of the budget's bytes, of which they take a hundredth.
+#: Elements of bf16 that are widened at once: those of one parameter, up to the first; or more, up to the second, in number a
+#: thousandth of the budget's bytes.
 SLICE_COUNT, MOST_SLICE_COUNT = 4 * MIB, 32 * MIB
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -63,7 +64,8 @@ class DeviceUpdates:
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: DeviceClock) -> None:
         self._wrapped, self._engine, self._residency, self._clock = wrapped, engine, residency, clock
         self._residents: dict[int, _Resident] = {}
-        self._slice_count = max(SLICE_COUNT, min(wrapped.settings.memory_bytes // 1024, MOST_SLICE_COUNT))
+        largest = min(max((entry.count for entry in wrapped.layout.entries), default=0), SLICE_COUNT)
+        self._slice_count = max(largest, min(wrapped.settings.memory_bytes // 1024, MOST_SLICE_COUNT), 1)
 
     def make_step(
         self, counted: list[tuple[int, int]], in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float

@@ -111,6 +111,7 @@ class Fitter:
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
+        beside_bytes += wrapped.compute.overhead.between(run.checkpoint_peak_bytes) if run is not None else 0
         beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
         n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
@@ -275,6 +276,11 @@ class Fitter:
                 return found
             more += lacks if attempts < 16 else max(lacks, more)
             attempts += 1
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """What a step holds at most where all blocks are recomputed, of the batches that were foreseen."""
+        return max((run.checkpoint_peak_bytes for _, run in self.dry_runs if run is not None), default=0)
 
     # ---- batches that no dry run foresaw ----
 
