@@ -528,7 +528,7 @@ def _foresee(
         workspace = MeasuredWorkspace(partial(counted_alone, folder, default_memory_bytes()))
     try:
         with keycaches.dropped(kwargs, keycaches.are_of_no_use(model)):
-            run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=compute.rounding(), workspace=workspace)
+            run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
     found = Profile(

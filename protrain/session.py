@@ -237,7 +237,7 @@ class Session:
             self._fit(args, kwargs)
             if begins:
                 room_bytes = self.wrapped.settings.memory_bytes - self.homes.arrangement.plan.peak_bytes
-                self.wrapped.compute.make_whole(self.engine, room_bytes, self.fitter.recomputed_bytes)
+                self.wrapped.compute.make_whole(self.engine, room_bytes, *self.fitter.recomputed_bytes())
                 self._tells = True
                 self._held_before = self.fitter.begin_step()
                 self.marks.begin()

@@ -118,7 +118,7 @@ def test_bf16_masters_on_the_device(
 ) -> None:
     """Widened many parameters at once, and large ones in several slices."""
     if slice_count is not None:
-        monkeypatch.setattr(device_updates, "SLICE_COUNT", slice_count)
+        monkeypatch.setattr(device_updates, "MOST_SLICE_COUNT", slice_count)
     loop = test_bf16.fit(token_batches(3, length=32), clip=0.5)
     status = test_bf16.assert_equal(gpt2, loop, memory=26 * MIB, host_memory=1 << 30, max_grad_norm=0.5)
     assert 0 < status.plan.n_persist < status.plan.n_chunks

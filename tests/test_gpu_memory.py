@@ -17,7 +17,7 @@ import torch
 
 import protrain
 from protrain import _core
-from protrain.device import gpupool
+from protrain.device import compute, gpupool
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -221,3 +221,49 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="a kernel failed"):
         second.end()
     assert calls == [("begin", 3, 3), ("end", 3, 3), ("release", 3, 3)]
+
+
+def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan leaves little, what is left is taken at once, for the stream that computes; small tensors have their room."""
+    made: list[int] = []
+    stream, refuses = [1], [False]
+
+    def empty(size: int, **_: Any) -> None:
+        if refuses[0]:
+            raise torch.OutOfMemoryError
+        made.append(size // MIB)
+
+    names = ("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
+    entries: dict[str, Any] = dict.fromkeys(names, lambda *_: None)
+    entries["_cuda_memoryStats"] = lambda _: {kind: {"all": {"current": 0}} for kind in ("active_bytes", "allocated_bytes")}
+    monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**entries, _cuda_getCurrentRawStream=lambda _: stream[0]))
+    monkeypatch.setattr(gpupool, "_allocator", lambda: SimpleNamespace(allocator=lambda: None))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda _allocator, use_on_oom: SimpleNamespace(id=(0, 1)))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "empty", empty)
+    cuda = compute.Cuda.__new__(compute.Cuda)
+    cuda.number, cuda.pool = 0, gpupool.GpuPool(0)
+    stats = {"limit_bytes": 1000 * MIB, "live_bytes": 100 * MIB}
+    engine: Any = SimpleNamespace(stats=lambda: stats)
+
+    def begin_step(room: int, recomputed: int = 800) -> list[int]:
+        cuda.pool.begin()
+        cuda.make_whole(engine, room * MIB, recomputed * MIB, 8 * MIB)
+        cuda.pool.end()
+        found = made.copy()
+        made.clear()
+        return found
+
+    assert begin_step(400) == []  # as much as half of what a step holds: segments as they come
+    assert begin_step(399, recomputed=0) == []  # nothing was foreseen
+    assert begin_step(399, recomputed=900) == []  # small tensors leave less than it needs
+    refuses[0] = True
+    assert begin_step(399) == []
+    refuses[0] = False
+    assert begin_step(399) == [1000 - 100 - 10 - 24]
+    assert begin_step(0) == []
+    stream[0] = 2
+    assert begin_step(399) == [866]  # the other stream's has gone back
+    cuda.trim()
+    assert begin_step(399) == [866]  # homes have moved

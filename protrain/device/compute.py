@@ -49,13 +49,14 @@ class Compute:
         """Memory that is kept for later goes back to the system; between steps."""
         _core.trim(0)
 
-    def rounding(self) -> Callable[[int], int]:
-        """For one dry run: what the allocator counts for a request of so many bytes."""
-        return _core.rounded_bytes
+    def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
+        """A step begins whose plan leaves room_bytes of the budget: where that is little the allocator takes what is left as one
+        range, and cuts tensors from that.
 
-    def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int) -> None:
-        """A step begins whose plan leaves room_bytes of the budget, and in which so much would be held if all blocks were
-        recomputed: where that is little the allocator takes what is left as one range, and cuts tensors from that."""
+        Args:
+            recomputed_bytes: that the step would hold at most if all blocks were recomputed.
+            small_bytes: of small tensors (DryRun) at once.
+        """
 
     def count(self, engine: _core.Engine, on: bool) -> None:
         """Tensors made where it is computed count against this engine's budget from now on, or against none."""
@@ -206,20 +207,6 @@ def _cuda_overhead(number: int) -> Overhead:
 
 #: A plan that leaves as much as this part of what a step holds that recomputes all blocks loses nothing by segments as they come.
 AMPLE_PART = 2
-SMALL_BYTES = MIB  # torch cuts tensors up to this from segments of their own
-
-
-class _Rounding:
-    """As torch's caching allocator counts; small_bytes: of all small tensors that were asked for, also of those that are gone."""
-
-    def __init__(self) -> None:
-        self.small_bytes = 0
-
-    def __call__(self, n_bytes: int) -> int:
-        found = -(-n_bytes // 512) * 512
-        if found <= SMALL_BYTES:
-            self.small_bytes += found
-        return found
 
 
 class Cuda(Accelerator):
@@ -236,7 +223,6 @@ class Cuda(Accelerator):
         self.number = number
         self.overhead = _cuda_overhead(number)
         self.pool = GpuPool(number)
-        self._roundings: list[_Rounding] = []
 
     def default_memory_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.number)
@@ -272,22 +258,16 @@ class Cuda(Accelerator):
         super().trim()
         self.pool.renew()
 
-    def rounding(self) -> Callable[[int], int]:
-        made = _Rounding()
-        self._roundings.append(made)
-        return made
-
-    def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int) -> None:
+    def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
         """From segments as they come, each for a tensor that is gone by then, a large one often cannot be cut although enough is
         free: up to nearly half of what a step holds is lost so, of one range a quarter. Small tensors have segments of their own,
-        for which as much is left as all of a dry run would take."""
+        for which room is left."""
         if self.pool.is_whole():
             return
         if not recomputed_bytes or room_bytes >= recomputed_bytes // AMPLE_PART:
             return
-        small_bytes = max((made.small_bytes for made in self._roundings), default=0)
         stats = engine.stats()
-        left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes - SEGMENT_ENDS_BYTES
+        left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes * 5 // 4 - SEGMENT_ENDS_BYTES
         if left_bytes >= recomputed_bytes:
             self.pool.make_whole(left_bytes)
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from . import fakes, handlers
 from .flops import flops_of
 from .knownvalues import KnownValues
-from .phases import DryRunError, Rounding
+from .phases import SMALL_TENSOR_BYTES, DryRunError, Rounding
 from .twin import fake_of
 from .workspace import Workspace, tensors_in
 
@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
         self.round_bytes = round_bytes
         self.known: dict[int, Any] = dict.fromkeys(not_counted)
         self.chunk_of_storage = chunk_of_storage
-        self.live_bytes = 0
+        self.live_bytes = self.small_bytes = self.small_peak_bytes = 0
         self.accesses: list[tuple[int, Segment]] = []
         self.n_together = 1
         self.held: set[int] = set()  # chunks that a compiled module has read together, until another is read
@@ -177,6 +177,7 @@ class Meter(TorchDispatchMode):
             self.sum.in_place = True
         if self.known.pop(key, None) is not None:
             self.live_bytes -= size
+            self.small_bytes -= size if size <= SMALL_TENSOR_BYTES else 0
             self.segments[-1].lowest = min(self.segments[-1].lowest, self.live_bytes)
             if segment.block >= 0 and not segment.backward and self.segments[-1].backward:
                 if size >= self.least_bytes:
@@ -198,6 +199,9 @@ class Meter(TorchDispatchMode):
 
         self.known[key] = weakref.ref(storage, drop)
         self.live_bytes += size
+        if size <= SMALL_TENSOR_BYTES:
+            self.small_bytes += size
+            self.small_peak_bytes = max(self.small_peak_bytes, self.small_bytes)
 
     def _size(self, storage: Any) -> int:
         return self.round_bytes(storage.nbytes()) if storage.nbytes() else 0

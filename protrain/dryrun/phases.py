@@ -10,6 +10,8 @@ from .flops import ordinary_seconds
 
 Rounding = Callable[[int], int]
 
+#: Small tensors: torch's allocator of a GPU cuts them from segments of their own.
+SMALL_TENSOR_BYTES = 1 << 20
 
 #: What no dry run sees: tensors that plain numbers become in operations. Up to 12 KB were found, whatever the number of blocks.
 SMALL_UNSEEN_BYTES = 16 << 10
@@ -92,6 +94,7 @@ class DryRun:
     left_bytes: live when backward is over, as outputs that the program holds.
     head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
+    small_peak_bytes: of small tensors alone, in any run.
     """
 
     phases: tuple[Phase, ...]
@@ -110,6 +113,7 @@ class DryRun:
     head_bytes: tuple[int, int, int] = (0, 0, 0)
     batch_bytes: int = 0
     left_bytes: int = 0
+    small_peak_bytes: int = 0
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""

@@ -18,15 +18,15 @@ import torch
 from torch._C import DisableTorchFunction
 
 from .. import _core
-from ..base.sizes import MIB
+from ..base.sizes import KIB, MIB
 from ..optim.optimizers import ADAMW, SGD, Hyper, n_states_of
 from ..profiling.device_clock import DeviceClock
 from .residency import Residency
 from .wrapped import Wrapped
 
-#: Elements of bf16 that are widened at once: those of one parameter, up to the first; or more, up to the second, in number a
-#: thousandth of the budget's bytes.
-SLICE_COUNT, MOST_SLICE_COUNT = 4 * MIB, 32 * MIB
+#: Elements of bf16 that are widened, and looked at, at once, at least and at most: as many as a thousandth of the budget's bytes,
+#: of which they so take a hundredth.
+LEAST_SLICE_COUNT, MOST_SLICE_COUNT = 64 * KIB, 32 * MIB
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -64,8 +64,7 @@ class DeviceUpdates:
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: DeviceClock) -> None:
         self._wrapped, self._engine, self._residency, self._clock = wrapped, engine, residency, clock
         self._residents: dict[int, _Resident] = {}
-        largest = min(max((entry.count for entry in wrapped.layout.entries), default=0), SLICE_COUNT)
-        self._slice_count = max(largest, min(wrapped.settings.memory_bytes // 1024, MOST_SLICE_COUNT), 1)
+        self._slice_count = min(max(wrapped.settings.memory_bytes // 1024, LEAST_SLICE_COUNT), MOST_SLICE_COUNT)
 
     def make_step(
         self, counted: list[tuple[int, int]], in_memory: list[tuple[int, torch.Tensor]], hypers: list[Hyper], scale: float

@@ -277,10 +277,10 @@ class Fitter:
             more += lacks if attempts < 16 else max(lacks, more)
             attempts += 1
 
-    @property
-    def recomputed_bytes(self) -> int:
-        """What a step holds at most where all blocks are recomputed, of the batches that were foreseen."""
-        return max((run.checkpoint_peak_bytes for _, run in self.dry_runs if run is not None), default=0)
+    def recomputed_bytes(self) -> tuple[int, int]:
+        """What a step holds at most where all blocks are recomputed, and of small tensors in any, of the batches foreseen."""
+        runs = [run for _, run in self.dry_runs if run is not None]
+        return max((run.checkpoint_peak_bytes for run in runs), default=0), max((run.small_peak_bytes for run in runs), default=0)
 
     # ---- batches that no dry run foresaw ----
 

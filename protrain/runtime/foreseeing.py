@@ -61,10 +61,10 @@ class Foreseer:
         Raises:
             DryRunError: it cannot be foreseen.
         """
-        model, rounding = self._wrapped.model, self._wrapped.compute.rounding()
+        model = self._wrapped.model
 
         def foresee(workspace: Workspace) -> int:
-            return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=rounding, workspace=workspace)
+            return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
 
         found = self._measured(foresee, make_room)
         return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
@@ -98,5 +98,5 @@ class Foreseer:
             return dry_run(
                 wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
                 {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
-                round_bytes=wrapped.compute.rounding(), workspace=workspace, hold_output=self.holds_output,
+                round_bytes=_core.rounded_bytes, workspace=workspace, hold_output=self.holds_output,
             )  # fmt: skip
