@@ -176,6 +176,7 @@ class Session:
             output = forward(*args, **kwargs)
             if self._depth == 1:
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+                self.wrapped.compute.note_outputs(leaves)
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
                 self.marks.model_returned()
@@ -236,7 +237,8 @@ class Session:
                 self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
             if begins:
-                room_bytes = self.wrapped.settings.memory_bytes - self.homes.arrangement.plan.peak_bytes
+                now = self.homes.arrangement
+                room_bytes = self.wrapped.settings.memory_bytes - now.plan.peak_bytes + now.between_bytes
                 self.wrapped.compute.make_whole(self.engine, room_bytes, *self.fitter.recomputed_bytes())
                 self._tells = True
                 self._held_before = self.fitter.begin_step()

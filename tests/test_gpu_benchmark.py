@@ -22,7 +22,7 @@ from protrain.profiling.timeline import Event, Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from gpu import apart, driver, figures, largest, measure, run  # noqa: E402
+from gpu import apart, driver, figures, largest, measure, modes, run  # noqa: E402
 from gpu.systems import PLAIN, SYSTEMS, Settings, System, deepspeed_configuration  # noqa: E402
 
 MIB = 1 << 20
@@ -326,3 +326,23 @@ def test_the_command_is_a_program() -> None:
     done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu/run.py", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--most-layers" in done.stdout
+
+
+# ---- modes ----
+
+
+def test_every_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "modes.json"
+    small = [word for word in SMALL if word not in ("--most-layers", "4", "--minutes", "60", "--memory", "16MiB")]
+    assert modes.main([*small, "--memory", "64MiB", "1MiB", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["cases"]
+    assert json.loads(capsys.readouterr().out)["cases"] == found
+    named = {f"all {mode}": {mode: 2} for mode in modes.MODES}
+    assert list(found) == ["plain torch", *named, "in 64MiB", "in 1MiB"]
+    assert "smallest budget" in found["in 1MiB"]["does_not_fit"]
+    for name, one in list(found.items())[:-1]:
+        assert (one["first_loss"], one["last_loss"]) == (found["plain torch"]["first_loss"], found["plain torch"]["last_loss"])
+        assert min(one["seconds_waited_for"], one["seconds_ordered"], one["seconds_not_waited_for"]) > 0
+        if name in named:
+            assert one["block_modes"] == named[name]
+            assert 0 < one["peak_bytes"] <= 64 * MIB

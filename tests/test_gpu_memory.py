@@ -18,6 +18,7 @@ import torch
 import protrain
 from protrain import _core
 from protrain.device import compute, gpupool
+from protrain.device.overhead import Overhead
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -226,13 +227,15 @@ def test_pools_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a plan leaves little, what is left is taken at once, for the stream that computes; small tensors have their room."""
     made: list[int] = []
-    stream, refuses = [1], [False]
+    stream, refuses, address = [1], [False], [1 << 40]
 
-    def empty(size: int, **_: Any) -> None:
+    def empty(size: int, **_: Any) -> Any:
         if refuses[0]:
             raise torch.OutOfMemoryError
         made.append(size // MIB)
+        return SimpleNamespace(data_ptr=lambda: address[0], nbytes=size)
 
+    ordinary = torch.empty
     names = ("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
     entries: dict[str, Any] = dict.fromkeys(names, lambda *_: None)
     entries["_cuda_memoryStats"] = lambda _: {kind: {"all": {"current": 0}} for kind in ("active_bytes", "allocated_bytes")}
@@ -243,7 +246,9 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "empty", empty)
     cuda = compute.Cuda.__new__(compute.Cuda)
-    cuda.number, cuda.pool = 0, gpupool.GpuPool(0)
+    cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
+    cuda.overhead = Overhead(part=32, between_part=4)
+    cuda.note_outputs([])
     stats = {"limit_bytes": 1000 * MIB, "live_bytes": 100 * MIB}
     engine: Any = SimpleNamespace(stats=lambda: stats)
 
@@ -265,5 +270,20 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begin_step(0) == []
     stream[0] = 2
     assert begin_step(399) == [866]  # the other stream's has gone back
-    cuda.trim()
-    assert begin_step(399) == [866]  # homes have moved
+    monkeypatch.setattr(torch, "empty", ordinary)
+    output, other = torch.arange(6.0, requires_grad=True) * 2, torch.zeros(3)
+    view = output[1:5:2]
+    want, elsewhere = view.tolist(), other.data_ptr()
+    cuda.pool._range = output.data_ptr(), output.data_ptr() + 1
+    before, address_of_output = cuda.pool._whole_stream, output.data_ptr()
+    cuda.note_outputs([output, view, other])
+    cuda.trim()  # homes move: what the program holds lies elsewhere, and a view of it with it
+    assert before == 2
+    assert not cuda.pool.is_whole()
+    assert output.data_ptr() != address_of_output
+    assert view.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    assert view.tolist() == want
+    assert other.data_ptr() == elsewhere
+    output.sum().backward()  # of the graph nothing has changed
+    monkeypatch.setattr(torch, "empty", empty)
+    assert begin_step(399) == [866]

@@ -89,11 +89,7 @@ def _processor() -> list[Row]:
         gpu = torch.cuda.get_device_name(0) if count else "none"
     except Exception as error:  # a broken driver must not end the doctor
         count, gpu = 0, f"cannot ask torch: {' '.join(str(error).split())[:80]}"
-    meaning = (
-        "train --device cuda uses it; no training has been seen on one yet"
-        if count
-        else "models train on the CPU; memory is the device, the disk takes the rest"
-    )
+    meaning = "train --device cuda uses it" if count else "models train on the CPU; memory is the device, the disk takes the rest"
     return [*rows, Row("GPU", gpu, meaning, {"count": count}), _direct_storage()]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from .. import _core
 from ..base.sizes import KIB, MIB, default_memory_bytes
 from ..errors import PlanError
 from .gpupool import GpuPool
-from .overhead import Overhead
+from .overhead import AMPLE_TIMES, Overhead
 
 
 class Compute:
@@ -49,11 +50,15 @@ class Compute:
         """Memory that is kept for later goes back to the system; between steps."""
         _core.trim(0)
 
+    def note_outputs(self, tensors: list[torch.Tensor]) -> None:
+        """The program was given these, and may hold them beyond the step."""
+
     def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
-        """A step begins whose plan leaves room_bytes of the budget: where that is little the allocator takes what is left as one
-        range, and cuts tensors from that.
+        """A step begins: where its plan leaves little of the budget the allocator takes what is left as one range, from which it
+        cuts tensors.
 
         Args:
+            room_bytes: that the plan leaves, beside what it has for memory lost between tensors or together with that.
             recomputed_bytes: that the step would hold at most if all blocks were recomputed.
             small_bytes: of small tensors (DryRun) at once.
         """
@@ -205,8 +210,26 @@ def _cuda_overhead(number: int) -> Overhead:
     return Overhead(SEGMENT_ENDS_BYTES + BLAS_THREADS * workspace, part=32, between_part=4)
 
 
-#: A plan that leaves as much as this part of what a step holds that recomputes all blocks loses nothing by segments as they come.
-AMPLE_PART = 2
+class _Lifted:
+    """Tensors that share a storage on the GPU, in ordinary memory until `put`."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        with torch.no_grad():
+            storage = tensors[0].untyped_storage()
+            here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            self._bytes = here.to(device="cpu", copy=True)
+            del here
+            self._lay(self._bytes)
+
+    def put(self, device: torch.device) -> None:
+        with torch.no_grad():
+            self._lay(self._bytes.to(device))
+
+    def _lay(self, flat: torch.Tensor) -> None:
+        for tensor in self._tensors:
+            over = torch.empty(0, dtype=tensor.dtype, device=flat.device)
+            tensor.data = over.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
 
 
 class Cuda(Accelerator):
@@ -223,6 +246,7 @@ class Cuda(Accelerator):
         self.number = number
         self.overhead = _cuda_overhead(number)
         self.pool = GpuPool(number)
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
 
     def default_memory_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.number)
@@ -255,8 +279,16 @@ class Cuda(Accelerator):
         return moment.query()
 
     def trim(self) -> None:
+        """One range goes back as a whole: outputs that the program holds lie elsewhere behind this."""
         super().trim()
+        held = [tensor for one in self._outputs if (tensor := one()) is not None]
+        lifted = [_Lifted(tensors) for tensors in self.pool.in_range(held)]
         self.pool.renew()
+        for one in lifted:
+            one.put(self.device)
+
+    def note_outputs(self, tensors: list[torch.Tensor]) -> None:
+        self._outputs = [weakref.ref(tensor) for tensor in tensors]
 
     def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
         """From segments as they come, each for a tensor that is gone by then, a large one often cannot be cut although enough is
@@ -264,7 +296,9 @@ class Cuda(Accelerator):
         for which room is left."""
         if self.pool.is_whole():
             return
-        if not recomputed_bytes or room_bytes >= recomputed_bytes // AMPLE_PART:
+        if self.pool.is_whole_elsewhere():
+            self.trim()
+        if not recomputed_bytes or room_bytes >= AMPLE_TIMES * self.overhead.between(recomputed_bytes):
             return
         stats = engine.stats()
         left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes * 5 // 4 - SEGMENT_ENDS_BYTES

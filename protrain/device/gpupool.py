@@ -43,6 +43,7 @@ class GpuPool:
         self.number = number
         self._pool: Any = None
         self._whole_stream: int | None = None  # for which what was left of the budget is one range
+        self._range = (0, 0)  # its addresses
 
     @property
     def running(self) -> bool:
@@ -79,27 +80,38 @@ class GpuPool:
         """Segments that no tensor is in go back; called between steps."""
         running = self.running
         self.end()
-        self._pool, self._whole_stream = None, None
+        self._pool, self._whole_stream, self._range = None, None, (0, 0)
         torch.cuda.empty_cache()
         if running:
             self.begin()
 
     def is_whole(self) -> bool:
-        """Whether the current stream's tensors are cut from one range. Where that is another's it goes back."""
-        if self._whole_stream is None:
-            return False
-        if self._whole_stream == self._stream():
-            return True
-        self.renew()
-        return False
+        """Whether the current stream's tensors are cut from one range."""
+        return self._whole_stream == self._stream()
+
+    def is_whole_elsewhere(self) -> bool:
+        """Whether another stream's are."""
+        return self._whole_stream not in (None, self._stream())
 
     def make_whole(self, size_bytes: int) -> None:
         """Tensors of the current stream are cut from one range of so many bytes from now on, where there is one."""
         try:
-            torch.empty(size_bytes // MIB * MIB, dtype=torch.uint8, device=torch.device("cuda", self.number))
+            made = torch.empty(size_bytes // MIB * MIB, dtype=torch.uint8, device=torch.device("cuda", self.number))
         except torch.OutOfMemoryError:  # the GPU has less than the budget: segments as they come
             return
-        self._whole_stream = self._stream()
+        self._whole_stream, self._range = self._stream(), (made.data_ptr(), made.data_ptr() + made.nbytes)
+
+    def in_range(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Those that lie in the one range, by their storages; but for those of inference, which cannot be put elsewhere."""
+        begin, end = self._range
+        found: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.is_inference():
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            if begin <= address < end:
+                found.setdefault(address, []).append(tensor)
+        return list(found.values())
 
     def _stream(self) -> int:
         return int(_C._cuda_getCurrentRawStream(self.number))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: So many times what is lost between tensors that are cut from one range is lost, at most, in segments as they come.
+AMPLE_TIMES = 2
+
 
 @dataclass(frozen=True)
 class Overhead:
@@ -11,7 +14,7 @@ class Overhead:
     and one in `between_part` of what a step holds that recomputes all blocks, lost between tensors; 0: none.
 
     What is lost between tensors is nearly as much where blocks are kept: large ones that come and go, such as logits, lose it
-    (docs/decisions/0019-memory-of-a-gpu.md)."""
+    (docs/decisions/0020-memory-of-a-gpu.md)."""
 
     fixed_bytes: int = 0
     part: int = 0

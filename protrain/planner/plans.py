@@ -120,7 +120,7 @@ class Arrangement:
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
     host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
-    of them on the way at once.
+    of them on the way at once; between_bytes: of the plan's peak, what is for memory that is lost between tensors.
     """
 
     plan: Plan
@@ -143,6 +143,7 @@ class Arrangement:
     stash_window_bytes: int = 0
     safest_bytes: int = 0
     pending_bytes: int = 0
+    between_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from .. import _core
 from ..base.sizes import format_bytes
+from ..device.overhead import AMPLE_TIMES
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
 from ..planner.planning import arrange
@@ -111,7 +112,7 @@ class Fitter:
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
-        beside_bytes += wrapped.compute.overhead.between(run.checkpoint_peak_bytes) if run is not None else 0
+        between_bytes = wrapped.compute.overhead.between(run.checkpoint_peak_bytes) if run is not None else 0
         beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
         n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
@@ -119,15 +120,24 @@ class Fitter:
             n_buffer, n_ahead = given.n_buffer, given.n_ahead
         elif run is None:
             n_persist = None if unknown_bytes else 0
-        try:
+
+        def arranged(between_bytes: int) -> Arrangement:
             found = arrange(
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, n_ahead=n_ahead, grads_outlive_backward=wrapped.grads_outlive_backward,
-                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes, times=times, machine=machine,
-                host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
+                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes + between_bytes, times=times,
+                machine=machine, host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
                 footprint=wrapped.footprint, n_together=wrapped.n_together,
             )  # fmt: skip
+            return replace(found, between_bytes=between_bytes)
+
+        found: Arrangement | None = None
+        if between_bytes and given is None and times is None:  # homes are to move once more: better no range that is one then
+            with suppress(BudgetError):
+                found = arranged(AMPLE_TIMES * between_bytes)
+        try:
+            found = found or arranged(between_bytes)
         except BudgetError as error:
             raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
         if settings.plan is not None:  # what was foretold stands

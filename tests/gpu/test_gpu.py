@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu
 
-Nothing here ran when it was written: see docs/decisions/0013-cuda-from-python.md for what was verified, and how.
+What was seen to hold on a GPU, and when, is in docs/decisions/0013-cuda-from-python.md.
 """
 
 from __future__ import annotations

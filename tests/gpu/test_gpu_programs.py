@@ -174,6 +174,9 @@ def test_convolutions(layout: torch.memory_format, memory: int) -> None:
             losses.append(loss.item())
         return losses
 
+    first, again = (loop(plain.model, plain, False) for plain in (Plain(make(), adamw, set()) for _ in range(2)))
+    if first != again:
+        pytest.skip("plain torch does not repeat itself here")
     equal(make, loop, block_modes=MODES * 2, memory=memory, host_memory=4 << 30)
 
 
