@@ -26,6 +26,7 @@ from twins import MIB, Loop, adamw, assert_equal, fit, run
 import protrain
 from protrain import _core
 from protrain.device import compute
+from protrain.device.overhead import AMPLE_TIMES, Overhead
 from protrain.model import modulestate
 from protrain.planner.tiers import place_away
 from protrain.runtime import arranging, device_updates, pacing
@@ -446,6 +447,39 @@ def _write(file: int, data: bytes) -> None:
     with open(_path(file), "r+b", buffering=0) as opened:
         opened.write(data)
         os.fsync(opened.fileno())
+
+
+def test_room_for_what_is_lost_between_tensors(device: StandIn) -> None:
+    """Before a plan by time there is room for segments as they come, where the budget has it; else for one range."""
+    device.overhead = Overhead(between_part=4)
+    told: list[tuple[int, int]] = []
+
+    def make_whole(_engine: Any, room_bytes: int, recomputed_bytes: int, _small_bytes: int) -> None:
+        told.append((room_bytes, recomputed_bytes))
+
+    device.make_whole = make_whole  # type: ignore[method-assign]
+
+    def step(memory: int) -> protrain.Status:
+        model = Chain()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory, host_memory=1 << 30)
+        try:
+            steps(inputs(2, rows=2048))(model, optimizer, False)
+            return protrain.status(model)
+        finally:
+            protrain.unwrap(model)
+
+    with pytest.raises(protrain.BudgetError) as refused:
+        step(TIGHT)
+    smallest = refused.value.smallest_bytes
+    status = step(smallest)
+    room, recomputed = told[-1]
+    between = device.overhead.between(recomputed)
+    assert between > MIB
+    assert between <= room < AMPLE_TIMES * between
+    assert status.peak_memory_bytes <= smallest - between  # nothing is lost here
+    step(smallest + 2 * between)
+    assert told[-1][1] == recomputed
+    assert told[-1][0] >= AMPLE_TIMES * between
 
 
 def test_refusals(device: StandIn) -> None:
