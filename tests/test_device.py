@@ -449,6 +449,31 @@ def _write(file: int, data: bytes) -> None:
         os.fsync(opened.fileno())
 
 
+def test_gradients_have_room_for_three_chunks_where_the_host_has_it(device: StandIn) -> None:
+    """One is updated, one waits whole, and beside them come the next one's first: else the update after it begins late."""
+
+    def times_largest(host_memory: int) -> float:
+        model = Chain()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, host_memory=host_memory)
+        try:
+            steps(inputs(1))(model, optimizer, False)
+            session, now = protrain.session_of(model), protrain.session_of(model).homes.arrangement
+            assert protrain.status(model).host_bytes <= host_memory
+        finally:
+            protrain.unwrap(model)
+        largest = max(size for size, slot in zip(session.layout.sizes, now.slot_of_chunk, strict=True) if slot >= 0)
+        return float(now.gradient_memory_bytes / largest)
+
+    assert times_largest(HOST["host"]) == 3
+    smallest, found = MIB, 0.0
+    while not found:
+        try:
+            found = times_largest(smallest)
+        except protrain.BudgetError as error:
+            smallest = error.smallest_bytes
+    assert 2 <= found < 2.1
+
+
 def test_room_for_what_is_lost_between_tensors(device: StandIn) -> None:
     """Before a plan by time there is room for segments as they come, where the budget has it; else for one range."""
     device.overhead = Overhead(between_part=4)

@@ -318,7 +318,8 @@ class Cuda(Accelerator):
 
     def held_bytes(self, engine: _core.Engine) -> int:
         """Segments that torch keeps for later are not held: what torch says of them is what it could give out again."""
-        kept = torch.cuda.memory_reserved(self.number) - torch.cuda.memory_allocated(self.number)
+        stats = torch._C._cuda_memoryStats(self.number)  # torch.cuda's own makes a flat dict of all of it, each time
+        kept = int(stats["reserved_bytes"]["all"]["current"]) - int(stats["allocated_bytes"]["all"]["current"])
         return max(super().held_bytes(engine) - kept, int(engine.stats()["device_bytes"]))
 
     def used_here(self, tensor: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ The plan says which chunks persist. Activations of blocks that swap have a pool 
 most while chunks could have it: what the pool does not hold goes on to disk. Of the chunks the first in execution order come
 to host memory, as many as what is left holds, and the rest to disk. What then is left gives chunks on the host a shadow, so
 that they are updated behind backward and not behind the next forward: again the first first, which the next forward asks for
-first; and then more to activations.
+first; and then more to activations. Last of all gradients have room for three of the largest chunks instead of two: while one
+is updated and one waits, small ones beside them would hold up the last tensor of the second, and with it the next update.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def place_away(found: Arrangement, chunks: Chunks, n_states: int, budget: int) -
     room += 0 if on_disk else STAGING_PIECES * staging
     more = min(all_stash - stash, room // PAGE_BYTES * PAGE_BYTES)
     stash, room = stash + more, room - more
+    third = min(gradients // 2, room) // PAGE_BYTES * PAGE_BYTES
+    gradients, room = gradients + third, room - third
     disk_bytes = sum(2 * home + total if total else home for home, total in zip(homes[n_host:], sums[n_host:], strict=True))
     host_bytes = budget - room
     return replace(
