@@ -30,6 +30,7 @@ from protrain.device.overhead import AMPLE_TIMES, Overhead
 from protrain.model import modulestate
 from protrain.planner.tiers import place_away
 from protrain.runtime import arranging, device_updates, pacing
+from protrain.runtime.marks import Marks
 
 
 @pytest.fixture(autouse=True)
@@ -505,6 +506,44 @@ def test_room_for_what_is_lost_between_tensors(device: StandIn) -> None:
     step(smallest + 2 * between)
     assert told[-1][1] == recomputed
     assert told[-1][0] >= AMPLE_TIMES * between
+
+
+def test_a_step_that_the_allocator_refused_is_planned_with_more_room(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until nothing fits any more, which is said with a budget that would do."""
+    device.overhead = Overhead(between_part=4)
+    refuses = [False]
+
+    class Refused(Chain):
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            if refuses[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x, **options)
+
+    monkeypatch.setattr(Marks, "refused_bytes", property(lambda _: 64 * MIB * refuses[0]))
+    model = Refused()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=100 * MIB, host_memory=1 << 30)
+    session, x = protrain.session_of(model), inputs(1, rows=2048)[0]
+    steps([x])(model, optimizer, False)
+    one_range = device.overhead.between(session.fitter.recomputed_bytes()[0])
+    left = [session.homes.arrangement.between_bytes]
+    while len(left) < 8:
+        refuses[0] = True
+        with pytest.raises((torch.OutOfMemoryError, protrain.BudgetError)) as refused:
+            model(x)
+        if refused.type is protrain.BudgetError:
+            break
+        with pytest.raises((torch.OutOfMemoryError, protrain.BudgetError)) as refused:
+            model(x)  # it learns of the one before, and is refused as well
+        if refused.type is protrain.BudgetError:
+            break
+        left.append(session.homes.arrangement.between_bytes)
+    assert left[0] == AMPLE_TIMES * one_range
+    assert left[1] > left[0]
+    assert refused.type is protrain.BudgetError
+    assert refused.value.smallest_bytes > 100 * MIB
+    refuses[0] = False
+    assert len(steps([x])(model, optimizer, False)) == 1
+    protrain.unwrap(model)
 
 
 def test_refusals(device: StandIn) -> None:

@@ -81,6 +81,7 @@ class Fitter:
         self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
+        self._lost_times = 1  # as much as is lost between tensors where steps were refused
         self.within_bytes = 0
         self._several_hold = 0  # other forwards before a backward, before the last of them
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
@@ -112,7 +113,7 @@ class Fitter:
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
         beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
-        between_bytes = wrapped.compute.overhead.between(run.checkpoint_peak_bytes) if run is not None else 0
+        between_bytes = wrapped.compute.overhead.between(run.checkpoint_peak_bytes) * self._lost_times if run is not None else 0
         beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
         n_persist, n_buffer, n_ahead = None, 0, 0
         if given is not None:
@@ -414,6 +415,8 @@ class Fitter:
         """
         if self.measured:
             return self._refused_measured(needed_bytes)
+        if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
+            return self._lose_more(args, kwargs)
         more = needed_bytes - self._homes.arrangement.plan.peak_bytes
         if not self._learns() or more <= 0:
             return None
@@ -424,6 +427,20 @@ class Fitter:
         except BudgetError as error:
             refused = self._refusal(error, self._largest[0], args, kwargs)
             self._unseen_bytes = self._refused = 0
+            raise refused from None
+
+    def _lose_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+        """Over a device: more was lost between tensors than a plan left for it, which leaves twice as much from here on.
+
+        Raises:
+            BudgetError: nothing fits any more. The next step is tried with what was left before.
+        """
+        self._lost_times *= 2
+        try:
+            return self._plan_again()
+        except BudgetError as error:
+            refused = self._refusal(error, self._largest[0], args, kwargs)
+            self._lost_times = 1
             raise refused from None
 
     def note_several(self) -> None:
