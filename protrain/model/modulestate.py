@@ -280,6 +280,8 @@ def _hooks(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
 
 def _put(store: dict[Any, Any], entries: dict[Any, Any]) -> None:
     """`store` has these entries, and no others."""
+    if not store and not entries:
+        return
     same = operator.is_
     if len(store) == len(entries) and all(map(same, store, entries)) and all(map(same, store.values(), entries.values())):
         return
