@@ -176,7 +176,6 @@ class Session:
             output = forward(*args, **kwargs)
             if self._depth == 1:
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-                self.wrapped.compute.note_outputs(leaves)
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
                 self.marks.model_returned()

@@ -8,12 +8,15 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import protrain
 from protrain import _core
@@ -241,14 +244,15 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     entries["_cuda_memoryStats"] = lambda _: {kind: {"all": {"current": 0}} for kind in ("active_bytes", "allocated_bytes")}
     monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**entries, _cuda_getCurrentRawStream=lambda _: stream[0]))
     monkeypatch.setattr(gpupool, "_allocator", lambda: SimpleNamespace(allocator=lambda: None))
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda _allocator, use_on_oom: SimpleNamespace(id=(0, 1)))
+    pool = SimpleNamespace(id=(0, 1), snapshot=lambda: segments)
+    segments: list[dict[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda _allocator, use_on_oom: pool)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: stats.update(live_bytes=100 * MIB))
     monkeypatch.setattr(torch, "empty", empty)
     cuda = compute.Cuda.__new__(compute.Cuda)
     cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
     cuda.overhead = Overhead(part=32, between_part=4)
-    cuda.note_outputs([])
     stats = {"limit_bytes": 1000 * MIB, "live_bytes": 100 * MIB}
     engine: Any = SimpleNamespace(stats=lambda: stats)
 
@@ -266,6 +270,7 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses[0] = True
     assert begin_step(399) == []
     refuses[0] = False
+    stats["live_bytes"] = 300 * MIB  # with what lies free in pieces, which goes first
     assert begin_step(399) == [1000 - 100 - 10 - 24]
     assert begin_step(0) == []
     stream[0] = 2
@@ -276,7 +281,6 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     want, elsewhere = view.tolist(), other.data_ptr()
     cuda.pool._range = output.data_ptr(), output.data_ptr() + 1
     before, address_of_output = cuda.pool._whole_stream, output.data_ptr()
-    cuda.note_outputs([output, view, other])
     cuda.trim()  # homes move: what the program holds lies elsewhere, and a view of it with it
     assert before == 2
     assert not cuda.pool.is_whole()
@@ -287,3 +291,61 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     output.sum().backward()  # of the graph nothing has changed
     monkeypatch.setattr(torch, "empty", empty)
     assert begin_step(399) == [866]
+    segments.append({"address": address[0], "allocated_size": 512})
+    cuda.trim()  # nobody can be told to let go of this: the range stays what tensors are cut from
+    assert cuda.pool.is_whole()
+    segments[0]["allocated_size"] = 0
+    cuda.trim()
+    assert not cuda.pool.is_whole()
+
+
+def test_whatever_a_program_keeps_of_a_range_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Detached, in an object of its own, as a gradient, or as a view whose base nobody has: all of it lies elsewhere behind a
+    trim, and the memory has gone."""
+
+    @dataclass
+    class Kept:
+        values: list[torch.Tensor]
+
+    cuda = compute.Cuda.__new__(compute.Cuda)
+    cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
+    monkeypatch.setattr(gpupool.GpuPool, "renew", lambda _: None)
+    weight = torch.ones(3, requires_grad=True)
+    weight.sum().backward()
+    detached = {"logits": Kept([(weight * 2).detach()])}
+    biased = nn.functional.linear(torch.ones(2, 2, 3), torch.ones(4, 3), torch.ones(4).requires_grad_())  # a view of a sum
+    assert biased._is_view()
+    kept: list[Callable[[], Any]] = [lambda: weight.grad, lambda: detached["logits"].values[0], lambda: biased]
+    for find in kept:
+        want, storage = find().tolist(), find().untyped_storage()
+        begin, memory = storage.data_ptr(), StorageWeakRef(storage)
+        cuda.pool._range = begin, begin + 1
+        del storage
+        cuda.trim()
+        assert memory.expired()
+        assert find().untyped_storage().data_ptr() != begin
+        assert find().tolist() == want
+    conjugate = torch.tensor([1 + 2j]).conj()
+    begin = conjugate.data_ptr()
+    cuda.pool._range = begin, begin + 1
+    cuda.trim()  # such views cannot be put elsewhere
+    assert conjugate.tolist() == [1 - 2j]
+    assert conjugate.data_ptr() == begin
+
+
+def test_what_was_lifted_is_put_back_where_a_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = compute.Cuda.__new__(compute.Cuda)
+    cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
+    put: list[Any] = []
+    lifted = SimpleNamespace(put=put.append)
+    monkeypatch.setattr(compute, "_Lifted", lambda _: lifted)
+    kept = torch.ones(3)
+    cuda.pool._range = kept.data_ptr(), kept.data_ptr() + 1
+
+    def fail(_pool: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(gpupool.GpuPool, "renew", fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        cuda.trim()
+    assert put == [cuda.device]

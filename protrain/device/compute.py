@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from .. import _core
 from ..base.sizes import KIB, MIB, default_memory_bytes
@@ -49,9 +49,6 @@ class Compute:
     def trim(self) -> None:
         """Memory that is kept for later goes back to the system; between steps."""
         _core.trim(0)
-
-    def note_outputs(self, tensors: list[torch.Tensor]) -> None:
-        """The program was given these, and may hold them beyond the step."""
 
     def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
         """A step begins: where its plan leaves little of the budget the allocator takes what is left as one range, from which it
@@ -246,7 +243,6 @@ class Cuda(Accelerator):
         self.number = number
         self.overhead = _cuda_overhead(number)
         self.pool = GpuPool(number)
-        self._outputs: list[weakref.ref[torch.Tensor]] = []
 
     def default_memory_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.number)
@@ -279,16 +275,18 @@ class Cuda(Accelerator):
         return moment.query()
 
     def trim(self) -> None:
-        """One range goes back as a whole: outputs that the program holds lie elsewhere behind this."""
+        """One range goes back as a whole: what is held of it, as outputs that the program keeps and gradients that it has not
+        dropped, lies elsewhere behind this."""
         super().trim()
-        held = [tensor for one in self._outputs if (tensor := one()) is not None]
-        lifted = [_Lifted(tensors) for tensors in self.pool.in_range(held)]
-        self.pool.renew()
-        for one in lifted:
-            one.put(self.device)
-
-    def note_outputs(self, tensors: list[torch.Tensor]) -> None:
-        self._outputs = [weakref.ref(tensor) for tensor in tensors]
+        lifted: list[_Lifted] = []
+        with DisableTorchFunction():
+            try:
+                for tensors in self.pool.held_of_range():
+                    lifted.append(_Lifted(tensors))
+                self.pool.renew()
+            finally:
+                for one in lifted:
+                    one.put(self.device)
 
     def make_whole(self, engine: _core.Engine, room_bytes: int, recomputed_bytes: int, small_bytes: int) -> None:
         """From segments as they come, each for a tensor that is gone by then, a large one often cannot be cut although enough is
@@ -296,9 +294,11 @@ class Cuda(Accelerator):
         for which room is left."""
         if self.pool.is_whole():
             return
-        if self.pool.is_whole_elsewhere():
-            self.trim()
-        if not recomputed_bytes or room_bytes >= AMPLE_TIMES * self.overhead.between(recomputed_bytes):
+        ample = not recomputed_bytes or room_bytes >= AMPLE_TIMES * self.overhead.between(recomputed_bytes)
+        if ample and not self.pool.is_whole_elsewhere():
+            return
+        self.trim()  # also what lies free in pieces, as that of gradients that were there when homes moved
+        if ample:
             return
         stats = engine.stats()
         left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes * 5 // 4 - SEGMENT_ENDS_BYTES

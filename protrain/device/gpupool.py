@@ -20,6 +20,7 @@ known of torch 2.11 to 2.13, from its sources:
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ _current: dict[int, GpuPool] = {}  # number of a GPU -> the pool that its alloca
 @functools.cache
 def _allocator() -> Any:
     return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, "ptn_cuda_malloc", "ptn_cuda_free")
+
+
+def _is_ordinary(kind: type) -> bool:
+    """Whether it is of tensors that have memory of their own, whatever functions of torch they change."""
+    return issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 class GpuPool:
@@ -77,11 +83,13 @@ class GpuPool:
             _C._cuda_releasePool(self.number, self._pool.id)
 
     def renew(self) -> None:
-        """Segments that no tensor is in go back; called between steps."""
+        """Segments that no tensor is in go back; called between steps. Where something is left in the one range, none does: what
+        is free of that would be nobody's until it goes."""
         running = self.running
         self.end()
-        self._pool, self._whole_stream, self._range = None, None, (0, 0)
-        torch.cuda.empty_cache()
+        if not self._is_held():
+            self._pool, self._whole_stream, self._range = None, None, (0, 0)
+            torch.cuda.empty_cache()
         if running:
             self.begin()
 
@@ -101,17 +109,33 @@ class GpuPool:
             return
         self._whole_stream, self._range = self._stream(), (made.data_ptr(), made.data_ptr() + made.nbytes)
 
-    def in_range(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Those that lie in the one range, by their storages; but for those of inference, which cannot be put elsewhere."""
+    def held_of_range(self) -> list[list[torch.Tensor]]:
+        """All tensors of the process that lie in the one range, by their storages; but for those that cannot be put elsewhere, as
+        those of inference. Where a program keeps its own nobody knows: Python's garbage collector has seen them all."""
         begin, end = self._range
-        found: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            if tensor.layout != torch.strided or tensor.is_inference():
+        if begin == end:
+            return []
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        todo = [each for each in gc.get_objects() if _is_ordinary(type(each))]
+        while todo:
+            tensor = todo.pop()
+            try:
+                address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+            except (RuntimeError, NotImplementedError):  # it has none, as inside of torch.func
                 continue
-            address = tensor.untyped_storage().data_ptr()
-            if begin <= address < end:
-                found.setdefault(address, []).append(tensor)
-        return list(found.values())
+            if tensor.is_leaf and tensor.grad is not None:
+                todo.append(tensor.grad)
+            fixed = tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+            if begin <= address < end and not fixed and id(tensor) not in found.get(address, {}):
+                found.setdefault(address, {})[id(tensor)] = tensor
+                todo += [tensor._base] if tensor._base is not None else []  # what a view was made of holds its memory too
+        return [list(tensors.values()) for tensors in found.values()]
+
+    def _is_held(self) -> bool:
+        """Whether something is left in the one range."""
+        begin, end = self._range
+        segments = self._pool.snapshot() if begin < end else []
+        return any(begin <= each["address"] < end and each["allocated_size"] for each in segments)
 
     def _stream(self) -> int:
         return int(_C._cuda_getCurrentRawStream(self.number))
