@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain
 from protrain import _core
@@ -297,6 +298,16 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     segments[0]["allocated_size"] = 0
     cuda.trim()
     assert not cuda.pool.is_whole()
+
+    class Workspaces(TorchDispatchMode):
+        """What cuBLAS takes with the first product of a thread, and keeps."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            stats["live_bytes"] += 32 * MIB * (func is torch.ops.aten.mm.default)
+            return func(*args, **(kwargs or {}))
+
+    with Workspaces():
+        assert begin_step(300, recomputed=700) == [866 - 64]  # one in forward and one in backward, beside the range
 
 
 def test_whatever_a_program_keeps_of_a_range_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,18 @@ def _cuda_overhead(number: int) -> Overhead:
     return Overhead(SEGMENT_ENDS_BYTES + BLAS_THREADS * workspace, part=32, between_part=4)
 
 
+class _Product(torch.autograd.Function):
+    """One forward, on the thread that calls it, and one backward, on the device's; nothing is saved, which hooks would see."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad @ grad
+
+
 class _Lifted:
     """Tensors that share a storage on the GPU, in ordinary memory until `put`."""
 
@@ -300,6 +312,9 @@ class Cuda(Accelerator):
         self.trim()  # also what lies free in pieces, as that of gradients that were there when homes moved
         if ample:
             return
+        # Workspaces of cuBLAS come with the first product of each thread and stay: one in the range would hold it for good.
+        x = torch.ones(32, 32, device=self.device, requires_grad=True)
+        torch.autograd.grad(_Product.apply(x), x, torch.ones_like(x))
         stats = engine.stats()
         left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes * 5 // 4 - SEGMENT_ENDS_BYTES
         if left_bytes >= recomputed_bytes:
