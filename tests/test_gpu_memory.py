@@ -242,7 +242,8 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary = torch.empty
     names = ("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
     entries: dict[str, Any] = dict.fromkeys(names, lambda *_: None)
-    entries["_cuda_memoryStats"] = lambda _: {kind: {"all": {"current": 0}} for kind in ("active_bytes", "allocated_bytes")}
+    told: dict[str, Any] = {kind: {"all": {"current": 0}} for kind in ("active_bytes", "allocated_bytes")}
+    entries["_cuda_memoryStats"] = lambda _: told
     monkeypatch.setattr(gpupool, "_C", SimpleNamespace(**entries, _cuda_getCurrentRawStream=lambda _: stream[0]))
     monkeypatch.setattr(gpupool, "_allocator", lambda: SimpleNamespace(allocator=lambda: None))
     pool = SimpleNamespace(id=(0, 1), snapshot=lambda: segments)
@@ -270,7 +271,9 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begin_step(399, recomputed=900) == []  # small tensors leave less than it needs
     refuses[0] = True
     assert begin_step(399) == []
-    refuses[0] = False
+    refuses[0], told["max_split_size"] = False, 512 * MIB
+    assert begin_step(399) == []  # a block that torch is told not to cut
+    told["max_split_size"] = -1
     stats["live_bytes"] = 300 * MIB  # with what lies free in pieces, which goes first
     assert begin_step(399) == [1000 - 100 - 10 - 24]
     assert begin_step(0) == []

@@ -102,7 +102,10 @@ class GpuPool:
         return self._whole_stream not in (None, self._stream())
 
     def make_whole(self, size_bytes: int) -> None:
-        """Tensors of the current stream are cut from one range of so many bytes from now on, where there is one."""
+        """Tensors of the current stream are cut from one range of so many bytes from now on, where there is one. Where torch was
+        told to cut no large blocks (`max_split_size_mb`) it would cut nothing from that."""
+        if _C._cuda_memoryStats(self.number).get("max_split_size", -1) > 0:
+            return
         try:
             made = torch.empty(size_bytes // MIB * MIB, dtype=torch.uint8, device=torch.device("cuda", self.number))
         except torch.OutOfMemoryError:  # the GPU has less than the budget: segments as they come
