@@ -213,6 +213,32 @@ def test_homes_move_within_the_budget_of_the_host() -> None:
         protrain.unwrap(session.model)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_homes_that_leave_the_device_are_not_held_by_their_updates(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an update has made over a chunk's memory goes when the chunk does, also where the model is given back."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB, host_memory=1 << 30, precision=precision)
+    session = protrain.session_of(model)
+    dtype = model.head.weight.dtype
+    steps([x.to(dtype) for x in inputs(2)])(model, optimizer, False)
+    assert session.homes.arrangement.plan.n_persist == session.homes.arrangement.plan.n_chunks
+    seen: list[dict[str, int]] = []
+    rearrange = session.homes.rearrange
+
+    def rearranged(arrangement: Any) -> None:
+        rearrange(arrangement)
+        seen.append(session.engine.stats())
+
+    monkeypatch.setattr(session.homes, "rearrange", rearranged)
+    more = steps(inputs(1, rows=4096 if precision == "bf16" else 2048), lambda model, x: model(x.to(dtype)))
+    more(model, optimizer, False)
+    assert seen[0]["live_bytes"] == seen[0]["device_bytes"] < 8 * MIB
+    assert session.homes.arrangement.plan.n_persist < session.homes.arrangement.plan.n_chunks
+    more(model, optimizer, False)
+    protrain.unwrap(model)
+    assert not session.residency.over_homes
+
+
 def test_what_is_kept_for_later_is_free_for_first_homes(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's allocator keeps what a program gave back, and the driver has no room for homes meanwhile."""
     trimmed: list[int] = []

@@ -63,7 +63,7 @@ class DeviceUpdates:
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, residency: Residency, clock: DeviceClock) -> None:
         self._wrapped, self._engine, self._residency, self._clock = wrapped, engine, residency, clock
-        self._residents: dict[int, _Resident] = {}
+        self._residents: dict[int, _Resident] = residency.over_homes  # they hold the memory of their chunks
         self._slice_count = min(max(wrapped.settings.memory_bytes // 1024, LEAST_SLICE_COUNT), MOST_SLICE_COUNT)
 
     def make_step(
@@ -106,7 +106,8 @@ class DeviceUpdates:
         """These chunks are at home on the device, their state too, and known by the tensors over where they lie now."""
         master_array, n_states = self._wrapped.master_array, self._wrapped.n_states
         arrays = [*range(1, 1 + n_states), *([master_array] if master_array else [])]
-        known, self._residents = self._residents, {}
+        known = self._residents.copy()
+        self._residents.clear()
         for chunk in chunks:
             self._engine.to_memory(chunk, True)
             values = self._residency.base(chunk)

@@ -13,6 +13,7 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,7 +51,8 @@ class _Node:
 
 
 class Residency:
-    """Of one session's parameters. owner: whom parameters on disk turn to when they are used."""
+    """Of one session's parameters. owner: whom parameters on disk turn to when they are used; over_homes: by chunk, what others
+    have made over its memory, which goes with its place."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, owner: Owner, device_clock: DeviceClock | None = None) -> None:
         self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
@@ -59,6 +61,7 @@ class Residency:
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._begins: dict[int, int] = {}  # chunk -> where its region begins
+        self.over_homes: dict[int, Any] = {}
         self._views = Views()
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
         self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
@@ -113,6 +116,7 @@ class Residency:
         self.own_slots = 0
         self._unbound = None
         self._bases.clear()
+        self.over_homes.clear()
         self._address_chunk.clear()
 
     def bound(self) -> Iterator[int]:
