@@ -282,6 +282,7 @@ def test_a_full_budget_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", ordinary)
     output, other = torch.arange(6.0, requires_grad=True) * 2, torch.zeros(3)
     view = output[1:5:2]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     want, elsewhere = view.tolist(), other.data_ptr()
     cuda.pool._range = output.data_ptr(), output.data_ptr() + 1
     before, address_of_output = cuda.pool._whole_stream, output.data_ptr()
@@ -324,6 +325,8 @@ def test_whatever_a_program_keeps_of_a_range_leaves_it(monkeypatch: pytest.Monke
     cuda = compute.Cuda.__new__(compute.Cuda)
     cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
     monkeypatch.setattr(gpupool.GpuPool, "renew", lambda _: None)
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waited.append(find().untyped_storage().data_ptr() == begin))
     weight = torch.ones(3, requires_grad=True)
     weight.sum().backward()
     detached = {"logits": Kept([(weight * 2).detach()])}
@@ -339,6 +342,7 @@ def test_whatever_a_program_keeps_of_a_range_leaves_it(monkeypatch: pytest.Monke
         assert memory.expired()
         assert find().untyped_storage().data_ptr() != begin
         assert find().tolist() == want
+    assert waited == [True] * 3  # for the stream that wrote them, before they are read on another
     conjugate = torch.tensor([1 + 2j]).conj()
     begin = conjugate.data_ptr()
     cuda.pool._range = begin, begin + 1
@@ -350,6 +354,7 @@ def test_whatever_a_program_keeps_of_a_range_leaves_it(monkeypatch: pytest.Monke
 def test_what_was_lifted_is_put_back_where_a_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = compute.Cuda.__new__(compute.Cuda)
     cuda.number, cuda.pool, cuda.device = 0, gpupool.GpuPool(0), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     put: list[Any] = []
     lifted = SimpleNamespace(put=put.append)
     monkeypatch.setattr(compute, "_Lifted", lambda _: lifted)

@@ -292,8 +292,11 @@ class Cuda(Accelerator):
         super().trim()
         lifted: list[_Lifted] = []
         with DisableTorchFunction():
+            held = self.pool.held_of_range()
+            if held:
+                torch.cuda.synchronize(self.number)  # they may be another stream's than the one that copies
             try:
-                for tensors in self.pool.held_of_range():
+                for tensors in held:
                     lifted.append(_Lifted(tensors))
                 self.pool.renew()
             finally:
