@@ -546,6 +546,28 @@ def test_a_step_that_the_allocator_refused_is_planned_with_more_room(device: Sta
     protrain.unwrap(model)
 
 
+def test_no_range_where_steps_tell_what_they_take(device: StandIn) -> None:
+    """Of a model that cannot be foreseen for every batch plans are made from what steps took: a range is all that is left."""
+    told: list[int] = []
+    device.make_whole = lambda _engine, _room, recomputed, _small: told.append(recomputed)  # type: ignore[method-assign]
+
+    class Looking(Chain):
+        def forward(self, x: torch.Tensor, *, looks: bool = False, **options: Any) -> torch.Tensor:
+            if looks and x.sum().item() == 0.5:
+                return x.sum()
+            return super().forward(x, **options)
+
+    model: Any = Looking()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB, host_memory=1 << 30)
+    steps(inputs(1))(model, optimizer, False)
+    with pytest.warns(UserWarning, match="cannot foresee"):
+        steps(inputs(1, rows=16), lambda model, x: model(x, looks=True))(model, optimizer, False)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
+    assert told[0] > 0
+    assert told[1:] == [0, 0]
+
+
 def test_refusals(device: StandIn) -> None:
     model = Chain()
     with pytest.raises(protrain.BudgetError, match=r"host_memory of 1\.00 MiB") as caught:

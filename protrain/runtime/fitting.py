@@ -289,8 +289,9 @@ class Fitter:
             attempts += 1
 
     def recomputed_bytes(self) -> tuple[int, int]:
-        """What a step holds at most where all blocks are recomputed, and of small tensors in any, of the batches foreseen."""
-        runs = [run for _, run in self.dry_runs if run is not None]
+        """What a step holds at most where all blocks are recomputed, and of small tensors in any, of the batches foreseen; none
+        where a batch was not: plans are made from what steps take then, and one range would take what is left of the budget."""
+        runs = [run for _, run in self.dry_runs if run is not None and not self.measured]
         return max((run.checkpoint_peak_bytes for run in runs), default=0), max((run.small_peak_bytes for run in runs), default=0)
 
     # ---- batches that no dry run foresaw ----
