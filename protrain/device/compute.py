@@ -248,6 +248,8 @@ class Cuda(Accelerator):
     plan does not know. Beside them the ends of segments, and what is lost between tensors.
     """
 
+    _in_vain: tuple[int, int, int] | None = None  # a step's figures for which there was no range, until homes move
+
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
         number = torch.cuda.current_device() if device.index is None else device.index
@@ -290,6 +292,7 @@ class Cuda(Accelerator):
         """One range goes back as a whole: what is held of it, as outputs that the program keeps and gradients that it has not
         dropped, lies elsewhere behind this."""
         super().trim()
+        self._in_vain = None
         lifted: list[_Lifted] = []
         with DisableTorchFunction():
             held = self.pool.held_of_range()
@@ -309,8 +312,9 @@ class Cuda(Accelerator):
         for which room is left."""
         if self.pool.is_whole():
             return
+        figures = room_bytes, recomputed_bytes, small_bytes
         ample = not recomputed_bytes or room_bytes >= AMPLE_TIMES * self.overhead.between(recomputed_bytes)
-        if ample and not self.pool.is_whole_elsewhere():
+        if (ample or figures == self._in_vain) and not self.pool.is_whole_elsewhere():
             return
         self.trim()  # also what lies free in pieces, as that of gradients that were there when homes moved
         if ample:
@@ -322,6 +326,7 @@ class Cuda(Accelerator):
         left_bytes = stats["limit_bytes"] - stats["live_bytes"] - small_bytes * 5 // 4 - SEGMENT_ENDS_BYTES
         if left_bytes >= recomputed_bytes:
             self.pool.make_whole(left_bytes)
+        self._in_vain = None if self.pool.is_whole() else figures
 
     def count(self, engine: _core.Engine, on: bool) -> None:
         if on:
