@@ -201,7 +201,6 @@ class _Run:
     loss_bytes: int
     head_bytes: int
     left_bytes: int
-    small_peak_bytes: int
 
     def accesses_of_phases(self) -> list[list[int]]:
         return by_phase(self.accesses, self.access_phases, len(self.segments))
@@ -290,7 +289,7 @@ def _run_step(
     record_bytes = median_low(means) if means else 0
     return _Run(
         segments, accesses, phases, complete, meter.n_together, output_count, record_bytes, outside_bytes, loss_bytes, head_bytes,
-        left_bytes, meter.small_peak_bytes,
+        left_bytes,
     )  # fmt: skip
 
 
@@ -298,6 +297,7 @@ def _phase(keep: Segment, recompute: Segment, swap: Segment | None, own_accesses
     phase = Phase(
         keep.block, keep.backward, keep.entry, keep.peak, recompute.entry, recompute.peak, keep.working, keep.small,
         keep.flops, keep.moved, keep.operations, keep_after_bytes=keep.after, checkpoint_after_bytes=recompute.after,
+        small_live_bytes=keep.small_live,
     )  # fmt: skip
     if swap is not None:
         phase = replace(phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak, swap_after_bytes=swap.after)
@@ -363,7 +363,6 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
         {chunk: less for chunk, phase in complete.items() if (less := _less_bytes(runs, chunk, phase))},
         (keep.head_bytes, recompute.head_bytes, swap.head_bytes if len(runs) == 3 and swap is not None else 0),
         left_bytes=keep.left_bytes,
-        small_peak_bytes=max(run.small_peak_bytes for run in runs),
     )
 
 

@@ -45,6 +45,7 @@ class Segment:
     flops: int = 0
     moved: int = 0  # bytes
     operations: int = 0
+    small_live: int = 0  # of small tensors at its highest
 
     def __post_init__(self) -> None:
         self.lowest = self.entry
@@ -82,6 +83,7 @@ class Segment:
         self.rise(end.peak)
         self.complete.update({chunk: live_bytes for chunk, live_bytes in end.complete.items() if chunk not in self.complete})
         self.working, self.lowest = max(self.working, end.working), min(self.lowest, end.lowest)
+        self.small_live = max(self.small_live, end.small_live)
         self.flops, self.moved, self.operations = self.flops + end.flops, self.moved + end.moved, self.operations + end.operations
 
 
@@ -114,7 +116,7 @@ class Meter(TorchDispatchMode):
         self.round_bytes = round_bytes
         self.known: dict[int, Any] = dict.fromkeys(not_counted)
         self.chunk_of_storage = chunk_of_storage
-        self.live_bytes = self.small_bytes = self.small_peak_bytes = 0
+        self.live_bytes = self.small_bytes = 0
         self.accesses: list[tuple[int, Segment]] = []
         self.n_together = 1
         self.held: set[int] = set()  # chunks that a compiled module has read together, until another is read
@@ -142,7 +144,8 @@ class Meter(TorchDispatchMode):
         """A segment begins, and the one before it ends."""
         self.settle()
         self.segments[-1].note_after(self.live_bytes)
-        self.segments.append(Segment(block, backward, self.live_bytes, self.live_bytes, pending=pending))
+        now = self.live_bytes
+        self.segments.append(Segment(block, backward, now, now, pending=pending, small_live=self.small_bytes))
 
     def mark(self, block: int, backward: bool) -> None:
         """A phase begins; an open end of a block was part of that block's phase."""
@@ -201,7 +204,7 @@ class Meter(TorchDispatchMode):
         self.live_bytes += size
         if size <= SMALL_TENSOR_BYTES:
             self.small_bytes += size
-            self.small_peak_bytes = max(self.small_peak_bytes, self.small_bytes)
+            segment.small_live = max(segment.small_live, self.small_bytes)
 
     def _size(self, storage: Any) -> int:
         return self.round_bytes(storage.nbytes()) if storage.nbytes() else 0

@@ -36,7 +36,8 @@ class Phase:
     compiled, which runs to its end; operations -1: not known. swap_entry_bytes, swap_peak_bytes: in the run that swaps, at the
     least; a peak of 0: not known. own_accesses: so many of the accesses in it, the last, are the backward's own, and the others
     those of recomputation; 0: not known. keep_after_bytes, checkpoint_after_bytes, swap_after_bytes: the highest in each run from
-    the first moment on at which a chunk's gradients were complete in it; 0: none were, or not known."""
+    the first moment on at which a chunk's gradients were complete in it; 0: none were, or not known. small_live_bytes: of small
+    tensors, at their highest in the run that keeps."""
 
     block: int
     backward: bool
@@ -58,6 +59,7 @@ class Phase:
     keep_after_bytes: int = 0
     checkpoint_after_bytes: int = 0
     swap_after_bytes: int = 0
+    small_live_bytes: int = 0
 
 
 def by_phase(accesses: Sequence[int], access_phases: Sequence[int], n_phases: int) -> list[list[int]]:
@@ -94,7 +96,6 @@ class DryRun:
     left_bytes: live when backward is over, as outputs that the program holds.
     head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
-    small_peak_bytes: of small tensors alone, in any run.
     """
 
     phases: tuple[Phase, ...]
@@ -113,7 +114,11 @@ class DryRun:
     head_bytes: tuple[int, int, int] = (0, 0, 0)
     batch_bytes: int = 0
     left_bytes: int = 0
-    small_peak_bytes: int = 0
+
+    @property
+    def small_peak_bytes(self) -> int:
+        """The highest of small tensors alone, in the run that keeps."""
+        return max((phase.small_live_bytes for phase in self.phases), default=0)
 
     def calls(self) -> list[tuple[int, int, int]]:
         """For each forward of a block: the block, and the numbers of its phases of forward and backward (0: it has none)."""

@@ -166,7 +166,9 @@ class _Expansion:
         phases = self._phases()
         accesses = self._accesses(per_phase)
         more = self.n_blocks - N_RUN
-        keep, again, swap = (head and head + more * rise for head, rise in zip(self.run.head_bytes, self._rise(), strict=True))
+        keep, again, swap = (
+            head and head + more * rise for head, rise in zip(self.run.head_bytes, self._rise()[:3], strict=True)
+        )
         return replace(
             self.run,
             phases=phases,
@@ -205,13 +207,14 @@ class _Expansion:
                     return False
         return True
 
-    def _rise(self) -> tuple[int, int, int]:
-        """What a middle block retains, kept, recomputed and swapped."""
+    def _rise(self) -> tuple[int, int, int, int]:
+        """What a middle block retains, kept, recomputed and swapped, and of small tensors, kept."""
         second, third = self.run.phases[self._at(2, False, N_RUN)], self.run.phases[self._at(3, False, N_RUN)]
         return (
             third.keep_entry_bytes - second.keep_entry_bytes,
             third.checkpoint_entry_bytes - second.checkpoint_entry_bytes,
             third.swap_entry_bytes - second.swap_entry_bytes,
+            third.small_live_bytes - second.small_live_bytes,
         )
 
     def _moved(self, chunk_list: list[int], to_block: int) -> list[int]:
@@ -293,9 +296,9 @@ class _Expansion:
         return found
 
 
-def _shifted(phase: Phase, count: int, rise: tuple[int, int, int], block: int) -> Phase:
+def _shifted(phase: Phase, count: int, rise: tuple[int, int, int, int], block: int) -> Phase:
     """The phase with so many more blocks retained."""
-    keep, again, swap = rise
+    keep, again, swap, small = rise
 
     def above(known_bytes: int, rise_bytes: int) -> int:
         return known_bytes + count * rise_bytes if known_bytes else 0
@@ -312,4 +315,5 @@ def _shifted(phase: Phase, count: int, rise: tuple[int, int, int], block: int) -
         keep_after_bytes=above(phase.keep_after_bytes, keep),
         checkpoint_after_bytes=above(phase.checkpoint_after_bytes, again),
         swap_after_bytes=above(phase.swap_after_bytes, swap),
+        small_live_bytes=phase.small_live_bytes + count * small,
     )
