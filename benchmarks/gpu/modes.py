@@ -24,31 +24,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu import measure
+from gpu.systems import Step, ordinary
 
 from protrain import BudgetError, status, wrap
 from protrain.api import find_session
 from protrain.base.sizes import parse_bytes
 from protrain.model.blocks import find_blocks
+from protrain.planner.plans import MODES
 
 WARMUP, STEPS = 4, 8  # protrain plans by the times of the first two
-MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
-Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def synchronize(words: argparse.Namespace) -> None:
     if words.device == "cuda":
         torch.cuda.synchronize()
-
-
-def step_of(model: Any, optimizer: Any) -> Step:
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def timed(words: argparse.Namespace, step: Step) -> dict[str, Any]:
@@ -86,7 +75,7 @@ def plain(words: argparse.Namespace) -> dict[str, Any]:
     model = measure.make_model(words, words.layers).to(words.device)
     if words.precision == "bf16":
         model = model.bfloat16()
-    return timed(words, step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)))
+    return timed(words, ordinary(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)))
 
 
 def wrapped(words: argparse.Namespace, memory: str, mode: str | None) -> dict[str, Any]:
@@ -104,7 +93,7 @@ def wrapped(words: argparse.Namespace, memory: str, mode: str | None) -> dict[st
             block_modes=modes,
         )  # fmt: skip
     try:
-        found = timed(words, step_of(model, optimizer))
+        found = timed(words, ordinary(model, optimizer))
         told, stats = status(model), find_session(model).engine.stats()
         plan = told.plan
         return found | {

@@ -56,7 +56,9 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _ordinary(model: Any, optimizer: Any) -> Step:
+def ordinary(model: Any, optimizer: Any) -> Step:
+    """The ordinary loop's step, which drops its gradients and gives the loss without its graph."""
+
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -75,13 +77,13 @@ def _checkpointed(model: Any) -> Any:
 
 def plain(model: Any, settings: Settings) -> Step:
     model = model.to(settings.device)
-    return _ordinary(model, _adamw(model))
+    return ordinary(model, _adamw(model))
 
 
 def checkpoint(model: Any, settings: Settings) -> Step:
     """Every block recomputed."""
     model = _checkpointed(model.to(settings.device))
-    return _ordinary(model, _adamw(model))
+    return ordinary(model, _adamw(model))
 
 
 def save_on_cpu(model: Any, settings: Settings) -> Step:
@@ -120,7 +122,7 @@ def fsdp2_offload(model: Any, settings: Settings) -> Step:
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(settings.device)
-    return _ordinary(model, _adamw(model))
+    return ordinary(model, _adamw(model))
 
 
 def fill(module: nn.Module) -> None:
@@ -141,7 +143,7 @@ def protrain_(model: Any, settings: Settings, mode: str | None = None) -> Step:
             model, _adamw(model), memory=settings.memory_bytes, host_memory=settings.host_memory, disk=settings.disk,
             block_modes=modes, param_init_fn=fill if on_meta else None,
         )  # fmt: skip
-    return _ordinary(model, optimizer)
+    return ordinary(model, optimizer)
 
 
 def protrain_swap(model: Any, settings: Settings) -> Step:
