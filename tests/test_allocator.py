@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 import protrain
 from protrain.api import session_of
-from protrain.base.counting import counted
+from protrain.base.counting import counted, uncounted
 
 MIB = 1 << 20
 BUDGET = 64 * MIB
@@ -158,3 +160,33 @@ def test_forked_worker_is_outside_of_the_budget(wrapped: torch.nn.Module) -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(protrain.BudgetError):
         torch.empty(20 * MIB)
+
+
+def test_what_a_thread_makes_apart_leaves_the_count_of_the_others(fresh_disk: Path) -> None:
+    """A copy is made while another thread's step begins and ends: it counts in no budget, and the step in its own."""
+    model = wrap(fresh_disk)
+    engine, compute = session_of(model).engine, session_of(model).wrapped.compute
+
+    def live_bytes() -> int:
+        return int(engine.stats()["live_bytes"])
+
+    def elsewhere(work: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    before = live_bytes()
+    with uncounted():
+        elsewhere(partial(compute.count, engine, True))
+        copies = [torch.ones(BUDGET // 4) for _ in range(2)]
+        assert live_bytes() == before
+        with counted(engine, compute):
+            mine = torch.ones(MIB)
+            assert live_bytes() == before + 4 * MIB
+        made = elsewhere(partial(torch.ones, MIB))
+        assert live_bytes() == before + 8 * MIB
+    late = torch.ones(MIB)
+    assert live_bytes() == before + 12 * MIB
+    compute.count(engine, False)
+    del copies, mine, made, late
+    assert live_bytes() == before
+    protrain.unwrap(model)

@@ -20,6 +20,7 @@ static ptn_account *idle_accounts;  /* closed, without blocks */
 static ptn_account **all_accounts;  /* every struct there is */
 static size_t all_count, all_capacity;
 static _Atomic(ptn_account *) used_account;
+static _Thread_local bool apart; /* this thread's tensors belong to no account */
 
 static bool limited(const ptn_account *account) { return account->open && account->limit_bytes > 0; }
 
@@ -191,7 +192,13 @@ uint64_t ptn_account_mark(ptn_account *account) {
 }
 
 ptn_account *ptn_arena_use(ptn_account *account) { return atomic_exchange(&used_account, account); }
-ptn_account *ptn_arena_used(void) { return atomic_load_explicit(&used_account, memory_order_acquire); }
+ptn_account *ptn_arena_used(void) { return apart ? NULL : atomic_load_explicit(&used_account, memory_order_acquire); }
+
+bool ptn_arena_set_apart(bool on) {
+  bool before = apart;
+  apart = on;
+  return before;
+}
 
 void ptn_accounts_after_fork(void) {
   atomic_store(&used_account, NULL);

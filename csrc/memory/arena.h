@@ -103,9 +103,13 @@ bool ptn_arena_hold(const ptn_block *block);
 /* Of the block that begins there, which is in use; ends with the block. Small blocks have no use: nothing changes. */
 void ptn_arena_set_use(void *memory, ptn_block_use use);
 
-/* The account that tensors made by torch belong to from now on, in every thread; NULL: none. Returns the one before. */
+/* The account that tensors made by torch belong to from now on, in every thread that is not set apart; NULL: none. Returns the
+ * one before. */
 ptn_account *ptn_arena_use(ptn_account *account);
+/* What this thread's tensors belong to. */
 ptn_account *ptn_arena_used(void);
+/* Whether what the calling thread makes belongs to no account from now on, whatever others use. Returns what was. */
+bool ptn_arena_set_apart(bool on);
 
 /* Gives cached memory back to the system until at most keep_bytes are cached; lowers the high-water mark to what is live. */
 void ptn_arena_trim(uint64_t keep_bytes);

@@ -41,7 +41,6 @@ static void free_accounts(engine_object *self) {
   self->charged_bytes = 0;
   ptn_account **const accounts[] = {&self->account, &self->device_account};
   for (int i = 0; i < 2; i++) {
-    if (*accounts[i] && ptn_arena_used() == *accounts[i]) ptn_arena_use(NULL);
     if (*accounts[i]) ptn_torch_cuda_forget(*accounts[i]);
     ptn_account_destroy(*accounts[i]);
     *accounts[i] = NULL;
@@ -151,13 +150,18 @@ static bool hand_stream_over(const engine_object *self) {
   return false;
 }
 
-ptn_engine *ptn_python_drive(PyObject *object) {
-  engine_object *self = (engine_object *)object;
+/* The engine, behind what torch has ordered on its present stream. */
+static ptn_engine *behind_stream(PyObject *object) {
+  const engine_object *self = (engine_object *)object;
   ptn_engine *engine = ptn_python_engine(object);
-  if (!engine) return NULL;
-  self->driver = pthread_self();
-  if (!self->current_stream) return engine;
+  if (!engine || !self->current_stream) return engine;
   return hand_stream_over(self) ? ptn_python_engine(object) : NULL; /* what told of the stream may have closed it */
+}
+
+ptn_engine *ptn_python_drive(PyObject *object) {
+  ptn_engine *engine = behind_stream(object);
+  if (engine) ((engine_object *)object)->driver = pthread_self();
+  return engine;
 }
 
 /* ---- construction ---- */
@@ -381,28 +385,33 @@ static PyObject *engine_region(PyObject *object, PyObject *arguments) {
   return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
 }
 
+/* Of values that are read or written: who reads them, for a checkpoint beside a step, does not drive that. */
+static ptn_engine *engine_of_values(PyObject *object, int write) {
+  return write ? ptn_python_drive(object) : behind_stream(object);
+}
+
 static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
   unsigned int param, array;
   unsigned long long address;
   int write;
-  if (!PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &address, &write) ||
-      !ptn_python_has_param(engine, param))
+  if (!PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &address, &write))
     return NULL;
+  ptn_engine *engine = engine_of_values(object, write);
+  if (!engine || !ptn_python_has_param(engine, param)) return NULL;
   ptn_status status;
   PTN_IN_ENGINE(object, status = ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
   return ptn_python_answer(status);
 }
 
 static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
   unsigned int param, array;
   unsigned long long first, count, address;
   int write;
   if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &first,
-                        ptn_python_u64, &count, ptn_python_u64, &address, &write) ||
-      !ptn_python_has_param(engine, param))
+                        ptn_python_u64, &count, ptn_python_u64, &address, &write))
     return NULL;
+  ptn_engine *engine = engine_of_values(object, write);
+  if (!engine || !ptn_python_has_param(engine, param)) return NULL;
   ptn_status status;
   PTN_IN_ENGINE(object,
                 status = ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));

@@ -66,7 +66,7 @@ static PyObject *move_apart(PyObject *module, PyObject *apart) {
   Py_RETURN_NONE;
 }
 
-/* Runs what follows outside of any budget (True), or gives the account back (the capsule that it returned). */
+/* What follows belongs to no budget (None), or to the account again that it gave. */
 static PyObject *swap_account(PyObject *module, PyObject *capsule) {
   (void)module;
   ptn_account *account = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, "protrain.account");
@@ -74,6 +74,13 @@ static PyObject *swap_account(PyObject *module, PyObject *capsule) {
   ptn_account *before = ptn_arena_use(account);
   if (!before) Py_RETURN_NONE;
   return PyCapsule_New(before, "protrain.account", NULL);
+}
+
+/* What this thread makes belongs to no budget from now on (True), or to that of whoever counts. Returns what was. */
+static PyObject *set_apart(PyObject *module, PyObject *on) {
+  (void)module;
+  int wanted = PyObject_IsTrue(on);
+  return wanted < 0 ? NULL : PyBool_FromLong(ptn_arena_set_apart(wanted));
 }
 
 /* The block in which this address lies is written to no disk to save memory: it lives on (arena.h). */
@@ -129,6 +136,7 @@ static PyMethodDef module_methods[] = {
     {"memory_stats", memory_stats, METH_NOARGS, NULL},
     {"trim", trim, METH_O, NULL},
     {"swap_account", swap_account, METH_O, NULL},
+    {"set_apart", set_apart, METH_O, NULL},
     {"move_apart", move_apart, METH_O, NULL},
     {"mark_static", mark_static, METH_O, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @contextmanager
 def counted(engine: _core.Engine, compute: Compute) -> Iterator[_core.Engine]:
     """Tensors made inside count against the budget of this engine's session."""
-    before, again = _core.swap_account(None), compute.counts()
+    apart, before, again = _core.set_apart(False), _core.swap_account(None), compute.counts()
     compute.count(engine, True)
     try:
         yield engine
@@ -27,26 +27,29 @@ def counted(engine: _core.Engine, compute: Compute) -> Iterator[_core.Engine]:
         if not again:
             compute.count(engine, False)
         _core.swap_account(before)
+        _core.set_apart(apart)
 
 
 @contextmanager
 def counted_alone(folder: str, budget_bytes: int) -> Iterator[_core.Engine]:
     """Tensors made inside count against a budget of their own, in no session."""
     engine = _core.Engine(folder, budget_bytes, [], [], 1, 0)
-    before = _core.swap_account(None)
+    apart, before = _core.set_apart(False), _core.swap_account(None)
     try:
         engine.use_account(True)
         yield engine
     finally:
         _core.swap_account(before)
+        _core.set_apart(apart)
         engine.close()
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Tensors made inside belong to no budget: copies that a user asked for, beside the training."""
-    before = _core.swap_account(None)
+    """Tensors that this thread makes inside belong to no budget: copies that a user asked for, beside the training, which may go
+    on meanwhile in another thread."""
+    apart = _core.set_apart(True)
     try:
         yield
     finally:
-        _core.swap_account(before)
+        _core.set_apart(apart)

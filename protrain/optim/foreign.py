@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .. import _core
-from ..base.counting import uncounted
+from ..base.counting import counted, uncounted
 from ..errors import Error, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
@@ -98,12 +98,8 @@ class Foreign:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Memory taken inside is in the session's budget."""
-        before = _core.swap_account(None)
-        self._session.engine.use_account(True)
-        try:
+        with counted(self._session.engine, self._session.wrapped.compute):
             yield
-        finally:
-            _core.swap_account(before)
 
     # ---- a step ----
 

@@ -45,6 +45,7 @@ from torch._C import DisableTorchFunction
 from torch.nn import functional as F
 
 from .. import _core
+from ..base.counting import uncounted
 from ..device.compute import Accelerator
 from ..planner.profiles import Machine, Speed
 
@@ -97,12 +98,8 @@ def measure_machine(folder: str, fused: bool = True) -> Machine:
     with _lock:
         if key is not None and key in _known:
             return _known[key]
-        account = _core.swap_account(None)
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), DisableTorchFunction():
-                machine = _measure(folder, fused)
-        finally:
-            _core.swap_account(account)
+        with uncounted(), torch.no_grad(), torch.autocast("cpu", enabled=False), DisableTorchFunction():
+            machine = _measure(folder, fused)
         if key is not None:
             _known[key] = machine
         return machine
