@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.entries import same_entries
+
 Held = list[tuple[Any, Any]]  # what a cache is made of, and copies of each part
 
 
@@ -83,7 +85,7 @@ def drop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for part, before in dropping.found.get(id(value), [])[1:]:
             if isinstance(part, list):
                 part[:] = before
-            elif len(part) != len(before) or any(before.get(name) is not now for name, now in part.items()):
+            elif not same_entries(part, before):
                 part.clear()
                 part.update(before)
 
@@ -136,8 +138,11 @@ def with_tensors(leaf: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def settle(pairs: list[tuple[Any, Any]]) -> None:
-    """The forward is over: of layers that it left alone the copies go, which would keep what those hold."""
-    kind = _class()
+    """The forward is over: of layers that it left alone the copies go, which would keep what those hold. Where what it added is
+    dropped, the caches are soon what their copies are."""
+    kind, dropping = _class(), _dropping.get()
+    if dropping is not None and not dropping.read_again:
+        return
     for cache, made in pairs:
         for name, value in vars(made).items():
             now = getattr(cache, name, None)
@@ -198,6 +203,8 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(after[key] is value for key, value in before.items())
     one, other = getattr(before, "__dict__", None), getattr(after, "__dict__", None)
+    if one is not None and other is not None and same_entries(one, other):
+        return True
     if one is None or other is None or one.keys() != other.keys():
         return before is after
     return all(other[key] is value or (isinstance(value, dict) and _same(value, other[key])) for key, value in one.items())

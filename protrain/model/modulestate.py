@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.entries import put_entries
 from .held import has_attributes
 from .parameters import DisableTorchFunction
 from .randomness import generators, put_states
@@ -43,8 +45,7 @@ _HOOKS = (
 #: copied from then on.
 COPIED_BYTES = 1 << 20
 
-#: Stands for an attribute that there is none of.
-_NOTHING = object()
+_Entries = tuple[dict[Any, Any], dict[Any, Any]]  # a store, and what stood in it
 
 
 class _Tensor:
@@ -100,31 +101,55 @@ class _Tensor:
 
 
 class _Attributes:
-    """Of one module, what forward began with: plain values, copies of containers."""
+    """Of one module, what forward began with: plain values, copies of containers. tensors: names of those it has."""
 
-    __slots__ = ("begun", "keys", "own")
+    __slots__ = ("begun", "keys", "own", "tensors")
 
     def __init__(self, module: nn.Module, others: list[Any]) -> None:
         """others: gets objects of other classes."""
         self.own = own = vars(module)
-        self.keys = frozenset(own)
+        self.keys = tuple(own)
+        self.tensors: list[str] = []
         self.begun: dict[str, Any] = {"training": module.training}
-        for key, value in own.items():
-            if key in _TORCHS:
-                continue
+        for key in itertools.filterfalse(_TORCHS.__contains__, self.keys):
+            value = own[key]
             kind = type(value)
             if kind in _SCALARS:
                 self.begun[key] = value
+            elif kind is torch.Tensor:
+                self.tensors.append(key)
             elif kind in _CONTAINERS or isinstance(value, tuple):
                 self.begun[key] = _copied(value)
-            elif kind is not torch.Tensor:
+            else:
                 others.append(value)
 
     def put(self) -> None:
         """They stand again, containers as new copies."""
-        for key in self.own.keys() - self.keys:
-            del self.own[key]
+        if tuple(self.own) != self.keys:
+            for key in self.own.keys() - frozenset(self.keys):
+                del self.own[key]
         self.own.update(self.begun)
+
+
+class _Hooks:
+    """Those on some modules, which mostly have none."""
+
+    __slots__ = ("entries", "modules")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.entries: list[_Entries] = [(store, store.copy()) for store in self._stores()]
+
+    def _stores(self) -> list[dict[Any, Any]]:
+        """Of modules that have any now."""
+        owns = [own for own in map(vars, self.modules) if any(map(own.get, _HOOKS))]
+        return [store for own in owns for store in map(own.get, _HOOKS) if store is not None]
+
+    def put(self) -> None:
+        """They stand again, and no others."""
+        known = {id(store) for store, _ in self.entries}
+        _put([(store, {}) for store in self._stores() if id(store) not in known])
+        _put(self.entries)
 
 
 class ModuleState:
@@ -139,25 +164,28 @@ class ModuleState:
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
-        #: Each module's parameters, buffers and hooks: what they were.
-        self.registered: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        #: Each module's parameters and buffers: what they were.
+        self.registered: list[_Entries] = []
+        named = list(block.named_modules())
+        self.modules = [module for _, module in named]
+        self.hooks = _Hooks(self.modules)
         self.trained: list[tuple[nn.Parameter, bool]] = []
         self.lost = ""  # a tensor that was changed in place and of which there is no copy
         with torch.no_grad(), DisableTorchFunction():
-            for name, module in block.named_modules():
-                if own := module._parameters:
-                    self.registered.append((own, own.copy()))
-                    self.trained.extend([(p, p.requires_grad) for p in own.values() if p is not None])
-                if own := module._buffers:
-                    self.registered.append((own, own.copy()))
-                self.registered += _hooks(module)
-                self.attributes.append(_Attributes(module, others))
-                for store in (module._buffers, vars(module)):
-                    for leaf, held in store.items():
-                        if type(held) is torch.Tensor or (store is module._buffers and held is not None):
-                            path = f"{name}.{leaf}" if name else leaf
-                            copied = path in large or _is_small(held)
-                            self.tensors.append((path, _Tensor(store, leaf, held, copied, compared)))
+            for name, module in named:
+                if parameters := module._parameters:
+                    self.registered.append((parameters, parameters.copy()))
+                    self.trained.extend([(p, p.requires_grad) for p in parameters.values() if p is not None])
+                if buffers := module._buffers:
+                    self.registered.append((buffers, buffers.copy()))
+                attributes = _Attributes(module, others)
+                self.attributes.append(attributes)
+                found = [(buffers, leaf, held) for leaf, held in buffers.items() if held is not None]
+                found += [(attributes.own, leaf, attributes.own[leaf]) for leaf in attributes.tensors]
+                for store, leaf, held in found:
+                    path = f"{name}.{leaf}" if name else leaf
+                    copied = path in large or _is_small(held)
+                    self.tensors.append((path, _Tensor(store, leaf, held, copied, compared)))
             for made in objects:
                 self._take_trained(made, compared)
             self.generators = generators(others)
@@ -194,15 +222,15 @@ class ModuleState:
             )
         begun = [(tensor.store, tensor.leaf, tensor.begun()) for _, tensor in self.tensors]
         stores = [one.own for one in self.attributes] + [store for store, _ in self.registered]
-        now = [(store, store.copy()) for store in stores]
+        now, hooks = [(store, store.copy()) for store in stores], _Hooks(self.modules)
         drawn = generators(one for one, _ in self.generators)
         switched: list[tuple[nn.Parameter, bool]] = []
         try:
             for one in self.attributes:
                 one.put()
             put_states(self.generators)
-            for store, seen in self.registered:
-                _put(store, seen)
+            _put(self.registered)
+            self.hooks.put()
             for store, leaf, tensor in begun:
                 store[leaf] = tensor
             with DisableTorchFunction():
@@ -215,8 +243,8 @@ class ModuleState:
                 for p, trained in switched:
                     p.requires_grad_(trained)
             put_states(drawn)
-            for store, entries in now:
-                _put(store, entries)
+            _put(now)
+            hooks.put()
 
 
 class Beginning:
@@ -225,10 +253,10 @@ class Beginning:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        modules = list(block.modules())
-        self.hooks = [one for module in modules for one in _hooks(module)]
-        self.attributes = [_Attributes(module, []) for module in modules]
-        self.stores = [store for module in modules for store in (vars(module), module._buffers)]
+        self.modules = list(block.modules())
+        self.hooks = _Hooks(self.modules)
+        self.attributes = [_Attributes(module, []) for module in self.modules]
+        self.stores = [store for module in self.modules for store in (vars(module), module._buffers)]
         self.tensors = [
             (store, name, held) for store in self.stores for name, held in store.items() if isinstance(held, torch.Tensor)
         ]
@@ -242,19 +270,18 @@ class Beginning:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, for once, the block is as its forward found it; what is changed there is forgotten."""
-        now = [(store, store.copy()) for store in (*self.stores, *(store for store, _ in self.hooks))]
+        now, hooks = [(store, store.copy()) for store in self.stores], _Hooks(self.modules)
         try:
-            for store, seen in self.hooks:
-                _put(store, seen)
+            self.hooks.put()
             for one in self.attributes:
                 one.put()
             for store, name, held in self.tensors:
                 store[name] = held
-            self.attributes, self.tensors, self.hooks = [], [], []
+            self.attributes, self.tensors = [], []
             yield
         finally:
-            for store, entries in now:
-                _put(store, entries)
+            _put(now)
+            hooks.put()
 
 
 def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -272,25 +299,9 @@ def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
     return [made.get(id(leaf), leaf) for leaf in leaves], list(made.values())
 
 
-def _hooks(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """The stores of its hooks, with what is in them now."""
-    own = vars(module)
-    return [(store, store.copy() if store else {}) for name in _HOOKS if (store := own.get(name)) is not None]
-
-
-def _put(store: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """`store` has these entries, and no others."""
-    if not store and not entries:
-        return
-    same = operator.is_
-    if len(store) == len(entries) and all(map(same, store, entries)) and all(map(same, store.values(), entries.values())):
-        return
-    for key in store.keys() - entries.keys():
-        del store[key]
-    store.update(entries)
-    if isinstance(store, collections.OrderedDict):  # hooks, which run in their order
-        for key in entries:
-            store.move_to_end(key)
+def _put(stores: list[_Entries]) -> None:
+    for store, entries in stores:
+        put_entries(store, entries)
 
 
 def _is_small(held: torch.Tensor) -> bool:

@@ -19,7 +19,6 @@ tensors.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +34,6 @@ from ..model import keycaches, randomness, surroundings
 from ..model.compiled import functions_behind, grad_fns
 from ..model.modulestate import ModuleState, objects_as_now
 from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
-from ..model.randomness import numpy_state, same_numpy_state
 from ..model.strides import copied_bytes
 from .blockinputs import Input, bring_inputs, copied_inputs, is_leaf, no_leaves, stash_inputs, versions_of
 from .otherhooks import (
@@ -112,8 +110,16 @@ def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
         alias = tensor.detach()
         if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
             return None
-        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        kind = alias.dtype, alias.device
+        nothing = _nothing.get(kind)
+        if nothing is None:
+            nothing = _nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        alias.data = nothing
     return alias
+
+
+#: By type and device: tensors without elements, which all aliases over nothing share.
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 class BlockHabits:
@@ -158,19 +164,24 @@ class Frame:
         copied = self.habits.in_place
         if copied is None:
             copied = runner.can_copy(copied_bytes(leaf for leaf, _ in self.given_versions))
-        views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
-        inputs = copied_inputs(self.given, views) if copied else self.given
-        self.copied = copied
-        # None: the block was recomputed
-        self.inputs: Any = inputs if stash is None else stash_inputs(stash, inputs, self.habits.compiled, copied)
-        self.versions = versions_of(tree_leaves(self.inputs))
+        inputs, kept = self.given, leaves
+        if copied:
+            views = self.habits.in_place is True or not self.habits.compiled  # compiled code can depend on what is a view
+            inputs = copied_inputs(self.given, views)
+        if stash is not None:
+            inputs = stash_inputs(stash, inputs, self.habits.compiled, copied)
+        if inputs is not self.given:
+            kept = tree_leaves(inputs)
+        self.copied, self.stashes = copied, stash is not None
+        self.inputs: Any = inputs  # None: the block was recomputed
+        self.versions = versions_of(kept)
         self.compute = runner.compute
         others = list(leaves)
         for parent in runner.parents[number]:
             others += vars(parent).values()
         self.state: Any = ModuleState(self.block, self.habits.large, others, objects, compared=not self.compute.separate)
-        self.random_state = _random_state(self.compute), random.getstate()
-        self.numpy_state = numpy_state()
+        self.random_state = _random_state(self.compute)
+        self.drawn = randomness.now()  # what generators outside of torch were; None of those that forward did not draw from
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.surroundings = surroundings.now()
@@ -187,19 +198,18 @@ class Frame:
             return
         self.state.settle()
         keycaches.settle(self.caches)
-        if same_numpy_state(self.numpy_state):
-            self.numpy_state = None
+        self.drawn = randomness.drawn_since(self.drawn)
         if self.habits.compiled:
             self.code = [type(node) for node in functions_behind(result, self.ends)]
             self.ends = set()
         in_place = any(leaf._version != version for leaf, version in self.given_versions)
-        stashed = any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=is_leaf))
-        if self.copied and not in_place and not stashed:
-            self.inputs, self.copied = self.given, False
-            self.versions = versions_of(tree_leaves(self.inputs))
-        elif self.copied and not in_place:
-            owners = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
-            self.versions = [(owner, version) for owner, version in owners if owner is not None]
+        if self.copied and not in_place:
+            if self.stashes and any(type(leaf) is Input for leaf in tree_leaves(self.inputs, is_leaf=is_leaf)):
+                owners = [(over_nothing(leaf), version) for leaf, version in self.given_versions]
+                self.versions = [(owner, version) for owner, version in owners if owner is not None]
+            else:
+                self.inputs, self.copied = self.given, False
+                self.versions = versions_of(tree_leaves(self.inputs))
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
@@ -275,11 +285,11 @@ class Frame:
 
         thread = self.runner.come_in()
         try:
-            self.compute.set_random_state(self.random_state[0])
+            self.compute.set_random_state(self.random_state)
             with (
                 self.runner.residency.node_waits(),
                 suppress(Stop),
-                randomness.kept(self.random_state[1], self.numpy_state),
+                randomness.kept(self.drawn),
                 self.state.restored(),
                 torch.enable_grad(),
                 surroundings.restored(self.surroundings),

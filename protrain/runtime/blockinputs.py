@@ -69,6 +69,10 @@ def stash_inputs(hooks: _core.SavedTensors, inputs: Any, views: bool, copied: bo
 
 
 def bring_inputs(inputs: Any) -> Any:
+    """They, with the tensors that were in the stash, in containers of their own."""
+    args, kwargs = inputs
+    if not any(type(value) is Input or not is_leaf(value) for value in (*args, *kwargs.values())):
+        return inputs  # a call puts what it is given in a tuple and a dict of its own
     leaves, spec = tree_flatten(inputs, is_leaf=is_leaf)
     found = {id(leaf): leaf.bring() for leaf in {id(leaf): leaf for leaf in leaves if type(leaf) is Input}.values()}
     return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], spec)
