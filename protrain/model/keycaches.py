@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +27,33 @@ from torch import nn
 
 from ..base.entries import same_entries
 
-Held = list[tuple[Any, Any]]  # what a cache is made of, and copies of each part
+
+class _Held:
+    """What a cache is made of, as a block was given it. A block adds to one layer, of as many as the model has: that one is found
+    without a look at each from Python."""
+
+    def __init__(self, cache: Any, kind: type) -> None:
+        self.cache = cache  # whose id stays its own
+        parts = list(_parts(cache, kind))
+        self._lists = [(part, part.copy()) for part in parts if isinstance(part, list)]
+        self._dicts = [part for part in parts if isinstance(part, dict)]
+        self._begun = [dict(part) for part in self._dicts]
+        self._sizes = list(map(len, self._dicts))
+        self._values = list(itertools.chain.from_iterable(map(dict.values, self._begun)))
+        self._owners = [place for place, size in enumerate(self._sizes) for _ in range(size)]
+
+    def put(self) -> None:
+        """It is again as it was."""
+        for part, begun in self._lists:
+            part[:] = begun
+        self._put(itertools.compress(itertools.count(), map(operator.ne, map(len, self._dicts), self._sizes)))
+        now = itertools.chain.from_iterable(map(dict.values, self._dicts))
+        self._put(itertools.compress(self._owners, map(operator.is_not, now, self._values)))
+
+    def _put(self, places: Iterable[int]) -> None:
+        for place in set(places):
+            self._dicts[place].clear()
+            self._dicts[place].update(self._begun[place])
 
 
 class Dropping:
@@ -33,7 +61,7 @@ class Dropping:
     each with the id of a cache that it was given; read_again: one was given the same cache twice, so what is added stays."""
 
     def __init__(self) -> None:
-        self.found: dict[int, Held] = {}
+        self.found: dict[int, _Held] = {}
         self.ran: set[tuple[int, int]] = set()
         self.read_again = False
 
@@ -70,7 +98,7 @@ def note(number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     for value in (*args, *kwargs.values()):
         if isinstance(value, kind):
             if id(value) not in dropping.found:
-                dropping.found[id(value)] = [(value, None), *_parts(value, kind)]
+                dropping.found[id(value)] = _Held(value, kind)
             dropping.read_again |= (number, id(value)) in dropping.ran
             dropping.ran.add((number, id(value)))
     return dropping.read_again
@@ -82,25 +110,22 @@ def drop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if dropping is None or dropping.read_again:
         return
     for value in (*args, *kwargs.values()):
-        for part, before in dropping.found.get(id(value), [])[1:]:
-            if isinstance(part, list):
-                part[:] = before
-            elif not same_entries(part, before):
-                part.clear()
-                part.update(before)
+        held = dropping.found.get(id(value))
+        if held is not None:
+            held.put()
 
 
-def _parts(cache: Any, kind: type) -> Iterator[tuple[Any, Any]]:
-    """The attributes of a cache and of its layers, and the lists and dicts among them, each with a copy."""
-    yield vars(cache), dict(vars(cache))
+def _parts(cache: Any, kind: type) -> Iterator[Any]:
+    """The attributes of a cache and of its layers, and the lists and dicts among them."""
+    yield vars(cache)
     for value in vars(cache).values():
         if isinstance(value, kind):
             yield from _parts(value, kind)
         elif isinstance(value, list | dict):
-            yield value, value.copy()
+            yield value
     for layer in _own_layers(cache):
-        yield vars(layer), dict(vars(layer))
-        yield from ((value, value.copy()) for value in vars(layer).values() if isinstance(value, dict))
+        yield vars(layer)
+        yield from (value for value in vars(layer).values() if isinstance(value, dict))
 
 
 def _class() -> type | None:

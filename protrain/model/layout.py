@@ -8,7 +8,7 @@ written in the order in which it runs; a tied parameter stands where it comes fi
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -33,10 +33,10 @@ class Entry:
     shape: torch.Size
     strides: Strides
     group: int
+    count: int = field(init=False)
 
-    @property
-    def count(self) -> int:
-        return self.shape.numel()
+    def __post_init__(self) -> None:
+        self.count = self.shape.numel()
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ def dense_like(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: s
 
 def laid(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
     """The tensor itself where its elements lie as these dense strides have them, else a copy in which they do."""
+    if tensor.stride() == strides:
+        return tensor
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     if not tensor.numel() or all(own == wanted for size, own, wanted in pairs if size != 1):
         return tensor

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,17 +106,19 @@ class Stop(BaseException):
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias that shares the tensor's version counter and lies over no memory; None of a sparse or nested tensor and of a class
     with dispatch of its own, which have none."""
-    with DisableTorchFunction():
+    with DisableTorchFunction() if type(tensor) is not torch.Tensor else _AS_IT_IS:
         alias = tensor.detach()
-        if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
-            return None
-        kind = alias.dtype, alias.device
-        nothing = _nothing.get(kind)
-        if nothing is None:
-            nothing = _nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
-        alias.data = nothing
+    if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
+        return None
+    kind = alias.dtype, alias.device
+    nothing = _nothing.get(kind)
+    if nothing is None:
+        nothing = _nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+    alias.data = nothing
     return alias
 
+
+_AS_IT_IS = nullcontext()
 
 #: By type and device: tensors without elements, which all aliases over nothing share.
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -74,23 +74,29 @@ def adopt(values: Values, only: int | None = None) -> None:
     params, layout = values.wrapped.params, values.wrapped.layout
     if only is None:
         _check_places(values)
-    for number in range(len(params)) if only is None else (only,):
-        p, entry = params[number], layout.entries[number]
-        address = values.residency.address(number)
-        if address is None or not entry.count or not values.engine.in_memory(entry.chunk):
+    for chunk in range(layout.n_chunks) if only is None else (layout.entries[only].chunk,):
+        begin = values.residency.begin(chunk)
+        if begin is None or not values.engine.in_memory(chunk):
             continue
-        if p.data_ptr() == address and p.dtype == layout.dtype and p.stride() == entry.strides:
-            continue
-        given = p.data
-        check_value(entry.name, entry.shape, layout.dtype, values.wrapped.compute.device, given)
-        with DisableTorchFunction(), uncounted():
-            p.data = values.residency.place(number)
-            inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
-            try:
-                _take_over(values, number, given.clone() if inside else given)
-            except BaseException:
-                p.data = given
-                raise
+        for number in layout.members[chunk] if only is None else (only,):
+            p, entry = params[number], layout.entries[number]
+            lies = p.data_ptr() == begin + entry.offset_bytes and p.dtype == layout.dtype and p.stride() == entry.strides
+            if entry.count and not lies:
+                _adopt(values, number)
+
+
+def _adopt(values: Values, number: int) -> None:
+    p, layout = values.wrapped.params[number], values.wrapped.layout
+    entry, given = layout.entries[number], p.data
+    check_value(entry.name, entry.shape, layout.dtype, values.wrapped.compute.device, given)
+    with DisableTorchFunction(), uncounted():
+        p.data = values.residency.place(number)
+        inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
+        try:
+            _take_over(values, number, given.clone() if inside else given)
+        except BaseException:
+            p.data = given
+            raise
 
 
 def _check_places(values: Values) -> None:
@@ -147,7 +153,7 @@ def check_parameters(wrapped: Wrapped) -> None:
     known = wrapped.number_of
     for prefix, module in wrapped.model.named_modules():
         for leaf, p in module._parameters.items():
-            if isinstance(p, nn.Parameter) and id(p) not in known:
+            if id(p) not in known and isinstance(p, nn.Parameter):
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 raise PlanError(f"parameter {name} was added or replaced after wrap: {_AGAIN}")
 

@@ -186,6 +186,8 @@ def _wide_updates(
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor in the order in which they lie."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 

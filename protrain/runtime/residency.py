@@ -134,11 +134,16 @@ class Residency:
         """Where a chunk lies, which is bound, as one flat tensor."""
         return self._bases[chunk]
 
+    def begin(self, chunk: int) -> int | None:
+        """The address of a chunk; None where it has no place yet."""
+        base = self._bases.get(chunk)
+        return None if base is None else base.data_ptr()
+
     def address(self, number: int) -> int | None:
         """Where the values of parameter `number` begin; None where its chunk has no place yet."""
         entry = self._layout.entries[number]
-        base = self._bases.get(entry.chunk)
-        return None if base is None else base.data_ptr() + entry.offset_bytes
+        begin = self.begin(entry.chunk)
+        return None if begin is None else begin + entry.offset_bytes
 
     def moved(self) -> int | None:
         """A chunk whose memory torch has put elsewhere since; None: there is none."""
@@ -205,8 +210,10 @@ class Residency:
 
     def saved_parameter(self, tensor: torch.Tensor) -> SavedParameter | None:
         """The record of a tensor that lies in the memory of a parameter on disk; None for any other tensor."""
+        if not self._address_chunk:
+            return None
         with DisableTorchFunction():
-            if tensor.layout != torch.strided or not self._address_chunk:
+            if tensor.layout != torch.strided:
                 return None
             chunk = self._address_chunk.get(_storage_address(tensor))
             if chunk is None:
