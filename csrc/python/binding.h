@@ -10,7 +10,8 @@
 #include "runtime/engine.h"
 
 typedef struct ptn_module_state {
-  PyObject *region_type, *device_type, *engine_type, *saved_type, *saved_tensors_type, *device_record_type, *machine_bench_type;
+  PyObject *region_type, *device_type, *engine_type, *saved_type, *saved_tensors_type, *recomputed_type, *saved_order_type,
+      *device_record_type, *machine_bench_type;
 } ptn_module_state;
 
 /* How often this process was forked off from another one since the module was loaded: what has threads is of one process, and
@@ -22,8 +23,8 @@ PyObject *ptn_python_raise(void);
 /* None, or that. */
 PyObject *ptn_python_answer(ptn_status status);
 
-extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec,
-    ptn_device_record_spec, ptn_machine_bench_spec;
+extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_spec, ptn_saved_tensors_spec, ptn_recomputed_spec,
+    ptn_saved_order_spec, ptn_device_record_spec, ptn_machine_bench_spec;
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 

@@ -182,6 +182,8 @@ static int exec_module(PyObject *module) {
   if (add_type(module, &ptn_engine_spec, "Engine", &state->engine_type) < 0) return -1;
   if (add_type(module, &ptn_saved_spec, "Saved", &state->saved_type) < 0) return -1;
   if (add_type(module, &ptn_saved_tensors_spec, "SavedTensors", &state->saved_tensors_type) < 0) return -1;
+  if (add_type(module, &ptn_recomputed_spec, "Recomputed", &state->recomputed_type) < 0) return -1;
+  if (add_type(module, &ptn_saved_order_spec, "SavedOrder", &state->saved_order_type) < 0) return -1;
   if (add_type(module, &ptn_device_record_spec, "DeviceRecord", &state->device_record_type) < 0) return -1;
   return add_type(module, &ptn_machine_bench_spec, "MachineBench", &state->machine_bench_type);
 }
@@ -193,6 +195,8 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->engine_type);
   Py_VISIT(state->saved_type);
   Py_VISIT(state->saved_tensors_type);
+  Py_VISIT(state->recomputed_type);
+  Py_VISIT(state->saved_order_type);
   Py_VISIT(state->device_record_type);
   Py_VISIT(state->machine_bench_type);
   return 0;
@@ -205,6 +209,8 @@ static int clear(PyObject *module) {
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->saved_type);
   Py_CLEAR(state->saved_tensors_type);
+  Py_CLEAR(state->recomputed_type);
+  Py_CLEAR(state->saved_order_type);
   Py_CLEAR(state->device_record_type);
   Py_CLEAR(state->machine_bench_type);
   return 0;

@@ -25,7 +25,7 @@
  */
 #include <string.h>
 
-#include "python/binding.h"
+#include "python/saved.h"
 #include "runtime/stash.h"
 #include "torch/dlpack.h"
 
@@ -39,6 +39,7 @@ typedef struct saved_tensors_object {
   PyObject *stash_tensor; /* over a device; None: nothing is stashed */
   PyObject *saved_type;
   PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
+  PyObject *parameter_type;                          /* torch.nn.Parameter, which detach makes a torch.Tensor of */
   PyObject *is_inference;                            /* torch's: whether inference mode is on */
   PyObject *empty;                                   /* a tensor without memory */
   PyObject *version_name, *leaf_name, *data_name;
@@ -125,16 +126,22 @@ static PyObject *shape_of(const saved_object *saved) {
   return shape;
 }
 
-/* Whether the tensor that was saved is still at its version; it shares the counter of `owner`. The words are Python's. */
+/* Raises that it was changed in place. The words are Python's. */
+static void tell_changed(uint32_t now, uint32_t version, PyObject *shape) {
+  PyObject *module = PyImport_ImportModule("protrain.runtime.activations");
+  PyObject *nothing =
+      module ? PyObject_CallMethod(module, "check_version", "IIO", (unsigned int)now, (unsigned int)version, shape) : NULL;
+  Py_XDECREF(nothing);
+  Py_XDECREF(module);
+}
+
+/* Whether the tensor that was saved is still at its version; it shares the counter of `owner`. */
 static bool check_version(const saved_tensors_object *self, const saved_object *saved, PyObject *owner) {
   uint32_t now;
   if (!read_version(self, owner, &now)) return false;
   if (now == saved->version) return true;
-  PyObject *shape = shape_of(saved), *module = shape ? PyImport_ImportModule("protrain.runtime.activations") : NULL;
-  PyObject *nothing =
-      module ? PyObject_CallMethod(module, "check_version", "IIO", (unsigned int)now, (unsigned int)saved->version, shape) : NULL;
-  Py_XDECREF(nothing); /* it raises */
-  Py_XDECREF(module);
+  PyObject *shape = shape_of(saved);
+  if (shape) tell_changed(now, saved->version, shape);
   Py_XDECREF(shape);
   return false;
 }
@@ -254,6 +261,60 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   return stash(self, tensor, &facts, &block);
 }
 
+/* ---- for recomputed blocks ---- */
+
+PyObject *ptn_saved_parameter(PyObject *hooks, PyObject *tensor) {
+  const saved_tensors_object *self = (saved_tensors_object *)hooks;
+  ptn_dlpack_tensor facts;
+  ptn_block block;
+  if (self->saved_parameter == Py_None || !read_facts(self, tensor, &facts)) return Py_NewRef(Py_None);
+  bool may_be;
+  if (self->over_device) {
+    const ptn_engine *engine = ptn_python_engine(self->engine);
+    if (!engine) return NULL;
+    may_be = ptn_engine_in_slot(engine, facts.data);
+  } else {
+    may_be = facts.device_type == PTN_DLPACK_CPU && ptn_arena_find(facts.data, &block) && block.use == PTN_BLOCK_STATIC;
+  }
+  return may_be ? PyObject_CallFunctionObjArgs(self->saved_parameter, tensor, NULL) : Py_NewRef(Py_None);
+}
+
+PyObject *ptn_saved_unpack_parameter(PyObject *hooks, PyObject *packed) {
+  return PyObject_CallFunctionObjArgs(((saved_tensors_object *)hooks)->unpack_parameter, packed, NULL);
+}
+
+PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor) {
+  return PyObject_CallFunctionObjArgs(((saved_tensors_object *)hooks)->detach, tensor, NULL);
+}
+
+PyObject *ptn_saved_over_nothing(PyObject *hooks, PyObject *tensor) {
+  const saved_tensors_object *self = (saved_tensors_object *)hooks;
+  PyObject *type = (PyObject *)Py_TYPE(tensor);
+  if (type != self->tensor_type && type != self->parameter_type) { /* a class of its own may see what is called */
+    PyObject *module = PyImport_ImportModule("protrain.runtime.activations");
+    PyObject *found = module ? PyObject_CallMethod(module, "over_nothing", "O", tensor) : NULL;
+    Py_XDECREF(module);
+    return found;
+  }
+  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
+  if (!alias) return NULL;
+  if (PyObject_SetAttr(alias, self->data_name, self->empty) == 0) return alias;
+  PyErr_Clear(); /* a sparse tensor, a nested one: nothing is like them and lies over no memory */
+  Py_DECREF(alias);
+  return Py_NewRef(Py_None);
+}
+
+bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version) {
+  return read_version((saved_tensors_object *)hooks, tensor, version);
+}
+
+bool ptn_saved_check_version(PyObject *hooks, PyObject *owner, uint32_t version, PyObject *shape) {
+  uint32_t now;
+  if (!ptn_saved_version(hooks, owner, &now)) return false;
+  if (now != version) tell_changed(now, version, shape);
+  return now == version;
+}
+
 /* ---- unpack ---- */
 
 static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
@@ -312,7 +373,9 @@ static PyObject *empty_tensor(PyObject *torch) {
 static bool find_torch(saved_tensors_object *self) {
   PyObject *torch = PyImport_ImportModule("torch"), *core = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
   PyObject *base = core ? PyObject_GetAttrString(core, "TensorBase") : NULL; /* its methods are C's, with nothing around them */
-  bool found = base && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
+  PyObject *nn = base ? PyObject_GetAttrString(torch, "nn") : NULL;
+  bool found = nn && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
+               (self->parameter_type = PyObject_GetAttrString(nn, "Parameter")) &&
                (self->detach = PyObject_GetAttrString(base, "detach")) &&
                (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
                (self->is_neg = PyObject_GetAttrString(base, "is_neg")) &&
@@ -320,6 +383,7 @@ static bool find_torch(saved_tensors_object *self) {
                (self->empty = empty_tensor(torch)) && (self->version_name = PyUnicode_InternFromString("_version")) &&
                (self->leaf_name = PyUnicode_InternFromString("is_leaf")) &&
                (self->data_name = PyUnicode_InternFromString("data")) && (self->exchange = ptn_dlpack_find(self->tensor_type));
+  Py_XDECREF(nn);
   Py_XDECREF(base);
   Py_XDECREF(core);
   Py_XDECREF(torch);
@@ -377,15 +441,21 @@ static void saved_tensors_dealloc(PyObject *object) {
   saved_tensors_clear(object);
   PyObject *const held[] = {self->engine,       self->saved_type, self->tensor_type,  self->detach,
                             self->is_conj,      self->is_neg,     self->is_inference, self->empty,
-                            self->version_name, self->leaf_name,  self->data_name};
+                            self->version_name, self->leaf_name,  self->data_name,    self->parameter_type};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
+static PyObject *saved_tensors_order(PyObject *object, PyObject *frame) {
+  const ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
+  return state ? ptn_recomputed_order(state, object, frame) : NULL;
+}
+
 static PyMethodDef saved_tensors_methods[] = {
     {"pack", saved_tensors_pack, METH_O, "What autograd keeps of a tensor that it saves."},
     {"unpack", saved_tensors_unpack, METH_O, "The tensor again."},
+    {"order", saved_tensors_order, METH_O, "A SavedOrder for one forward of a block that is recomputed."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -9,8 +9,8 @@ and unpacking it in backward is the demand for the parameter's chunk. For everyt
                      numbers, when the first of them is asked for
     checkpoint_swap  the same, and the block's inputs go to the stash until then
 
-The hooks themselves are C (csrc/python/saved_type.c), but those of recomputed blocks. As torch's own non-reentrant checkpoint
-does, recomputation stops at the last tensor that was saved.
+The hooks themselves are C (csrc/python/saved_type.c, of recomputed blocks recomputed_type.c). As torch's own non-reentrant
+checkpoint does, recomputation stops at the last tensor that was saved.
 
 The innermost hooks are the only ones that torch calls. Those that others push inside a block (torch.utils.checkpoint, for a part
 of it) get what is saved there, parameters too; a block inside hooks of others is refused, because both would claim the same
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,12 +36,7 @@ from ..model.modulestate import ModuleState, objects_as_now
 from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
 from ..model.strides import copied_bytes
 from .blockinputs import Input, bring_inputs, copied_inputs, is_leaf, no_leaves, stash_inputs, versions_of
-from .otherhooks import (
-    Hooks,
-    pop,
-    push,
-    top,
-)
+from .otherhooks import Hooks, pop, push, top
 
 if TYPE_CHECKING:
     from ..device.compute import Compute
@@ -69,23 +64,6 @@ class SavedParameter:
         return torch._neg_view(found) if self.neg else found
 
 
-class Recomputed:
-    """A saved tensor that a block's recomputation brings back. owner: has the version counter of what forward saved, where that
-    takes no memory. brought_version: of what came back, which a backward of others may change in place."""
-
-    __slots__ = ("__weakref__", "brought_version", "dtype", "frame", "owner", "shape", "tensor", "version")
-
-    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
-        self.frame, self.shape, self.dtype = frame, tensor.shape, tensor.dtype
-        self.owner, self.version = over_nothing(tensor), tensor._version
-        self.tensor: torch.Tensor | None = None
-        self.brought_version: int | None = None
-
-    def bring(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.brought_version = None if self.tensor.is_inference() else self.tensor._version
-
-
 def check_version(now: int, saved: int, shape: Any) -> None:
     """As autograd does, which does not look at versions where hooks are set.
 
@@ -106,22 +84,12 @@ class Stop(BaseException):
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias that shares the tensor's version counter and lies over no memory; None of a sparse or nested tensor and of a class
     with dispatch of its own, which have none."""
-    with DisableTorchFunction() if type(tensor) is not torch.Tensor else _AS_IT_IS:
+    with DisableTorchFunction():
         alias = tensor.detach()
-    if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
-        return None
-    kind = alias.dtype, alias.device
-    nothing = _nothing.get(kind)
-    if nothing is None:
-        nothing = _nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
-    alias.data = nothing
+        if type(alias) is not torch.Tensor or alias.layout is not torch.strided or alias.is_nested:
+            return None
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
-
-
-_AS_IT_IS = nullcontext()
-
-#: By type and device: tensors without elements, which all aliases over nothing share.
-_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 class BlockHabits:
@@ -187,7 +155,7 @@ class Frame:
         kind = self.compute.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         self.surroundings = surroundings.now()
-        self.saved: list[weakref.ref[Recomputed]] = []
+        self.order = runner.stash.order(self)  # of what it saves
         self.ends = grad_fns(self.given) if self.habits.compiled else set()
         self.code: list[type] = []  # classes of what the forward ran of compiled code
 
@@ -216,32 +184,6 @@ class Frame:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        found = self.runner.residency.saved_parameter(tensor)
-        if found:
-            return found
-        record = Recomputed(self, tensor)
-        self.saved.append(weakref.ref(record))
-        if self.inputs is None:  # forward goes on behind a backward of its own, for which it was recomputed: the rest stays
-            record.bring(tensor)
-        return record
-
-    def unpack(self, saved: Any) -> torch.Tensor:
-        if type(saved) is SavedParameter:
-            return self.runner.residency.unpack_parameter(saved)
-        if saved.owner is not None:
-            check_version(saved.owner._version, saved.version, saved.shape)
-        if saved.tensor is None and self.inputs is not None:
-            self.recompute()
-        if saved.tensor is None:
-            raise RuntimeError(
-                "a recomputed block did not save the tensors that its forward saved: it must do the same each time"
-            )
-        tensor: torch.Tensor = saved.tensor
-        if saved.brought_version is not None:
-            check_version(tensor._version, saved.brought_version, saved.shape)
-        return tensor
-
     # ---- recomputation ----
 
     def recompute(self) -> None:
@@ -262,25 +204,7 @@ class Frame:
         before_bytes = self.runner.bytes_in_use()
         now = _random_state(self.compute)
         enabled, dtype, cache = self.autocast
-        place = 0
-
-        def pack(tensor: torch.Tensor) -> None:
-            nonlocal place
-            if self.runner.residency.saved_parameter(tensor):
-                return
-            if place >= len(self.saved):
-                raise RuntimeError("a recomputed block saved more tensors than its forward: it must do the same each time")
-            record = self.saved[place]()
-            place += 1
-            if record is not None:
-                if tensor.shape != record.shape or tensor.dtype != record.dtype:
-                    raise RuntimeError(
-                        f"a recomputed block saved a tensor of shape {list(tensor.shape)} where its forward saved one of "
-                        f"{list(record.shape)}: it must do the same each time"
-                    )
-                record.bring(tensor)
-            if place == len(self.saved) and not self.habits.compiled:
-                raise Stop
+        self.order.begin_again(self.runner.stash, None if self.habits.compiled else Stop)
 
         def unpack(_saved: Any) -> torch.Tensor:
             raise RuntimeError("backward inside a recomputed block is not supported")
@@ -299,7 +223,7 @@ class Frame:
             ):
                 args, kwargs = no_leaves(inputs) if self.habits.in_place else inputs
                 ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
-                result = _run_inside(self.runner, self, (pack, unpack), self.forward, args, kwargs)
+                result = _run_inside(self.runner, self, (self.order.pack_again, unpack), self.forward, args, kwargs)
             if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:
                 raise RuntimeError(
                     f"block {self.name} ran other compiled code when it was recomputed than in its forward, as it may where "
@@ -309,6 +233,7 @@ class Frame:
             self.runner.thread = thread
             self.compute.set_random_state(now)
         self.runner.note_saved(self.number, before_bytes)
+        self.order.over = True
         self.inputs, self.versions, self.caches, self.state = None, [], [], None
 
 
@@ -397,7 +322,7 @@ def run_checkpointed(
     """
     runner.stash.block = number
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
-    result = _run_block(runner, number, frame, (frame.pack, frame.unpack), forward, args, kwargs)
+    result = _run_block(runner, number, frame, (frame.order.pack, frame.order.unpack), forward, args, kwargs)
     frame.settle(result)
     return result
 
