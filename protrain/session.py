@@ -35,6 +35,7 @@ from .errors import BudgetError, DiskError, PlanError, StepError
 from .model import keycaches
 from .model.parameters import DisableTorchFunction, release
 from .model.precision import has_master
+from .model.recording import check_not_recorded
 from .profiling.blockclock import BlockClock
 from .profiling.device_clock import DeviceClock
 from .runtime import changes
@@ -140,8 +141,10 @@ class Session:
 
         Raises:
             BudgetError: no plan fits this batch; the plan in use stays.
+            PlanError: torch.jit or torch.export records it.
             StepError: the last load failed half-way.
         """
+        check_not_recorded()
         of_no_use = self._caches_are_of_no_use and self._is_training() and self._wants_no_cache(kwargs)
         with self.turn, keycaches.dropped(kwargs, of_no_use) as dropping:
             try:

@@ -27,6 +27,7 @@ typedef struct order_object {
   PyObject *recomputed_type;
   Py_ssize_t place;   /* of what the recomputation saves next */
   char over;          /* a recomputation has brought back what there was */
+  char stopped; /* the one under way has raised `stop` */
 } order_object;
 
 typedef struct recomputed_object {
@@ -138,6 +139,7 @@ static PyObject *order_begin_again(PyObject *object, PyObject *arguments) {
   self->hooks = Py_NewRef(hooks);
   self->stop = Py_NewRef(stop);
   self->place = 0;
+  self->stopped = 0;
   Py_DECREF(before);
   Py_DECREF(before_stop);
   Py_RETURN_NONE;
@@ -162,6 +164,7 @@ static PyObject *order_pack_again(PyObject *object, PyObject *tensor) {
   Py_DECREF(record);
   if (!good) return NULL;
   if (self->place < PyList_Size(self->saved) || self->stop == Py_None) Py_RETURN_NONE;
+  self->stopped = 1;
   PyErr_SetNone(self->stop);
   return NULL;
 }
@@ -225,6 +228,7 @@ static PyMethodDef order_methods[] = {
 
 static PyMemberDef order_members[] = {
     {"over", T_BOOL, offsetof(order_object, over), 0, "Whether a recomputation has brought back what there was."},
+    {"stopped", T_BOOL, offsetof(order_object, stopped), READONLY, "Whether the one under way has raised its stop."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -17,6 +17,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class _Attributes:
         for key in itertools.filterfalse(_TORCHS.__contains__, self.keys):
             value = own[key]
             kind = type(value)
+            if kind is FunctionType:  # most of them are ours
+                continue
             if kind in _SCALARS:
                 self.begun[key] = value
             elif kind is torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from torch import nn
 
 from ..base.counting import uncounted
@@ -127,6 +128,15 @@ class ChunkTensor:
         if func in _MOVES and isinstance(args[0], ChunkView):
             _look_again(args[0], owner, numbers)
         return mark_views(result, owner, numbers)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """As a tensor's, of torch.Tensor alone: one of another class would not turn to anybody."""
+        if cls is not torch.Tensor:
+            raise PlanError(
+                f"a {cls.__name__} cannot share the memory of a parameter that is on disk, which is another's a moment later: "
+                "make it of a copy, p.detach().clone()"
+            )
+        return self.view_as(self)  # type: ignore[attr-defined]
 
 
 def _call_among(func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,6 +274,36 @@ def _look_again(view: ChunkView, owner: Owner, numbers: list[int]) -> None:
 
 
 @functools.cache
+def _guard_readers() -> None:
+    """What reads the values of a tensor below `__torch_function__` turns to it: functions and methods of TorchScript, and
+    DLPack's. torch.tensor and torch.asarray do so too, but Dynamo knows these by what they are: nothing may stand in their
+    place."""
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        kind.__call__ = _turning(kind.__call__)  # type: ignore[method-assign]
+    dlpack: Any = torch.utils.dlpack
+    export = dlpack.to_dlpack
+
+    @functools.wraps(export)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return _export(export, (tensor,), {}) if isinstance(tensor, ChunkTensor) else export(tensor)
+
+    dlpack.to_dlpack = to_dlpack
+
+
+def _turning(call: Callable[..., Any]) -> Callable[..., Any]:
+    def as_it_is(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    @functools.wraps(call)
+    def turned(*args: Any, **kwargs: Any) -> Any:
+        if next(_chunk_tensors((args, kwargs)), None) is None:
+            return call(*args, **kwargs)
+        return ChunkTensor.__torch_function__(as_it_is, (), args, kwargs)
+
+    return turned
+
+
+@functools.cache
 def _guard_transforms() -> None:
     """The transforms of torch.func wrap what they are given below `__torch_function__`: nobody would bring the chunk."""
     for module, name in (("torch._functorch.eager_transforms", "_wrap_for_grad"), ("torch._functorch.vmap", "_add_batch_dim")):
@@ -283,6 +323,7 @@ def _wrap_own(wrap: Callable[..., Any], tensor: Any, /, *args: Any) -> Any:
 def enchain(p: nn.Parameter, owner: Owner, number: int) -> None:
     """Make `p` a parameter of a chunk on disk; the object stays the same."""
     _guard_transforms()
+    _guard_readers()
     p.__class__ = ChunkParameter
     p._protrain = (owner, number)  # type: ignore[attr-defined]
 

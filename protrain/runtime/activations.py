@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +78,18 @@ def check_version(now: int, saved: int, shape: Any) -> None:
 
 class Stop(BaseException):
     """Ends a recomputation that has brought back all that was saved."""
+
+
+class _Until:
+    """A recomputation inside ends by `Stop`, or by what the interpreter of TorchScript makes of it: a RuntimeError of its own."""
+
+    def __init__(self, order: _core.SavedOrder) -> None:
+        self._order = order
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
+        return kind is not None and (kind is Stop or (self._order.stopped and issubclass(kind, RuntimeError)))
 
 
 def over_nothing(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -214,7 +225,7 @@ class Frame:
             self.compute.set_random_state(self.random_state)
             with (
                 self.runner.residency.node_waits(),
-                suppress(Stop),
+                _Until(self.order),
                 randomness.kept(self.drawn),
                 self.state.restored(),
                 torch.enable_grad(),

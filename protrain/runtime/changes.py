@@ -20,6 +20,7 @@ from ..errors import PlanError, StepError
 from ..model.compiled import CALL
 from ..model.parameters import DisableTorchFunction
 from ..model.precision import has_master
+from ..model.recording import refuse_recording
 from ..model.strides import dense_strides
 from ..optim.optimizers import check_set_to_none
 
@@ -265,12 +266,18 @@ def guard(
             made: nn.Module = own(module, memo)
             return made
 
+    def prepare_scriptable() -> NoReturn:
+        refuse_recording()
+
     def zero_grad(set_to_none: bool = True) -> None:
         check_set_to_none(set_to_none)
         for p in module.parameters():
             p.grad = None  # without a look at it, which would be an error where it has left memory
 
-    return {"_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "zero_grad": zero_grad}
+    return {
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "__prepare_scriptable__": prepare_scriptable,
+        "zero_grad": zero_grad,
+    }  # fmt: skip
 
 
 def is_own(hook: Any) -> bool:

@@ -21,6 +21,7 @@ from ..errors import PlanError, StepError
 from ..model import keycaches
 from ..model.compiled import frozen, functions_behind, grad_fns, has_compiled
 from ..model.parameters import ChunkParameter, DisableTorchFunction
+from ..model.recording import check_not_recorded
 from ..profiling.blockclock import BlockClock
 from .activations import (
     BlockHabits,
@@ -43,12 +44,13 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _check_no_transform() -> None:
+def _check_may_read() -> None:
     """Whether parameters on disk may be read here.
 
     Raises:
-        PlanError: they may not, inside a transform of torch.func.
+        PlanError: they may not, inside a transform of torch.func, or where operations are recorded.
     """
+    check_not_recorded()
     if inside_transform():
         raise PlanError(
             "a transform of torch.func (grad, vmap, jvp) reads parameters that are on disk: pass parameters of your own by "
@@ -92,7 +94,7 @@ class Together:
 
     def __enter__(self) -> Together:
         if self.found:
-            _check_no_transform()
+            _check_may_read()
             self._runner.thread = self._runner.come_in()
         self._versions = [self._params[number]._version for number in self.found]
         try:
@@ -319,7 +321,7 @@ class Runner:
             PlanError: it is inside a transform of torch.func, whose tensors do not say whose memory they show.
             StepError: another thread is inside of a block or of an operation.
         """
-        _check_no_transform()
+        _check_may_read()
         chunks: list[int] = []
         versions = [tensor._version for tensor in found] if not self.filling else []
         thread = self.come_in()
