@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs, steps
+from nets import TIGHT, Block, Chain, inputs, steps
 from twins import adamw
 
 import protrain
 from protrain import _core
 
-TYPES = ("Region", "Engine", "Saved", "SavedTensors", "DeviceRecord", "MachineBench")
+TYPES = ("Region", "Engine", "Saved", "SavedTensors", "Recomputed", "SavedOrder", "DeviceRecord", "MachineBench")
 ROUNDS = 20
 
 
@@ -62,6 +62,28 @@ def test_rounds_of_training(ends: str, fresh_disk: Path) -> None:
     before = counts()
     for _ in range(2):
         one_round(fresh_disk, modes, ends)
+    assert counts() == before
+
+
+class Keeps(Block):
+    """The error that it caught, whose traceback has the calls around it, down to the frame of its recomputation."""
+
+    error: Exception | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise ValueError
+        except ValueError as error:
+            self.error = error
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["swap", "checkpoint", "checkpoint_swap"])
+def test_a_block_that_keeps_an_error_goes_with_its_model(mode: str, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chain, "block", Keeps)
+    one_round(fresh_disk, [mode] * 8, "unwrapped")
+    before = counts()
+    one_round(fresh_disk, [mode] * 8, "unwrapped")
     assert counts() == before
 
 

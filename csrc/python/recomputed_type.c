@@ -10,7 +10,8 @@
  * is passed through, both times.
  *
  * Autograd holds Recomputed objects, each of these the frame, which holds the order; the order knows the frame and the Recomputed by weak
- * references, so a graph that is dropped leaves nothing. All of this happens with the GIL.
+ * references, so a graph that is dropped leaves nothing. What else may hold a frame is Python's, such as a traceback that a module keeps:
+ * its collector sees through an order, which has the session behind its hooks. All of this happens with the GIL.
  */
 #include <string.h>
 
@@ -199,22 +200,35 @@ static PyObject *order_unpack(PyObject *object, PyObject *packed) {
 /* ---- construction ---- */
 
 PyObject *ptn_recomputed_order(const ptn_module_state *state, PyObject *hooks, PyObject *frame) {
-  order_object *self = PyObject_New(order_object, (PyTypeObject *)state->saved_order_type);
+  order_object *self = PyObject_GC_New(order_object, (PyTypeObject *)state->saved_order_type);
   if (!self) return NULL;
   memset(&self->hooks, 0, sizeof *self - offsetof(order_object, hooks));
   self->hooks = Py_NewRef(hooks);
   self->stop = Py_NewRef(Py_None);
   self->recomputed_type = Py_NewRef(state->recomputed_type);
+  PyObject_GC_Track((PyObject *)self);
   if (!(self->frame = PyWeakref_NewRef(frame, NULL)) || !(self->saved = PyList_New(0))) Py_CLEAR(self);
   return (PyObject *)self;
+}
+
+static int order_traverse(PyObject *object, visitproc visit, void *arg) {
+  const order_object *self = (order_object *)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->hooks);
+  Py_VISIT(self->frame);
+  Py_VISIT(self->saved);
+  Py_VISIT(self->stop);
+  Py_VISIT(self->recomputed_type);
+  return 0;
 }
 
 static void order_dealloc(PyObject *object) {
   order_object *self = (order_object *)object;
   PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
   PyObject *const held[] = {self->hooks, self->frame, self->saved, self->stop, self->recomputed_type};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
-  PyObject_Free(object);
+  PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
@@ -234,6 +248,7 @@ static PyMemberDef order_members[] = {
 
 static PyType_Slot order_slots[] = {
     {Py_tp_dealloc, (void *)order_dealloc},
+    {Py_tp_traverse, (void *)order_traverse}, /* a cycle through one has a frame in it, which is cleared */
     {Py_tp_methods, order_methods},
     {Py_tp_members, order_members},
     {Py_tp_doc, "Saved-tensor hooks of a recomputed block: csrc/python/recomputed_type.c; types in _core.pyi."},
@@ -243,6 +258,6 @@ static PyType_Slot order_slots[] = {
 PyType_Spec ptn_saved_order_spec = {
     .name = "protrain._core.SavedOrder",
     .basicsize = sizeof(order_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = order_slots,
 };
