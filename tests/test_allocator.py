@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import protrain
+from protrain import _core
 from protrain.api import session_of
 from protrain.base.counting import counted, uncounted
 
@@ -189,4 +190,27 @@ def test_what_a_thread_makes_apart_leaves_the_count_of_the_others(fresh_disk: Pa
     compute.count(engine, False)
     del copies, mine, made, late
     assert live_bytes() == before
+    protrain.unwrap(model)
+
+
+def test_an_interrupted_thread_counts_again_with_its_next_step(fresh_disk: Path) -> None:
+    """One that came as the thread had set itself apart, before anything was there to undo it."""
+    model = wrap(fresh_disk)
+    engine, compute = session_of(model).engine, session_of(model).wrapped.compute
+
+    def interrupt(_frame: Any, event: str, called: Any) -> None:
+        if event == "c_return" and called is _core.set_apart:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt), uncounted():
+        pass
+    sys.setprofile(None)
+    before = int(engine.stats()["live_bytes"])
+    compute.count(engine, True)
+    made = torch.ones(MIB)
+    assert int(engine.stats()["live_bytes"]) == before + 4 * MIB
+    compute.count(engine, False)
+    del made
     protrain.unwrap(model)

@@ -656,6 +656,7 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   int on;
   if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
   const engine_object *self = (engine_object *)object;
+  if (on) (void)ptn_arena_set_apart(false); /* an interrupt may have come before the thread that was apart was not any more */
   if (self->device_number < 0) ptn_arena_use(on ? ptn_python_account(object) : NULL);
   else ptn_torch_cuda_use(self->device_number, self->device, on ? self->device_account : NULL);
   Py_RETURN_NONE;
