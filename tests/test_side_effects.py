@@ -440,6 +440,53 @@ def test_what_stands_around_forward_alone_stands_around_the_recomputation(around
 
 
 @pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+class FailsOnce(Counts):
+    """Behind what it changes, when it is told to."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.fails:
+            type(self).fails = False
+            raise MemoryError
+        return torch.tanh(y)
+
+
+class FailsAndWrites(FailsOnce):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x * self.calls)
+
+
+def after_a_failure(kind: type[FailsOnce], fails: bool) -> list[torch.Tensor]:
+    model: Any = chain_of(kind)()
+    model, optimizer = protrain.wrap(model, adamw(model), memory="64MiB", block_modes=["checkpoint"] * 8)
+    loss = model(inputs(1)[0])
+    if fails:
+        kind.fails = True
+        with pytest.raises(MemoryError):
+            loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return [p.detach() for p in protrain.unwrap(model).parameters()]
+
+
+def test_a_recomputation_after_one_that_failed_sees_what_forward_saw() -> None:
+    for one, other in zip(after_a_failure(FailsOnce, False), after_a_failure(FailsOnce, True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_recomputation_after_one_that_failed_is_an_error_where_the_copy_is_spent() -> None:
+    with pytest.raises(RuntimeError, match=r"changes its tensor calls in forward, and its recomputation failed before"):
+        after_a_failure(FailsAndWrites, True)
+
+
 def test_a_recomputed_block_may_have_a_sparse_buffer() -> None:
     make, loop = chain_of(Sparse), steps(inputs(2))
     assert_equal(run(make, loop, memory=1 << 30, block_modes=["checkpoint"] * 8), run(make, loop), 1 << 30)

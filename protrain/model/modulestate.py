@@ -104,13 +104,14 @@ class _Tensor:
 class _Attributes:
     """Of one module, what forward began with: plain values, copies of containers. tensors: names of those it has."""
 
-    __slots__ = ("begun", "keys", "own", "tensors")
+    __slots__ = ("begun", "containers", "keys", "own", "tensors")
 
     def __init__(self, module: nn.Module, others: list[Any]) -> None:
         """others: gets objects of other classes."""
         self.own = own = vars(module)
         self.keys = tuple(own)
         self.tensors: list[str] = []
+        self.containers: list[str] = []
         self.begun: dict[str, Any] = {"training": module.training}
         for key in itertools.filterfalse(_TORCHS.__contains__, self.keys):
             value = own[key]
@@ -123,15 +124,18 @@ class _Attributes:
                 self.tensors.append(key)
             elif kind in _CONTAINERS or isinstance(value, tuple):
                 self.begun[key] = _copied(value)
+                self.containers.append(key)
             else:
                 others.append(value)
 
     def put(self) -> None:
-        """They stand again, containers as new copies."""
+        """They stand again, containers as new copies: what runs then may fail, and run again."""
         if tuple(self.own) != self.keys:
             for key in self.own.keys() - frozenset(self.keys):
                 del self.own[key]
         self.own.update(self.begun)
+        for key in self.containers:
+            self.own[key] = _copied(self.begun[key])
 
 
 class _Hooks:
@@ -174,6 +178,7 @@ class ModuleState:
         self.hooks = _Hooks(self.modules)
         self.trained: list[tuple[nn.Parameter, bool]] = []
         self.lost = ""  # a tensor that was changed in place and of which there is no copy
+        self.tried = False  # a recomputation has begun, which may have changed the copies
         with torch.no_grad(), DisableTorchFunction():
             for name, module in named:
                 if parameters := module._parameters:
@@ -216,14 +221,21 @@ class ModuleState:
         """Inside, the block is as its forward found it; what is changed there is forgotten.
 
         Raises:
-            RuntimeError: forward changed a tensor in place of which there is no copy, or somebody did after it.
+            RuntimeError: forward changed a tensor in place of which there is no copy, or somebody did after it, or a
+                recomputation that failed.
         """
         if self.lost:
             raise RuntimeError(
                 f"a recomputed block changed its tensor {self.lost} in forward for the first time, so what forward saw is gone: "
                 f"skip this batch (the next ones keep it), or wrap with block_modes that keep this block"
             )
+        if self.tried and (changed := next((path for path, tensor in self.tensors if tensor.before is not None), "")):
+            raise RuntimeError(
+                f"a recomputed block changes its tensor {changed} in forward, and its recomputation failed before: what it saw "
+                "is gone: run forward again, or wrap with block_modes that keep this block"
+            )
         begun = [(tensor.store, tensor.leaf, tensor.begun()) for _, tensor in self.tensors]
+        self.tried = True
         stores = [one.own for one in self.attributes] + [store for store, _ in self.registered]
         now, hooks = [(store, store.copy()) for store in stores], _Hooks(self.modules)
         drawn = generators(one for one, _ in self.generators)
