@@ -12,14 +12,10 @@ Gradients are dropped when a step ends.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
-import json
-import time
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +25,8 @@ import transformers.masking_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.turns import keep_rows, show
+
 MIB = 1 << 20
 LEAST_BYTES = 512  # requests are whole ones
 MOST_SMALL_BYTES = 1 * MIB  # up to here a request is a small one
@@ -37,8 +35,12 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # of requests below half of it
 ROUND_BYTES = 2 * MIB  # segments of larger ones are whole ones
 STEPS = 3
 VOCABULARY = 50257
-#: Layers, width, rows, tokens.
-MODELS = ((24, 1024, 8, 1024), (12, 768, 4, 512), (6, 2560, 4, 512), (16, 1600, 2, 2048))
+#: Layers, width, rows, tokens, and whether blocks are recomputed.
+MODELS = {
+    f"GPT-2 {layers} x {width}, {rows} x {tokens} tokens, {words}": (layers, width, rows, tokens, words == "recomputed")
+    for layers, width, rows, tokens in ((24, 1024, 8, 1024), (12, 768, 4, 512), (6, 2560, 4, 512), (16, 1600, 2, 2048))
+    for words in ("recomputed", "kept")
+}
 
 Event = tuple[int, int]  # a tensor's number, and its bytes; 0: it is gone
 
@@ -201,37 +203,22 @@ def recorded(layers: int, width: int, rows: int, tokens: int, recomputed: bool, 
     return recorder.events
 
 
-def measure(layers: int, width: int, rows: int, tokens: int, recomputed: bool, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+def lost(layers: int, width: int, rows: int, tokens: int, recomputed: bool, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """What is live at most, and over that what is reserved: in segments, and where large tensors are cut from one range."""
     events = recorded(layers, width, rows, tokens, recomputed, vocabulary)
     segments = played(events)
     assert segments is not None
     live_bytes = segments.most_live_bytes
-    one = least_range(events, live_bytes)
     return {
-        "model": f"GPT-2 {layers} x {width}, {rows} x {tokens} tokens",
-        "recomputed": recomputed,
         "live_bytes": live_bytes,
         "segments": round(segments.reserved_bytes / live_bytes, 3),
-        "one_range": round(one.reserved_bytes / live_bytes, 3),
+        "one_range": round(least_range(events, live_bytes).reserved_bytes / live_bytes, 3),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    words = parser.parse_args()
-    rows = []
-    for model in MODELS:
-        for recomputed in (True, False):
-            rows.append(measure(*model, recomputed))
-            print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="; ", flush=True)
-    if words.out:
-        found = {
-            "command": "python -m benchmarks.lost_memory --out benchmarks/results/lost_memory.json",
-            "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "transformers": transformers.__version__, "rows": rows,
-        }  # fmt: skip
-        words.out.write_text(json.dumps(found, indent=1) + "\n")
+def measure(name: str) -> dict[str, Any]:
+    return {"model": name, **lost(*MODELS[name])}
 
 
 if __name__ == "__main__":
-    main()
+    keep_rows("lost_memory", __doc__, MODELS, measure, show)

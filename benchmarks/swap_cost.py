@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import protrain
-from benchmarks.turns import Run, gpt2, keep_rows
+from benchmarks.turns import Run, gpt2, keep_rows, show
 
 N_STEPS = 28
 N_WARM = 4
@@ -81,10 +81,6 @@ def measure(name: str) -> dict[str, Any]:
         "lost_ns_per_byte": round(lost / moved * 1e9, 4),
         "foretold_ns_per_byte": round((plans["swap"] - plans["keep"]) / moved * 1e9, 4),
     }
-
-
-def show(row: dict[str, Any]) -> None:
-    print(*(f"{key} {value}" for key, value in row.items()), sep="; ", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class Run:
         self.losses.append(loss.detach())
 
 
+def show(row: dict[str, Any]) -> None:
+    print(*(f"{key} {value}" for key, value in row.items()), sep="; ", flush=True)
+
+
 def keep_rows(
     name: str, about: str | None, models: Iterable[str], measure: Callable[[str], dict[str, Any]], show: Callable[[Any], None]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lost_memory import LEAST_BYTES, MIB, Allocator, least_range, measure, played
+from benchmarks.lost_memory import LEAST_BYTES, MIB, Allocator, least_range, lost, played
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_what_is_free_in_pieces_does_not_serve_a_large_request() -> None:
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_a_step_is_recorded_and_measured(recomputed: bool) -> None:
     """One range loses no more than segments; more is live where blocks keep."""
-    row = measure(4, 512, 8, 512, recomputed, vocabulary=8192)
+    row = lost(4, 512, 8, 512, recomputed, vocabulary=8192)
     assert 1 <= row["one_range"] <= row["segments"] < 2
-    more = measure(8, 512, 8, 512, recomputed, vocabulary=8192)
+    more = lost(8, 512, 8, 512, recomputed, vocabulary=8192)
     grown = more["live_bytes"] / row["live_bytes"]
     assert (1 < grown < 1.6) if recomputed else (1.6 < grown < 2)
