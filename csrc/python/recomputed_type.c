@@ -21,14 +21,14 @@
 
 typedef struct order_object {
   PyObject_HEAD
-  PyObject *hooks;    /* SavedTensors: of now */
-  PyObject *frame;    /* a weak reference */
-  PyObject *saved;    /* a list of weak references to Recomputed */
-  PyObject *stop;     /* an exception's class: ends a recomputation that has brought all back; None: it runs to its end */
+  PyObject *hooks; /* SavedTensors: of now */
+  PyObject *frame; /* a weak reference */
+  PyObject *saved; /* a list of weak references to Recomputed */
+  PyObject *stop;  /* an exception's class: ends a recomputation that has brought all back; None: it runs to its end */
   PyObject *recomputed_type;
-  Py_ssize_t place;   /* of what the recomputation saves next */
-  char over;          /* a recomputation has brought back what there was */
-  char stopped; /* the one under way has raised `stop` */
+  Py_ssize_t place; /* of what the recomputation saves next */
+  char over;        /* a recomputation has brought back what there was */
+  char stopped;     /* the one under way has raised `stop` */
 } order_object;
 
 typedef struct recomputed_object {

@@ -296,11 +296,9 @@ PyObject *ptn_saved_over_nothing(PyObject *hooks, PyObject *tensor) {
     Py_XDECREF(module);
     return found;
   }
-  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
-  if (!alias) return NULL;
-  if (PyObject_SetAttr(alias, self->data_name, self->empty) == 0) return alias;
+  PyObject *alias = join(self, tensor, self->empty);
+  if (alias || !PyErr_ExceptionMatches(PyExc_RuntimeError)) return alias;
   PyErr_Clear(); /* a sparse tensor, a nested one: nothing is like them and lies over no memory */
-  Py_DECREF(alias);
   return Py_NewRef(Py_None);
 }
 

@@ -266,16 +266,13 @@ def guard(
             made: nn.Module = own(module, memo)
             return made
 
-    def prepare_scriptable() -> NoReturn:
-        refuse_recording()
-
     def zero_grad(set_to_none: bool = True) -> None:
         check_set_to_none(set_to_none)
         for p in module.parameters():
             p.grad = None  # without a look at it, which would be an error where it has left memory
 
     return {
-        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "__prepare_scriptable__": prepare_scriptable,
+        "_apply": apply, "__reduce_ex__": reduce, "__deepcopy__": duplicate, "__prepare_scriptable__": refuse_recording,
         "zero_grad": zero_grad,
     }  # fmt: skip
 

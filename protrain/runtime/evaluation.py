@@ -58,7 +58,7 @@ class _Batch:
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
         if not tensors or not plain or any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
             return None
-        if inside_transform() or torch._C._is_tracing() or _get_current_dispatch_mode_stack():
+        if inside_transform() or _get_current_dispatch_mode_stack():
             return None
         words = (leaf if isinstance(leaf, bool | int | str) else type(leaf) for leaf in leaves)
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, len(args), *kwargs, *words))
