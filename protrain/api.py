@@ -365,7 +365,6 @@ def _fill(
         materialise.from_function(session, param_init_fn)
     else:
         materialise.from_memory(session)
-    session.end_fill()
     if optimizer.state:
         session.states.import_optimizer({id(p): state for p, state in optimizer.state.items()})
 

@@ -33,7 +33,7 @@ from .base.counting import counted, uncounted
 from .device.compute import Accelerator
 from .errors import BudgetError, DiskError, PlanError, StepError
 from .model import keycaches
-from .model.parameters import DisableTorchFunction, release
+from .model.parameters import ChunkTensor, DisableTorchFunction, release
 from .model.precision import has_master
 from .model.recording import check_not_recorded
 from .profiling.blockclock import BlockClock
@@ -89,7 +89,6 @@ class Session:
         self.closed = False
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._caches_are_of_no_use = keycaches.are_of_no_use(wrapped.model)
-        self._depth = 0  # forwards of the model that run, one inside another
         self._graphs = False  # forwards since the last step recorded gradients: what autograd keeps of them lies where it lay
         self._in_eval = False  # the last forward that recorded gradients was in eval mode
         self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
@@ -127,12 +126,7 @@ class Session:
 
     def begin_fill(self) -> None:
         """Every chunk has its first home and slot; the parameters' values come next, chunk by chunk."""
-        self.runner.filling = True
         self.homes.begin_fill()
-
-    def end_fill(self) -> None:
-        """All parameters have their values."""
-        self.runner.filling = False
 
     # ---- forward ----
 
@@ -164,12 +158,12 @@ class Session:
 
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training, stashing = self._is_training(), self.runner.stashing
-        self._depth += 1
+        self.runner.depth += 1
         try:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
                     self.begin_forward(args, kwargs)
-                    if self._depth == 1 and self._began is not None and not torch.is_grad_enabled():
+                    if self.runner.depth == 1 and self._began is not None and not torch.is_grad_enabled():
                         return self._run_in_step(forward, args, kwargs)
                     return forward(*args, **kwargs)
             self.begin_forward(args, kwargs)
@@ -177,7 +171,7 @@ class Session:
             self._settle_stash()
             self.runner.stashing = True
             output = forward(*args, **kwargs)
-            if self._depth == 1:
+            if self.runner.depth == 1:
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
@@ -196,12 +190,12 @@ class Session:
                     self.wrapped.compute.count(self.engine, False)
             raise
         finally:
-            self._depth -= 1
+            self.runner.depth -= 1
             self.runner.stashing = stashing
 
     def _may_move(self) -> bool:
         """Whether nobody looks at parameters where they lie: neither a forward that runs nor one whose backward may come."""
-        return self._depth <= 1 and not self._graphs and not self._under_way()
+        return self.runner.depth <= 1 and not self._graphs and not self._under_way()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.driver = threading.get_ident()
@@ -225,7 +219,7 @@ class Session:
         begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
         if begins:
             self._batches.clear()
-        if self._depth <= 1:
+        if self.runner.depth <= 1:
             self.runner.modes = self.homes.arrangement.plan.block_modes
         may_move = self._may_move()
         if torch.is_grad_enabled():
@@ -235,7 +229,7 @@ class Session:
         if self._is_training():
             if may_move:
                 self.evaluation.end()
-            if self._depth <= 1 and not self._under_way():
+            if self.runner.depth <= 1 and not self._under_way():
                 self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
             if begins:
@@ -264,7 +258,7 @@ class Session:
     def _is_within_step(self) -> bool:
         """Whether the forward that begins records no gradients, and comes between a backward of a step and its end."""
         behind_backward = self._began is not None and self._under_way() and not self.marks.in_loss
-        return self._tells and self._depth == 1 and not torch.is_grad_enabled() and behind_backward
+        return self._tells and self.runner.depth == 1 and not torch.is_grad_enabled() and behind_backward
 
     def _run_in_step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward without gradients in the middle of a step. What one takes that is refused is foreseen: it has not shown all
@@ -647,11 +641,12 @@ class Session:
         return self.residency.address(number) is not None
 
     def set_data(self, number: int, value: torch.Tensor) -> None:
-        if self.runner.filling:  # what it shall begin with: taken over when the function that initialises it is done
-            with DisableTorchFunction():
-                self.params[number].data = value
+        if self.layout.entries[number].chunk not in self.residency.filling:
+            changes.set_data(self.values, number, value)
             return
-        changes.set_data(self.values, number, value)
+        value = value.clone() if isinstance(value, ChunkTensor) else value
+        with DisableTorchFunction():  # what it shall begin with: taken over when the function that initialises it is done
+            self.params[number].data = value
 
     def value(self, number: int) -> torch.Tensor:
         return self.values.get(number)

@@ -13,6 +13,7 @@
 
 #include "python/binding.h"
 #include "torch/cuda_allocator.h"
+#include "torch/storage.h"
 
 typedef struct engine_object {
   PyObject_HEAD
@@ -22,6 +23,7 @@ typedef struct engine_object {
   ptn_account *account;        /* of ordinary memory */
   ptn_account *device_account; /* of the device's; NULL: there is none */
   uint64_t charged_bytes;      /* to the first, for what is in no arena */
+  PyObject *guarded;           /* by chunk, what engine_guard was given; NULL: nothing yet */
   PyObject *current_stream;    /* gives the handle of the compute stream; NULL: the calling thread is it */
   ptn_device *device;
   int device_number; /* of the GPU; -1: it computes in ordinary memory */
@@ -101,6 +103,7 @@ static void engine_dealloc(PyObject *object) {
     Py_END_ALLOW_THREADS
   }
   free_accounts(self); /* of an engine that could not be made */
+  Py_XDECREF(self->guarded);
   Py_XDECREF(self->current_stream);
   PyObject_Free(object);
   Py_DECREF(type);
@@ -383,6 +386,25 @@ static PyObject *engine_region(PyObject *object, PyObject *arguments) {
   if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
   ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
   return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
+}
+
+/* The parameters of a chunk lie in this storage of torch, or in none. */
+static PyObject *engine_guard(PyObject *object, PyObject *arguments) {
+  ENGINE_TO_ASK;
+  unsigned int chunk;
+  PyObject *storage;
+  if (!PyArg_ParseTuple(arguments, "O&O", ptn_python_u32, &chunk, &storage) || !ptn_python_has_chunk(engine, chunk)) return NULL;
+  engine_object *self = (engine_object *)object;
+  PyObject *key = PyLong_FromUnsignedLong(chunk);
+  PyObject *number = storage == Py_None ? PyLong_FromLong(0) : PyObject_GetAttrString(storage, "_cdata");
+  void *address = number ? PyLong_AsVoidPtr(number) : NULL;
+  PyObject *before = key && self->guarded ? Py_XNewRef(PyDict_GetItemWithError(self->guarded, key)) : NULL;
+  if (!PyErr_Occurred() && (self->guarded || (self->guarded = PyDict_New())) && PyDict_SetItem(self->guarded, key, storage) == 0)
+    ptn_engine_set_guard(engine, chunk, (ptn_guard){address ? ptn_torch_open_storage : NULL, address});
+  Py_XDECREF(before); /* until here the engine knew it */
+  Py_XDECREF(number);
+  Py_XDECREF(key);
+  return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* Of values that are read or written: who reads them, for a checkpoint beside a step, does not drive that. */
@@ -700,6 +722,7 @@ static PyMethodDef engine_methods[] = {
     {"drop_ring", engine_drop_ring, METH_NOARGS, NULL},
     {"set_pending", engine_set_pending, METH_VARARGS, NULL},
     {"region", engine_region, METH_VARARGS, NULL},
+    {"guard", engine_guard, METH_VARARGS, NULL},
     {"transfer", engine_transfer, METH_VARARGS, NULL},
     {"transfer_part", engine_transfer_part, METH_VARARGS, NULL},
     {"begin_fill", engine_begin_fill, METH_VARARGS, NULL},

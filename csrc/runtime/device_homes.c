@@ -258,7 +258,7 @@ ptn_status ptn_over_begin_fill(ptn_engine *engine, slot *slot, uint64_t bytes) {
   ptn_status status = ptn_over_zero(engine, slot->region->memory, bytes);
   if (status == PTN_OK) return PTN_OK;
   ptn_lock(&engine->mutex);
-  slot->in_use = 0;
+  ptn_residency_set_uses(engine, slot, 0);
   slot->state = SLOT_EMPTY;
   ptn_unlock(&engine->mutex);
   return status;

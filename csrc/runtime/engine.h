@@ -169,6 +169,15 @@ void ptn_engine_set_pending(ptn_engine *engine, uint64_t pending_bytes);
 /* The memory at which the chunk's parameters lie when they are there; borrowed, NULL where it has neither home nor slot. */
 ptn_region *ptn_engine_region(ptn_engine *engine, uint32_t chunk);
 
+/* Who gives the memory at which a chunk lies to others: told at once, and whenever it changes, whether the chunk is in use there. What
+ * is read while it is not may be another's. Who was told before is told that it is not, for the last time. tell is called under the
+ * engine's lock, on any thread. */
+typedef struct ptn_guard {
+  void (*tell)(void *place, bool in_use); /* NULL: nobody */
+  void *place;
+} ptn_guard;
+void ptn_engine_set_guard(ptn_engine *engine, uint32_t chunk, ptn_guard guard);
+
 /* One parameter's values (array 0) or state array i (1 + i), to or from the caller's memory; current committed values. Where
  * parameters are bf16, array 1 + n_states is the master; zeros where nobody wrote it and no update was made, which says that it is
  * the parameter, widened. */

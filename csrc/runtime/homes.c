@@ -310,7 +310,7 @@ ptn_status ptn_engine_begin_fill(ptn_engine *engine, uint32_t number) {
     slot->chunk = number;
     slot->state = SLOT_LOADED;
     slot->shadow = slot->broken = slot->unchecked = false;
-    slot->in_use = 1;
+    ptn_residency_set_uses(engine, slot, 1);
   }
   ptn_unlock(&engine->mutex);
   if (taken) return ptn_fail(PTN_STEP, "the slot of chunk %u is in use", number);
@@ -331,7 +331,7 @@ ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
   slot *slot = &engine->slots[chunk->slot];
   ptn_status status = write_slot(engine, slot, chunk);
   ptn_lock(&engine->mutex);
-  slot->in_use = 0;
+  ptn_residency_set_uses(engine, slot, 0);
   if (status != PTN_OK) ptn_residency_forget(engine, chunk);
   ptn_unlock(&engine->mutex);
   return status;

@@ -42,6 +42,7 @@ typedef struct chunk {
   bool zero_master; /* the same */
   ptn_extent grads; /* gradients on disk, laid out as the parameters */
   int32_t slot; /* -1: none */
+  ptn_guard guard;
   uint32_t first_param, n_params; /* in engine->order_params */
   uint32_t missing; /* expected gradients that have not come in this pass */
   uint32_t arrived; /* gradients held, not yet queued */
@@ -274,6 +275,8 @@ struct ptn_engine {
 /* residency.c */
 void ptn_residency_advance(ptn_engine *engine); /* locked: orders the next reads; unlocks while it submits */
 void ptn_residency_unuse_all(ptn_engine *engine); /* locked: nobody uses a chunk any more */
+/* Locked: so many use the chunk in this slot. */
+void ptn_residency_set_uses(ptn_engine *engine, slot *slot, uint32_t count);
 void ptn_residency_forget(ptn_engine *engine, chunk *chunk); /* locked: the slot no longer holds a readable copy */
 void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is under way */
 

@@ -192,6 +192,24 @@ static ptn_status check_demand(const ptn_engine *engine, uint32_t number) {
   return PTN_OK;
 }
 
+void ptn_residency_set_uses(ptn_engine *engine, slot *slot, uint32_t count) {
+  bool before = slot->in_use > 0, now = count > 0;
+  slot->in_use = count;
+  if (before == now) return;
+  const ptn_guard *guard = &engine->chunks[slot->chunk].guard;
+  if (guard->tell) guard->tell(guard->place, now);
+}
+
+void ptn_engine_set_guard(ptn_engine *engine, uint32_t number, ptn_guard guard) {
+  ptn_lock(&engine->mutex);
+  const slot *slot = slot_of(engine, number);
+  const ptn_guard *before = &engine->chunks[number].guard;
+  if (before->tell) before->tell(before->place, false);
+  engine->chunks[number].guard = guard;
+  if (guard.tell) guard.tell(guard.place, slot && slot->chunk == number && slot->in_use > 0);
+  ptn_unlock(&engine->mutex);
+}
+
 /* Locked; unlocks while it compares, and the caller's use keeps the slot. What differs is nobody's, and may be read again. */
 static ptn_status check_slot(ptn_engine *engine, slot *slot) {
   if (!slot->unchecked) return PTN_OK;
@@ -220,9 +238,9 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
   if (begin) engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_PARAMETERS, (int32_t)number, begin);
   else engine->hits++;
   if (status == PTN_OK && !*conflict) {
-    slot->in_use++;
+    ptn_residency_set_uses(engine, slot, slot->in_use + 1);
     status = engine->over.device ? ptn_upload_follow(engine, slot) : check_slot(engine, slot);
-    if (status != PTN_OK) slot->in_use--;
+    if (status != PTN_OK) ptn_residency_set_uses(engine, slot, slot->in_use - 1);
     follow(engine, number);
     ptn_residency_advance(engine);
   }
@@ -235,7 +253,7 @@ void ptn_engine_unuse(ptn_engine *engine, uint32_t number) {
   ptn_lock(&engine->mutex);
   slot *slot = slot_of(engine, number);
   if (slot && slot->in_use == 1 && engine->over.device) ptn_upload_mark(engine, slot);
-  if (slot && slot->in_use > 0) slot->in_use--;
+  if (slot && slot->in_use > 0) ptn_residency_set_uses(engine, slot, slot->in_use - 1);
   ptn_unlock(&engine->mutex);
 }
 
@@ -243,7 +261,7 @@ void ptn_residency_unuse_all(ptn_engine *engine) {
   for (uint32_t i = 0; i < engine->n_slots; i++) {
     slot *slot = &engine->slots[i];
     if (slot->in_use > 0 && engine->over.device) ptn_upload_mark(engine, slot);
-    slot->in_use = 0;
+    ptn_residency_set_uses(engine, slot, 0);
   }
 }
 

@@ -1,4 +1,4 @@
-/* torch's CPU allocator on the arena: the only C++ of the core.
+/* torch's CPU allocator on the arena, and storages that refuse to be read: the only C++ of the core.
  *
  * torch asks for memory on any thread, with the GIL or without, also inside parallel regions whose main thread holds the GIL
  * and waits. So nothing here takes the GIL: a refusal is thrown as one of torch's own exceptions, which carries the error
@@ -9,6 +9,7 @@
  * address; a tensor may outlive every account.
  */
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 
 #include <exception>
 #include <string>
@@ -18,6 +19,7 @@ extern "C" {
 #include "memory/arena.h"
 }
 #include "torch/allocator.h"
+#include "torch/storage.h"
 
 struct _object; // PyObject, without Python.h
 
@@ -65,3 +67,14 @@ extern "C" void ptn_torch_install_allocator(void) {
   }();
   (void)allocator;
 }
+
+/* torch 2.11 could not open it again. */
+template <typename storage>
+static void open_or_shut(storage *place, bool open) {
+  if constexpr (requires { place->clear_data_ptr_access_error_msg_(); }) {
+    if (open) place->clear_data_ptr_access_error_msg_();
+    else place->release_data_and_set_meta_custom_data_ptr_error_msg_(PTN_TORCH_SHUT);
+  }
+}
+
+extern "C" void ptn_torch_open_storage(void *storage, bool open) { open_or_shut(static_cast<c10::StorageImpl *>(storage), open); }

@@ -50,6 +50,11 @@ _LAZY_VIEWS: set[Any] = {torch.Tensor.detach, torch.detach} | _getters("data")
 #: Calls that hand out the memory itself: it is that of a copy, since what lies in a slot is another parameter's a moment later.
 _EXPORTS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
 
+#: Calls that tell where the memory is, for kernels that torch does not start: good until the next operation on parameters.
+ADDRESSES: set[Any] = {
+    torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage,
+} | _getters("__cuda_array_interface__")  # fmt: skip
+
 #: Calls that walk a graph to its inputs.
 _DIFFERENTIATES: set[Any] = {torch.autograd.grad, torch.autograd.backward}
 

@@ -3,8 +3,9 @@
 A parameter is a view of its chunk's home in memory or of its slot, and goes along, with the views of it that the program keeps,
 where the chunk gets another place. One of a chunk on disk is in its slot during the operation that reads it (`bring`), and in
 backward until the node of the graph that asked for it is done (`unpack_parameter`).
-What autograd saves of a slot is recognised by its address and replaced by a record, since other bytes lie there a moment later.
-The waiting and reading itself is the engine's (csrc/runtime/residency.c).
+What autograd saves of a slot is recognised by its storage and replaced by a record, since other bytes lie there a moment later.
+The waiting and reading itself is the engine's (csrc/runtime/residency.c). It also shuts the storage of each chunk on disk that is
+not in use: who reads it then, past all that demands, is refused (csrc/torch/storage.h).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def _mark_of_node() -> object | None:
     return None if node is None else node.metadata.setdefault(_MARK, object())  # type: ignore[attr-defined]
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 where it has none, as torch's zeros that take no memory, of forward-mode AD."""
-    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Which storage the tensor shows; 0: none, as torch's zeros that take no memory, of forward-mode AD."""
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage()._cdata
 
 
 @dataclass(eq=False)
@@ -64,19 +65,22 @@ class Residency:
         self.over_homes: dict[int, Any] = {}
         self._views = Views()
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
-        self._address_chunk: dict[int, int] = {}  # first byte of a slot -> the chunk demanded there last
+        self._chunk_of_storage: dict[int, int] = {}  # of those on disk that have a place
         self.own_slots = 0  # that were made since slots were
         self._unbound: int | None = None  # a chunk that gets, or has got, a slot of its own, until its parameters lie there
+        self.filling: set[int] = set()  # chunks whose parameters get their first values, in use until that is over
+        self._loans: list[int] = []  # chunks whose addresses were given away, in use
         self._nodes: list[_Node] = []  # whose chunks are held: each waits for a backward that runs inside of it, but for the last
         self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
-        self._unlent: set[int] = set()  # those of them that are in their slots
+        self._held: set[int] = set()  # those of them that are in their slots
 
     # ---- where parameters lie ----
 
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
-        self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
-        self._begins[chunk] = self._bases[chunk].data_ptr()
+        self.unbind(chunk)
+        base = self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
+        self._begins[chunk] = base.data_ptr()
         in_memory = self._engine.in_memory(chunk)
         for index in self._layout.members[chunk]:
             p = self._params[index]
@@ -87,15 +91,20 @@ class Residency:
             else:
                 enchain(p, self.owner, index)
         for view in self._views.of(chunk):
-            self._views.put(view, self._bases[chunk])
+            self._views.put(view, base)
+        if not in_memory:  # from here on nothing is laid over a place that is not in use
+            self._chunk_of_storage[base.untyped_storage()._cdata] = chunk
+            self._engine.guard(chunk, base.untyped_storage())
 
     def bind_all(self) -> None:
         for chunk in range(self._layout.n_chunks):
             self.bind(chunk)
 
     def unbind(self, chunk: int) -> None:
-        """The chunk has no place any more; its parameters are the caller's."""
-        self._bases.pop(chunk, None)
+        """The chunk has no place any more; its parameters are the caller's. What shows the place still is never read again."""
+        base = self._bases.pop(chunk, None)
+        if base is not None and self._chunk_of_storage.pop(base.untyped_storage()._cdata, None) is not None:
+            self._engine.guard(chunk, None)
 
     def unbind_all(self) -> None:
         """Parameters and views of them keep their shapes over one shared element, so that slots can go."""
@@ -115,9 +124,9 @@ class Residency:
         """Slots and homes go, wherever parameters lie now."""
         self.own_slots = 0
         self._unbound = None
-        self._bases.clear()
+        for chunk in list(self._bases):
+            self.unbind(chunk)
         self.over_homes.clear()
-        self._address_chunk.clear()
 
     def bound(self) -> Iterator[int]:
         """The parameters of the chunks that have a place."""
@@ -136,8 +145,7 @@ class Residency:
 
     def begin(self, chunk: int) -> int | None:
         """The address of a chunk; None where it has no place yet."""
-        base = self._bases.get(chunk)
-        return None if base is None else base.data_ptr()
+        return self._begins[chunk] if chunk in self._bases else None
 
     def address(self, number: int) -> int | None:
         """Where the values of parameter `number` begin; None where its chunk has no place yet."""
@@ -146,18 +154,16 @@ class Residency:
         return None if begin is None else begin + entry.offset_bytes
 
     def moved(self) -> int | None:
-        """A chunk whose memory torch has put elsewhere since; None: there is none."""
-        return next((chunk for chunk, base in self._bases.items() if base.data_ptr() != self._begins[chunk]), None)
+        """A chunk in memory that torch has put elsewhere since; None: there is none. Those on disk torch does not find."""
+        in_memory = (item for item in self._bases.items() if item[1].untyped_storage()._cdata not in self._chunk_of_storage)
+        return next((chunk for chunk, base in in_memory if base.data_ptr() != self._begins[chunk]), None)
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
-        address = _storage_address(tensor)
-        if address == 0:
+        chunk = self._chunk_of_storage.get(_storage_of(tensor))
+        if chunk is None or all(self._layout.entries[number].chunk != chunk for number in numbers):
             return None
-        for chunk in dict.fromkeys(self._layout.entries[number].chunk for number in numbers):
-            if self._bases[chunk].data_ptr() == address:
-                return self._number_at(chunk, tensor)
-        return None
+        return self._number_at(chunk, tensor)
 
     def _number_at(self, chunk: int, tensor: torch.Tensor) -> int:
         """The parameter of the chunk in whose bytes the tensor, which lies in the chunk, begins."""
@@ -174,17 +180,18 @@ class Residency:
         """The chunks of these parameters, one after another: each is in its slot when it is yielded, and stays there until the
         engine's `unuse`."""
         chunks = list(dict.fromkeys(self._layout.entries[number].chunk for number in numbers))
+        if self.filling:
+            chunks = [chunk for chunk in chunks if chunk not in self.filling]
         if self._waiting:
             chunks.sort(key=lambda chunk: chunk not in self._waiting)  # they get no other slots
         for chunk in chunks:
             self._bind_rest()
-            if not self._demand(chunk) and not (self._lend(chunks) and self._demand(chunk)):
+            if not self._demand(chunk) and not (self._make_way(chunks) and self._demand(chunk)):
                 self._unbound = chunk
                 self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
                 self.own_slots += 1
                 self._bind_rest()
                 self._demand(chunk)
-            self._address_chunk[self._bases[chunk].data_ptr()] = chunk
             yield chunk
 
     def _demand_over_device(self, chunk: int) -> bool:
@@ -201,21 +208,32 @@ class Residency:
     def write_back(self, number: int) -> None:
         """A parameter was changed in place outside of an update: its home follows at once."""
         p, entry = self._params[number], self._layout.entries[number]
+        if entry.chunk in self.filling:
+            return
         with DisableTorchFunction():
             values = self._compute.to_host(p)
             self._engine.transfer(number, 0, self._compute.on_host(values), True)
         assert entry.count == p.numel()
 
+    def lend(self, chunks: list[int]) -> None:
+        """The operation that brought these chunks has given addresses of theirs away, as to a kernel of Triton that is about to
+        start: the chunks, which are the list's no more, stay in use until the next operation on parameters, or the next node."""
+        self._loans += chunks
+        chunks.clear()
+
+    def end_loans(self) -> None:
+        """What was lent is back."""
+        while self._loans:
+            self._engine.unuse(self._loans.pop())
+
     # ---- saved tensors ----
 
     def saved_parameter(self, tensor: torch.Tensor) -> SavedParameter | None:
         """The record of a tensor that lies in the memory of a parameter on disk; None for any other tensor."""
-        if not self._address_chunk:
-            return None
         with DisableTorchFunction():
             if tensor.layout != torch.strided:
                 return None
-            chunk = self._address_chunk.get(_storage_address(tensor))
+            chunk = self._chunk_of_storage.get(_storage_of(tensor))
             if chunk is None:
                 return None
             return self.saved_view(tensor, self._number_at(chunk, tensor))
@@ -246,9 +264,7 @@ class Residency:
                 if not self._demand(chunk):
                     return self._copy_of(saved)  # the slot is taken by what this same node reads
                 node.chunks.add(chunk)
-            base = self._bases[chunk]
-            self._address_chunk[base.data_ptr()] = chunk
-            return saved.over(base, entry.offset_bytes)
+            return saved.over(self._bases[chunk], entry.offset_bytes)
 
     def _copy_of(self, saved: SavedParameter) -> torch.Tensor:
         """The tensor again, in memory of its own, from the parameter's home."""
@@ -261,6 +277,7 @@ class Residency:
         backward, as functions that recompute by hand do, goes on behind that with what it was given."""
         if self._nodes and self._nodes[-1].mark is mark:
             return self._nodes[-1]
+        self.end_loans()
         task, n_outer = torch._C._current_graph_task_id(), len(self._nodes) - 1
         if self._nodes and self._nodes[-1].task != task:
             n_outer = max(n_backwards() - self._compute.backward_depth, 0)
@@ -280,7 +297,8 @@ class Residency:
         self._nodes.pop()
 
     def release_nodes(self) -> None:
-        """The nodes of the graph whose parameters are held in place are done."""
+        """The nodes of the graph whose parameters are held in place are done, and whoever was given addresses."""
+        self.end_loans()
         while self._nodes:
             self._release_last()
 
@@ -292,31 +310,30 @@ class Residency:
         the node was given, which are in them again when it is over."""
         node = self._come_to(_mark_of_node())
         nodes, waiting = self._nodes, node.chunks
-        places = {chunk: self._bases[chunk].data_ptr() for chunk in waiting}
+        places = {chunk: self._begins[chunk] for chunk in waiting}
         self._nodes, node.chunks = [], set()
-        self._waiting, self._unlent = waiting, set(waiting)
+        self._waiting, self._held = waiting, set(waiting)
         try:
             yield
             self.release_nodes()
-            for chunk in waiting - self._unlent:
-                if not self._demand(chunk) or self._bases[chunk].data_ptr() != places[chunk]:
+            for chunk in waiting - self._held:
+                if not self._demand(chunk) or self._begins[chunk] != places[chunk]:
                     raise RuntimeError(f"the slot of chunk {chunk} went to another while its block was recomputed")
-                self._unlent.add(chunk)
-                self._address_chunk[places[chunk]] = chunk
+                self._held.add(chunk)
             node.chunks = waiting
         except BaseException:
-            for chunk in self._unlent:
+            for chunk in self._held:
                 self._engine.unuse(chunk)
             raise
         finally:
             self.release_nodes()
             self._nodes = nodes
-            self._waiting, self._unlent = set(), set()
+            self._waiting, self._held = set(), set()
 
-    def _lend(self, chunks: Sequence[int]) -> bool:
+    def _make_way(self, chunks: Sequence[int]) -> bool:
         """For an operation that reads these chunks, none of which is one of the node that waits."""
-        if not self._unlent or not self._waiting.isdisjoint(chunks):
+        if not self._held or not self._waiting.isdisjoint(chunks):
             return False
-        while self._unlent:
-            self._engine.unuse(self._unlent.pop())
+        while self._held:
+            self._engine.unuse(self._held.pop())
         return True

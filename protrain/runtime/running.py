@@ -20,7 +20,7 @@ from ..dryrun.phases import recomputes
 from ..errors import PlanError, StepError
 from ..model import keycaches
 from ..model.compiled import frozen, functions_behind, grad_fns, has_compiled
-from ..model.parameters import ChunkParameter, DisableTorchFunction
+from ..model.parameters import ADDRESSES, ChunkParameter, DisableTorchFunction
 from ..model.recording import check_not_recorded
 from ..profiling.blockclock import BlockClock
 from .activations import (
@@ -96,6 +96,7 @@ class Together:
         if self.found:
             _check_may_read()
             self._runner.thread = self._runner.come_in()
+            self._runner.residency.end_loans()
         self._versions = [self._params[number]._version for number in self.found]
         try:
             for chunk in self._runner.residency.bring(self.found):
@@ -133,8 +134,8 @@ class Runner:
     """Of one session's blocks and operations. Any thread may run them, one at a time: torch's hooks are each thread's own, what
     is known of them here is not.
 
-    stashing: whether a forward of a training step goes on. unplanned: whether a block recorded gradients outside of one. filling:
-    parameters get their first values, where they lie.
+    stashing: whether a forward of a training step goes on. unplanned: whether a block recorded gradients outside of one. depth:
+    forwards of the model that run, one inside another.
     """
 
     def __init__(
@@ -154,8 +155,8 @@ class Runner:
         self.thread: int | None = None  # that is inside of a block or of an operation
         self.pushed: list[Hooks] = []  # the saved-tensor hooks that blocks and operations are inside of, the innermost last
         self.plain: list[nn.Parameter] = []  # parameters on disk that are plain while compiled code reads them
-        self.stashing = self.filling = False
-        self.unplanned = False
+        self.stashing = self.unplanned = False
+        self.depth = 0
         self._saved: dict[int, int] | None = None  # in this pass, by blocks that were recomputed; None: nobody asks
         self._most_saved: dict[int, int] = {}  # in one of the passes before
         self._commits_of: dict[int, int] = {}  # of each parameter by number: how many steps there were when one last changed it
@@ -323,19 +324,24 @@ class Runner:
         """
         _check_may_read()
         chunks: list[int] = []
-        versions = [tensor._version for tensor in found] if not self.filling else []
+        versions = [tensor._version for tensor in found]
         thread = self.come_in()
         try:
-            for chunk in self.residency.bring(numbers) if not self.filling else ():
+            lends = func in ADDRESSES
+            if not lends or not (self.depth or torch._C._current_graph_task_id() != -1):
+                self.residency.end_loans()
+            for chunk in self.residency.bring(numbers):
                 chunks.append(chunk)
             with DisableTorchFunction():
                 if torch.is_grad_enabled():
                     result = run_operation(self, func, args, kwargs)
                 else:
                     result = func(*args, **kwargs)
-            for tensor, number, version in zip(found, numbers, versions, strict=False):
+            for tensor, number, version in zip(found, numbers, versions, strict=True):
                 if tensor._version != version:
                     self.residency.write_back(number)
+            if lends:
+                self.residency.lend(chunks)
         finally:
             self.thread = thread
             for chunk in chunks:

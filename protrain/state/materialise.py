@@ -39,7 +39,7 @@ class Filler:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.left = [set(members) for members in session.layout.members]
-        self.open: set[int] = set()
+        self.open = session.residency.filling
         self.written: set[int] = set()
         self._originals: dict[int, dict[int, torch.Tensor]] = {}  # of chunks that are not written yet
 
@@ -49,7 +49,8 @@ class Filler:
         if chunk in self.open:
             return
         if chunk in self.written:  # a tied parameter comes again
-            session.engine.demand(chunk)
+            for _ in session.residency.bring([number]):
+                pass
         else:
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
             self._originals[chunk] = originals

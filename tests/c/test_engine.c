@@ -59,6 +59,7 @@ typedef struct world {
   twin twins[PARAMS];
   ptn_hyper hyper;
   uint64_t goal_bytes; /* 0: none */
+  bool in_use[CHUNKS]; /* as its guard was told */
   size_t n_beyond, n_more_waited; /* gradients made beyond it, and within it beside more than always may wait */
 } world;
 
@@ -83,6 +84,18 @@ static void describe(world *w) {
   }
 }
 
+static void tell(void *place, bool in_use) { *(bool *)place = in_use; }
+
+/* The place that a chunk is told to have next stands for all that it has had: the last who was told is told that it is over. */
+static void set_guard(world *w, uint32_t c) {
+  bool before = true;
+  ptn_engine_set_guard(w->engine, c, (ptn_guard){tell, &before});
+  CHECK(!before);
+  w->in_use[c] = before = true;
+  ptn_engine_set_guard(w->engine, c, (ptn_guard){tell, &w->in_use[c]});
+  CHECK(!before && !w->in_use[c]);
+}
+
 static void set_slots(world *w) {
   int32_t slot_of[CHUNKS];
   uint64_t bytes[SLOTS] = {0};
@@ -97,6 +110,7 @@ static void set_slots(world *w) {
   for (uint32_t c = 0; c < CHUNKS; c++) order[c] = order[2 * CHUNKS - 1 - c] = c;
   CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));
   ptn_engine_set_pending(w->engine, PENDING_BYTES);
+  for (uint32_t c = 0; c < CHUNKS; c++) set_guard(w, c);
 }
 
 /* What is in the chunk's memory must be the committed values. */
@@ -109,7 +123,28 @@ static void look_at(world *w, uint32_t c) {
     const twin *t = &w->twins[c * PER_CHUNK + i];
     CHECK(memcmp(memory + w->params[c * PER_CHUNK + i].offset_bytes, t->values, t->count * element_bytes) == 0);
   }
+  CHECK(w->in_use[c] == !ptn_engine_in_memory(w->engine, c));
   ptn_engine_unuse(w->engine, c);
+  CHECK(!w->in_use[c]);
+}
+
+/* Who gives a chunk's place to others is told when it holds the chunk for whoever uses it, however often, and by whatever end. */
+static void look_twice(world *w) {
+  for (uint32_t c = 0; c < CHUNKS; c++) {
+    if (ptn_engine_in_memory(w->engine, c)) continue;
+    bool conflict;
+    for (int i = 0; i < 2; i++) CHECK_OK(ptn_engine_demand(w->engine, c, &conflict));
+    for (uint32_t other = c % SLOTS; other < CHUNKS; other += SLOTS) {
+      if (other == c || ptn_engine_in_memory(w->engine, other)) continue;
+      CHECK_OK(ptn_engine_demand(w->engine, other, &conflict));
+      CHECK(conflict && !w->in_use[other]);
+    }
+    ptn_engine_unuse(w->engine, c);
+    CHECK(w->in_use[c]);
+    if (c % 2) ptn_engine_unuse(w->engine, c);
+    else ptn_engine_unuse_all(w->engine);
+    CHECK(!w->in_use[c]);
+  }
 }
 
 static bool relieve(void *context, uint64_t missing_bytes, bool must) {
@@ -301,6 +336,7 @@ static void train(bool in_bf16) {
     one_step(&w, 1 + (int)(check_random(&seed) % 3), check_random(&seed) % 3 == 0, 1.0f, check_random(&seed) % 5 == 0);
     one_step(&w, 1 + (int)(check_random(&seed) % 2), true, 0.25f, false);
     check_all(&w);
+    look_twice(&w);
     CHECK(owners_out == 0);
     if (round % 3 == 0) write_some(&w);
     if (round % 4 == 3) move_homes(&w);
