@@ -40,6 +40,7 @@ from .profiling.blockclock import BlockClock
 from .profiling.device_clock import DeviceClock
 from .runtime import changes
 from .runtime.arranging import first_arrangement
+from .runtime.awaited import Awaited
 from .runtime.batches import Batch, Shapes
 from .runtime.evaluation import Evaluation
 from .runtime.fitting import Fitter
@@ -89,7 +90,8 @@ class Session:
         self.closed = False
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._caches_are_of_no_use = keycaches.are_of_no_use(wrapped.model)
-        self._graphs = False  # forwards since the last step recorded gradients: what autograd keeps of them lies where it lay
+        self._awaited = Awaited()
+        self._graphs = False  # forwards recorded gradients, since the last step or awaited: what autograd keeps lies where it lay
         self._in_eval = False  # the last forward that recorded gradients was in eval mode
         self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
         # the step under way
@@ -172,7 +174,9 @@ class Session:
             self.runner.stashing = True
             output = forward(*args, **kwargs)
             if self.runner.depth == 1:
-                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+                self._awaited.add(tensors)
+                leaves = [leaf for leaf in tensors if leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
                 self.marks.model_returned()
@@ -213,7 +217,8 @@ class Session:
             self.fitter.forget_batches()
             self.evaluation.forget()
         self.gradients.leftover()  # what was dropped is known while its chunk is still in memory
-        if self._began is None and self._stray_slots and not self._under_way():
+        waits = self._awaited.any()
+        if self._began is None and self._stray_slots and not waits and not self._under_way():
             self._stray_slots = False
             self.homes.drop_own_slots()
         begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
@@ -229,7 +234,7 @@ class Session:
         if self._is_training():
             if may_move:
                 self.evaluation.end()
-            if self.runner.depth <= 1 and not self._under_way():
+            if self.runner.depth <= 1 and not self._under_way() and not (begins and waits):
                 self._prepare(begins, args, kwargs)
             self._fit(args, kwargs)
             if begins:
@@ -283,13 +288,13 @@ class Session:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
-        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
+        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0 or self._awaited.any()
         if not self.fitter.knows(shapes):
             if under_way and self.fitter.planned:
                 self._tells = False
                 self.fitter.foresee_later(args, kwargs, shapes)
                 self._batches[shapes] += 1
-                self.runner.recompute_all()  # gradients are under way: nothing else can move now
+                self.runner.recompute_all()  # gradients are under way, or graphs wait: nothing else can move now
                 return
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
             shapes = self.fitter.words.batch_of(args, kwargs)  # it may need what another one does
@@ -410,7 +415,7 @@ class Session:
         finally:
             self._began, self.clock.in_backward = None, False
             self.wrapped.compute.count(self.engine, False)
-        self._graphs = False
+        self._graphs = self._awaited.any()
         return norm
 
     def _tell_unplanned(self) -> None:
@@ -462,8 +467,17 @@ class Session:
             self.clock.end_step(self.steps)
         self.marks.step_made(self._foretold_bytes())
         self.homes.adjust_headroom(self.marks.highest_bytes)
+        saved_bytes = self.runner.saved_bytes()
+        if not self._awaited.any():
+            self._learn(saved_bytes, timed)
+        self._tells = False
+        self.marks.begin()
+        self.engine.seek(0)
+
+    def _learn(self, saved_bytes: dict[int, int], timed: bool) -> None:
+        """What the step that was made shows, and the plans that follow from it."""
         try:
-            self.fitter.learn_measured(max(self.marks.planned_bytes, self.marks.within_bytes), self.runner.saved_bytes())
+            self.fitter.learn_measured(max(self.marks.planned_bytes, self.marks.within_bytes), saved_bytes)
             if self._tells:
                 within_bytes = self.marks.within_bytes
                 self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
@@ -474,10 +488,7 @@ class Session:
                     behind_backward=self.updates.behind_backward,
                 )  # fmt: skip
         except (DiskError, BudgetError) as error:  # the step is made all the same
-            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
-        self._tells = False
-        self.marks.begin()
-        self.engine.seek(0)
+            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=7)
 
     def forget(self) -> None:
         """Drop the gradients and updates of a step that is not made."""

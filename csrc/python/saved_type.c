@@ -217,8 +217,16 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   return (PyObject *)saved;
 }
 
-/* False, with no exception set, where DLPack cannot describe the tensor: sparse, or of a type unknown to it. */
+static bool is_plain(const saved_tensors_object *self, PyObject *tensor) {
+  PyObject *type = (PyObject *)Py_TYPE(tensor);
+  return type == self->tensor_type || type == self->parameter_type;
+}
+
+/* False, with no exception set, where they do not tell: DLPack cannot describe the tensor, which is sparse or of a type unknown to it;
+ * its storage is shut, as of a parameter on disk; or it is of a subclass, an instance of which would come back without what makes it
+ * one, or again a parameter on disk. */
 static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_tensor *facts) {
+  if (!is_plain(self, tensor)) return false;
   if (self->exchange->tensor_from_object(tensor, facts) != 0) {
     PyErr_Clear();
     return false;
@@ -250,11 +258,10 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
     return PyErr_Format(PyExc_TypeError, "pack takes a tensor, %R is none", tensor);
   ptn_dlpack_tensor facts;
   ptn_block block;
-  if (!read_facts(self, tensor, &facts)) return keep(self, tensor);
+  if (!read_facts(self, tensor, &facts)) return pack_static(self, tensor);
   if (self->over_device) return pack_over_device(self, tensor, &facts);
   if (facts.device_type != PTN_DLPACK_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
-  /* An instance of a subclass would come back without what makes it one. */
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
   int lazy = is_lazy(self, tensor, facts.type);
   if (lazy != 0) return lazy > 0 ? keep(self, tensor) : NULL;
@@ -267,9 +274,11 @@ PyObject *ptn_saved_parameter(PyObject *hooks, PyObject *tensor) {
   const saved_tensors_object *self = (saved_tensors_object *)hooks;
   ptn_dlpack_tensor facts;
   ptn_block block;
-  if (self->saved_parameter == Py_None || !read_facts(self, tensor, &facts)) return Py_NewRef(Py_None);
+  if (self->saved_parameter == Py_None) return Py_NewRef(Py_None);
   bool may_be;
-  if (self->over_device) {
+  if (!read_facts(self, tensor, &facts)) {
+    may_be = true;
+  } else if (self->over_device) {
     const ptn_engine *engine = ptn_python_engine(self->engine);
     if (!engine) return NULL;
     may_be = ptn_engine_in_slot(engine, facts.data);
@@ -289,8 +298,7 @@ PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor) {
 
 PyObject *ptn_saved_over_nothing(PyObject *hooks, PyObject *tensor) {
   const saved_tensors_object *self = (saved_tensors_object *)hooks;
-  PyObject *type = (PyObject *)Py_TYPE(tensor);
-  if (type != self->tensor_type && type != self->parameter_type) { /* a class of its own may see what is called */
+  if (!is_plain(self, tensor)) { /* a class of its own may see what is called */
     PyObject *module = PyImport_ImportModule("protrain.runtime.activations");
     PyObject *found = module ? PyObject_CallMethod(module, "over_nothing", "O", tensor) : NULL;
     Py_XDECREF(module);

@@ -295,7 +295,7 @@ class Pacer:
             warnings.warn(
                 f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {DEPARTED_STEPS} steps; they were "
                 f"measured and planned again",
-                stacklevel=8,
+                stacklevel=9,
             )
 
     def _observe(self, run: DryRun, update_seconds: float, share: float) -> bool:

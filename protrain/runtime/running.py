@@ -328,7 +328,8 @@ class Runner:
         thread = self.come_in()
         try:
             lends = func in ADDRESSES
-            if not lends or not (self.depth or torch._C._current_graph_task_id() != -1):
+            inside = thread is not None or self.depth > 0 or torch._C._current_graph_task_id() != -1
+            if not (lends and inside):
                 self.residency.end_loans()
             for chunk in self.residency.bring(numbers):
                 chunks.append(chunk)

@@ -1,0 +1,49 @@
+"""Graphs whose backward has not come: what autograd saved in them of parameters in memory lies where these lay, so homes stay.
+
+A forward that recorded gradients leaves a note at the nodes that made what it returned. The note dies with them, and knows when a
+backward comes by.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+#: Under this name a node of the graph has its note among its metadata.
+_NOTE = "protrain_awaited"
+
+
+class _Note:
+    came = False
+
+    def backward_comes(self, _grads: Any) -> None:
+        self.came = True
+
+
+class Awaited:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._notes: list[weakref.ref[_Note]] = []
+
+    def add(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A forward of the whole model has returned these."""
+        note = _Note()
+        for node in {output.grad_fn for output in outputs}:
+            if node is not None:
+                node.metadata[_NOTE] = note  # type: ignore[attr-defined]
+                node.register_prehook(note.backward_comes)
+        self._notes = [ref for ref in self._notes if _waits(ref)]
+        self._notes.append(weakref.ref(note))
+
+    def any(self) -> bool:
+        """Whether a backward may come for one of them that is the first."""
+        return any(_waits(ref) for ref in self._notes)
+
+
+def _waits(ref: weakref.ref[_Note]) -> bool:
+    note = ref()
+    return note is not None and not note.came
