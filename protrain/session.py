@@ -503,6 +503,8 @@ class Session:
         """Drop all gradients, and the step under way; one that has made none yet goes on, unless something was refused in it."""
         with self.turn:
             self._note_commit()
+            if self.marks.refused_bytes:
+                self._awaited.forget()  # torch keeps what is left of a backward that failed until there is another one
             if self._under_way() or self.marks.refused_bytes:
                 self.forget()
             self.gradients.drop()

@@ -1,6 +1,6 @@
 """Graphs whose backward has not come: what autograd saved in them of parameters in memory lies where these lay, so homes stay.
 
-A forward that recorded gradients leaves a note at the nodes that made what it returned. The note dies with them, and knows when a
+A forward that recorded gradients leaves a note at the nodes that made what it returned: it dies with them, and is told when a
 backward comes by.
 """
 
@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-#: Under this name a node of the graph has its note among its metadata.
-_NOTE = "protrain_awaited"
 
 
 class _Note:
@@ -32,12 +29,14 @@ class Awaited:
     def add(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward of the whole model has returned these."""
         note = _Note()
-        for node in {output.grad_fn for output in outputs}:
-            if node is not None:
-                node.metadata[_NOTE] = note  # type: ignore[attr-defined]
-                node.register_prehook(note.backward_comes)
+        for node in {output.grad_fn for output in outputs} - {None}:
+            node.register_prehook(note.backward_comes)
         self._notes = [ref for ref in self._notes if _waits(ref)]
         self._notes.append(weakref.ref(note))
+
+    def forget(self) -> None:
+        """No backward comes for any of them."""
+        self._notes.clear()
 
     def any(self) -> bool:
         """Whether a backward may come for one of them that is the first."""
