@@ -973,6 +973,32 @@ def test_a_mean_of_all_batches_is_foreseen() -> None:
     assert cumulative[1].num_batches_tracked == 0
 
 
+class Moving(nn.Module):
+    """Moves its layer to where its input is, and converts it to what that is."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.layer, self.moves = nn.Linear(64, 64), moves
+        self.layer.register_buffer("scale", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # the second time a graph has its parameters
+            if self.moves:
+                self.layer = self.layer.to(x.device).to(x.dtype).float()
+            x = x + self.layer(x) * self.layer.scale
+        return x
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_layers_that_a_forward_moves_to_where_they_are_are_foreseen(steps_before: int) -> None:
+    moving, staying = (nn.Sequential(*(Moving(moves) for _ in range(3))) for moves in (True, False))
+    for _ in range(steps_before):  # which leaves gradients
+        moving(torch.ones(2, 64)).sum().backward()
+    before = list(moving.parameters())
+    assert predict(moving, (torch.ones(8, 64),)).phases == predict(staying, (torch.ones(8, 64),)).phases
+    assert all(a is b for a, b in zip(before, moving.parameters(), strict=True))
+
+
 class Drawing(nn.Module):
     """Draws from a distribution, which checks what it is given."""
 

@@ -1,7 +1,8 @@
 """Operations that fake tensors show otherwise than they are where the CPU computes, or refuse; and questions about values.
 
 The dry run calls operations through `call`, and is given what the real ones give: outputs of the same shapes and sizes. Code of
-libraries that looks at values, and goes on in the same way with all that are usual, is not asked: `without_questions`.
+libraries that looks at values, and goes on in the same way with all that are usual, is not asked: `without_questions`. What torch
+does to tensors past all operations is done to fake ones too: `as_with_data`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .knownvalues import ALMOST_ONE, KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
@@ -72,6 +74,58 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
     if operation is aten.mkldnn_rnn_layer_backward.default and _share(result[3], result[4]):
         return [*result[:4], torch.empty_like(result[4]), *result[5:]]
     return result
+
+
+@contextmanager
+def as_with_data() -> Iterator[None]:
+    """Inside, modules of fake tensors may be moved and converted to what they are already, and torch.tensor takes fake tensors
+    among its numbers."""
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(nn.Module, "_apply", _converting(nn.Module._apply)))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(_replaced(torch, name, functools.partial(_put_together, getattr(torch, name))))
+        yield
+
+
+def _converting(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Module._apply, through which forwards move a layer to where its input is. It puts another tensor in the place of each fake
+    one, also where that is the same, and fails where a graph or somebody else has it: such parameters are left out."""
+
+    @functools.wraps(apply)
+    def converted(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own, before = module._parameters, dict(module._parameters)
+        same = [name for name, p in before.items() if isinstance(p, FakeTensor) and fn(p) is p]
+        try:
+            for name in same:
+                del own[name]
+            return apply(module, fn, recurse)
+        finally:
+            if same:
+                own.clear()
+                own.update(before)
+
+    return converted
+
+
+def _put_together(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What torch.tensor makes of numbers some of which are fake tensors, whose data it looks for past all modes. Where one is not
+    known nothing is."""
+    leaves = tree_leaves(data) if isinstance(data, list | tuple) else []
+    if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        return make(data, *args, **kwargs)
+    if kwargs.get("dtype") is None:
+        kinds = [leaf.dtype if isinstance(leaf, torch.Tensor) else torch.tensor(leaf).dtype for leaf in leaves]
+        kwargs["dtype"] = functools.reduce(torch.promote_types, kinds)
+    try:
+        return make(tree_map_only(FakeTensor, FakeTensor.tolist, data), *args, **kwargs)
+    except DataDependentOutputException:
+        return torch.empty_like(make(tree_map_only(FakeTensor, _zeros, data), *args, **kwargs))
+
+
+def _zeros(tensor: torch.Tensor) -> Any:
+    """As many of them, in lists as `tolist` makes them."""
+    with unset_fake_temporarily():
+        return torch.zeros(tensor.shape).tolist()
 
 
 @contextmanager

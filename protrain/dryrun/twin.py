@@ -219,7 +219,7 @@ def without_data(
         try:
             with (
                 uncounted(), randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs),
-                fakes.nothing_left_out(), fakes.quiet(), eager(), FakeTensorMode(),
+                fakes.nothing_left_out(), fakes.as_with_data(), fakes.quiet(), eager(), FakeTensorMode(),
             ):  # fmt: skip
                 twin = _make_twin(model, chunk_of_param, round_bytes)
                 yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)
