@@ -486,6 +486,19 @@ class Largest(Lion):
             group["largest"] = max([group.get("largest", 0.0), *values])
 
 
+class Noting(Lion):
+    """Keeps something by each parameter in an attribute, as Kron does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.noted: dict[torch.Tensor, int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.noted.update((p, p.numel()) for group in self.param_groups for p in group["params"])
+
+
 class Closure(torch.optim.SGD):
     """Needs to evaluate the model."""
 
@@ -513,6 +526,7 @@ REFUSED = {
     "NormOfAll": (lambda m: NormOfAll(m.parameters()), "NormOfAll.*depends on the others.*whole model"),
     "Decaying": (lambda m: Decaying(m.parameters()), "Decaying.*no gradient.*whole model"),
     "Largest": (lambda m: Largest(m.parameters()), "Largest.*depends on each of them.*whole model"),
+    "Noting": (lambda m: Noting(m.parameters()), "Noting.*depends on each of them.*whole model"),
     "differentiable": (lambda m: torch.optim.RMSprop(m.parameters(), differentiable=True), "differentiable"),
     "differentiable Adam": (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), "differentiable"),
 }
