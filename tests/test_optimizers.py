@@ -687,6 +687,20 @@ def test_the_peak_of_an_update_is_foretold(name: str, budget: int, gpt2: Any, to
     assert status.peak_memory_bytes <= budget
 
 
+@pytest.mark.parametrize("name", ["Adadelta-foreach", "Adagrad", "RMSprop"])
+def test_a_first_step_that_makes_the_state_is_foretold(name: str, gpt2: Any, token_batches: Any) -> None:
+    """State that is still to come counted as something that the program held less, which was taken off: 22 to 34 % too little."""
+    (ids,) = token_batches(1)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, MADE[name](model), memory=AMPLE)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    optimizer.step()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert 0.98 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.02
+
+
 @pytest.mark.parametrize("budget", [30 * MIB, 44 * MIB])
 def test_an_update_beside_large_parameters_is_foretold(budget: int) -> None:
     """Behind backward nothing of it is left, which was counted beside the update of the largest parameter: 17 % too much."""

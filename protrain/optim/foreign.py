@@ -101,6 +101,11 @@ class Foreign:
         with counted(self._session.engine, self._session.wrapped.compute):
             yield
 
+    @property
+    def here_bytes(self) -> int:
+        """Of what the footprint has for large state, what is in memory now."""
+        return sum(self.footprint.state_bytes[number] for number in self._live)
+
     # ---- a step ----
 
     def step(self, scale: float) -> None:

@@ -595,10 +595,11 @@ class Fitter:
 
     def _held_bytes(self) -> int:
         """States may be there that the arrangement in use does not count: those of a checkpoint that was loaded before the first
-        batch."""
-        arrangement, known = self._homes.arrangement, self._engine.held()
+        batch. And of those that it counts some may be to come: an optimizer without a kernel makes them in its first step."""
+        arrangement, known, foreign = self._homes.arrangement, self._engine.held(), self._wrapped.foreign
         persistent = arrangement.static_bytes - arrangement.plan.slot_bytes - arrangement.plan.ring_bytes
-        more = max(known["parameter_bytes"] + known["state_bytes"] - persistent, 0)
+        more = known["parameter_bytes"] + known["state_bytes"] - persistent
+        more = max(more, 0) if foreign is None else more + foreign.here_bytes
         return self._wrapped.compute.held_bytes(self._engine) - self._wrapped.buffer_bytes - arrangement.static_bytes - more
 
     def must_recompute(self) -> bool:
