@@ -91,6 +91,7 @@ class PlanResult(TypedDict):
     ring_bytes: int
     static_bytes: int
     peak_bytes: int
+    computed_bytes: int
     smallest_bytes: int
     safest_bytes: int
     stash_bytes: int
@@ -364,6 +365,7 @@ def make_plan(
     n_ranks: int,
     profile: tuple[Any, ...] | None,
     ring_host_bytes: int = 0,
+    update_bytes: int = 0,
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...

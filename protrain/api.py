@@ -435,6 +435,8 @@ def plan(
             lambda asked: foreseen(asked).profile, found.profile.parameters, host_budget_bytes=beside, modes=modes
         )
         raise refuse(error, "a step of this batch", anew=anew) from None
+    if found.profile.footprint is not None:  # what its update takes, and when, is not simulated
+        return untimed
     try:
         return planned(found.timed())
     except PlanError as error:

@@ -550,6 +550,7 @@ class Session:
         if self.foreign is None:
             return max(found.plan.peak_bytes - self._outside_bytes(), self.fitter.within_peak_bytes(found))
         computed_bytes, held_bytes = self.fitter.without_update()
+        computed_bytes -= self.foreign.made_bytes(found.plan.n_persist)
         copies_bytes = self.foreign.highest_bytes(found, memory_bytes, held_bytes)
         return max(max(computed_bytes, copies_bytes) - self._outside_bytes(), self.fitter.within_peak_bytes(found))
 

@@ -26,6 +26,10 @@ void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes) {
   ptn_peak_stretches(fit->peak, fit->live, fit->stretch_bytes);
 }
 
+int64_t ptn_fit_computed_bytes(const ptn_fit *fit, uint32_t n_persist) {
+  return (int64_t)ptn_peak_computed_bytes(fit->peak, fit->stretch_bytes, fit->least, n_persist);
+}
+
 int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist) {
   return (int64_t)ptn_peak_without_slots(fit->peak, fit->stretch_bytes, fit->least, n_persist);
 }

@@ -48,6 +48,7 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   uint64_t stream_bytes = ptn_fit_stream_bytes(fit, out->modes, n_persist, without_slots_bytes + slots_bytes);
   out->static_bytes = ptn_fit_persistent_bytes(fit, n_persist) + out->slot_bytes_total + ring_bytes;
   out->peak_bytes = (uint64_t)(without_slots_bytes + slots_bytes) + stream_bytes + ring_bytes;
+  out->computed_bytes = (uint64_t)(ptn_fit_computed_bytes(fit, n_persist) + slots_bytes) + stream_bytes + ring_bytes;
   out->stash_bytes = ptn_swap_stash_bytes(request, fit->consumer_of_phase, out->modes);
   out->rise_bytes = ptn_swap_rise_bytes(request, out->modes);
   out->headroom_bytes = ptn_swap_headroom_bytes(request, out->modes, out->peak_bytes - out->static_bytes);

@@ -73,7 +73,8 @@ bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least);
 /* The highest from each completion of gradients to the next, and before the first; n_chunks + 1 entries have room for all. */
 void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *stretch_bytes);
 
-/* All that counts for the candidate except slots and ring. */
+/* All that counts for the candidate except slots and ring; and of that, without an update that runs in step(). */
+uint64_t ptn_peak_computed_bytes(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist);
 uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist);
 
 /* ---- swap.c ---- */
@@ -156,7 +157,9 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request);
 void ptn_fit_destroy(ptn_fit *fit);
 
 void ptn_fit_compose(ptn_fit *fit, const ptn_mode *modes);
-int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist); /* of the modes composed last */
+/* Of the modes composed last. */
+int64_t ptn_fit_computed_bytes(const ptn_fit *fit, uint32_t n_persist);
+int64_t ptn_fit_without_slots(const ptn_fit *fit, uint32_t n_persist);
 int64_t ptn_fit_slots(ptn_fit *fit, uint32_t n_persist, uint32_t window); /* assigns; their bytes */
 uint64_t ptn_fit_persistent_bytes(const ptn_fit *fit, uint32_t n_persist);
 

@@ -33,6 +33,9 @@
  * as much is held beside the one that arrives, before its chunk is complete: then what is behind the first completion in a phase stands
  * for all of them, with the gradients that come later.
  *
+ * An update that runs in step() is behind all phases: nothing of them is left but what is said, and no gradient waits. It has one
+ * parameter in work; where its chunk is persistent, value, gradient and state are counted already.
+ *
  * A search composes thousands of candidates. So what each phase adds in which mode is read from the request once; and gradients
  * change only where a chunk is complete: from one completion to the next what is highest counts, whatever is persistent.
  */
@@ -65,6 +68,7 @@ struct ptn_peak {
   completion *completions; /* in the order of their phases */
   uint32_t n_completions;
   int64_t *always_bytes; /* of so many persistent chunks, with what is fixed */
+  int64_t *update_bytes; /* of so many persistent chunks, what an update in step() takes beside that */
 };
 
 static int64_t entry_of(const ptn_phase *phase, run of) {
@@ -162,11 +166,27 @@ static void read_chunks(ptn_peak *peak) {
   }
 }
 
+static void read_updates(ptn_peak *peak) {
+  const ptn_plan_request *request = peak->request;
+  int64_t *bytes = peak->update_bytes, here = 0, grads = 0;
+  for (uint32_t c = request->n_chunks; c-- > 0;) {
+    bytes[c] = ptn_max_i64(bytes[c + 1], (int64_t)request->chunks[c].update_away_bytes);
+  }
+  for (uint32_t p = 0;; p++) {
+    int64_t work = ptn_max_i64(here, bytes[p]) + (int64_t)request->update_bytes;
+    bytes[p] = work > 0 ? work + grads : 0; /* 0: updates run elsewhere */
+    if (p == request->n_chunks) return;
+    here = ptn_max_i64(here, (int64_t)request->chunks[p].update_here_bytes);
+    grads += ptn_peak_adds_passes_up(request) ? 0 : (int64_t)request->chunks[p].grad_bytes;
+  }
+}
+
 void ptn_peak_destroy(ptn_peak *peak) {
   if (!peak) return;
   free(peak->phases);
   free(peak->completions);
   free(peak->always_bytes);
+  free(peak->update_bytes);
   free(peak);
 }
 
@@ -178,7 +198,8 @@ ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, cons
   peak->phases = calloc(phases + 1, sizeof *peak->phases);
   peak->completions = calloc(chunks + 1, sizeof *peak->completions);
   peak->always_bytes = calloc(chunks + 1, sizeof *peak->always_bytes);
-  if (!peak->phases || !peak->completions || !peak->always_bytes) {
+  peak->update_bytes = calloc(chunks + 1, sizeof *peak->update_bytes);
+  if (!peak->phases || !peak->completions || !peak->always_bytes || !peak->update_bytes) {
     ptn_peak_destroy(peak);
     *out = NULL;
     return ptn_fail(PTN_MEMORY, "no memory to plan %zu phases and %zu chunks", phases, chunks);
@@ -186,6 +207,7 @@ ptn_status ptn_peak_create(ptn_peak **out, const ptn_plan_request *request, cons
   read_phases(peak, consumer_of_phase);
   read_completions(peak);
   read_chunks(peak);
+  read_updates(peak);
   return PTN_OK;
 }
 
@@ -245,7 +267,7 @@ void ptn_peak_stretches(const ptn_peak *peak, const ptn_live *live, int64_t *str
   }
 }
 
-uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
+uint64_t ptn_peak_computed_bytes(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
   int64_t highest = stretch_bytes[0], complete = 0, pending = 0; /* of persistent chunks, of one on its way to its update */
   int64_t stay = ptn_peak_adds_passes_up(peak->request) ? 0 : -1; /* all bits */
   bool counts_pending = ptn_peak_counts_pending(peak->request, least);
@@ -257,4 +279,9 @@ uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_byt
     highest = ptn_max_i64(highest, stretch_bytes[i + 1] + complete + pending);
   }
   return (uint64_t)(peak->always_bytes[n_persist] + highest);
+}
+
+uint64_t ptn_peak_without_slots(const ptn_peak *peak, const int64_t *stretch_bytes, bool least, uint32_t n_persist) {
+  uint64_t update_bytes = (uint64_t)(peak->always_bytes[n_persist] + peak->update_bytes[n_persist]);
+  return ptn_max_u64(ptn_peak_computed_bytes(peak, stretch_bytes, least, n_persist), update_bytes);
 }

@@ -47,6 +47,9 @@ typedef struct ptn_plan_chunk {
   /* Where other chunks are complete in that phase before it: behind its own completion so much less is live than behind the first
    * one, in every run. What there is behind the first has gradients of those that are complete later in it. 0: not known. */
   uint64_t less_bytes;
+  /* Of an update that runs in step(), one parameter after another, when all gradients are there or away: what one of its parameters
+   * takes at most beside what is in memory then, where the chunk is persistent, and where it is not. */
+  uint64_t update_here_bytes, update_away_bytes;
 } ptn_plan_chunk;
 
 /* One phase of a step as a dry run saw it, with every block kept, with every block checkpointed and, where that is known, with
@@ -73,6 +76,7 @@ typedef struct ptn_phase {
 typedef struct ptn_plan_request {
   uint64_t budget_bytes;
   uint64_t fixed_bytes; /* live whatever the plan is: buffers, batch */
+  uint64_t update_bytes; /* live beside that while such an update runs, whatever parameter it is at */
   uint32_t n_chunks;
   const ptn_plan_chunk *chunks; /* in execution order */
   uint32_t n_blocks;
@@ -126,6 +130,7 @@ typedef struct ptn_plan {
   uint64_t ring_bytes;
   uint64_t static_bytes; /* of the peak, live always: persistent chunks with their state, slots, a ring that is not the host's */
   uint64_t peak_bytes; /* predicted, all that counts */
+  uint64_t computed_bytes; /* of the peak, without an update that runs in step() */
   uint64_t smallest_bytes; /* the smallest budget for which this request has a plan (with modes and n_persist free) */
   uint64_t safest_bytes; /* the same of plans in which a block that swaps counts as one that is recomputed */
   uint64_t stash_bytes; /* about what blocks of swap modes write in one step; 0 also where n_phases is */

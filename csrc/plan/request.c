@@ -49,7 +49,9 @@ static uint64_t least_after_bytes(const ptn_phase *phase) {
 static ptn_status check_chunks(const ptn_plan_request *request) {
   for (uint32_t i = 0; i < request->n_chunks; i++) {
     const ptn_plan_chunk *chunk = &request->chunks[i];
+    uint64_t update_bytes = ptn_max_u64(chunk->update_here_bytes, chunk->update_away_bytes);
     uint64_t highest = ptn_max_u64(chunk->param_bytes, ptn_max_u64(chunk->grad_bytes, chunk->state_bytes));
+    highest = ptn_max_u64(highest, update_bytes);
     if (highest > PTN_PLAN_MOST_BYTES) {
       return ptn_fail(PTN_INVALID, "chunk %u has more than %llu bytes, the most that is possible", i,
                       (unsigned long long)PTN_PLAN_MOST_BYTES);
@@ -194,9 +196,10 @@ static ptn_status check_counts(const ptn_plan_request *request) {
     return ptn_fail(PTN_INVALID, "%u passes in a step, %u ranks; at most %d and %d are possible", request->n_passes,
                     request->n_ranks, MOST_PASSES, MOST_RANKS);
   }
-  if (request->fixed_bytes > PTN_PLAN_MOST_BYTES) {
-    return ptn_fail(PTN_INVALID, "fixed_bytes is %llu, at most %llu are possible", (unsigned long long)request->fixed_bytes,
-                    (unsigned long long)PTN_PLAN_MOST_BYTES);
+  uint64_t fixed_bytes = ptn_max_u64(request->fixed_bytes, request->update_bytes);
+  if (fixed_bytes > PTN_PLAN_MOST_BYTES) {
+    return ptn_fail(PTN_INVALID, "fixed_bytes or update_bytes is %llu, at most %llu are possible",
+                    (unsigned long long)fixed_bytes, (unsigned long long)PTN_PLAN_MOST_BYTES);
   }
   return PTN_OK;
 }

@@ -84,20 +84,21 @@ static int64_t choice_budget_bytes(const ptn_rule *rule, const choice *of) {
 }
 
 /* Of the modes composed last. Slots may take less with more chunks persistent, so that all numbers are looked at; but what is
- * needed without slots grows with each chunk by what that holds, at least, and soon is more than the least found. */
+ * needed without slots, an update in step() left aside, grows with each chunk by what that holds, at least, and soon is more than
+ * the least found. */
 static choice measure_modes(ptn_rule *rule, uint32_t pattern) {
   ptn_fit *fit = rule->fit;
   choice found = {.pattern = pattern, .ring = {.bytes = INT64_MAX}, .ringless = {.bytes = INT64_MAX}};
-  int64_t without_bytes = ptn_fit_without_slots(fit, rule->least_persist);
+  int64_t computed_bytes = ptn_fit_computed_bytes(fit, rule->least_persist);
   for (uint32_t p = rule->least_persist;; p++) {
     least *of = ptn_fit_has_ring(fit, p) ? &found.ring : &found.ringless;
-    if (without_bytes < of->bytes && without_bytes + slots_bytes(rule, p) < of->bytes) {
-      without_bytes = ptn_fit_without_slots(fit, p);
-      int64_t needed_bytes = without_bytes + slots_bytes(rule, p);
+    if (computed_bytes < of->bytes && computed_bytes + slots_bytes(rule, p) < of->bytes) {
+      computed_bytes = ptn_fit_computed_bytes(fit, p);
+      int64_t needed_bytes = ptn_fit_without_slots(fit, p) + slots_bytes(rule, p);
       if (needed_bytes < of->bytes) *of = (least){.bytes = needed_bytes, .n_persist = p};
     }
     if (p == rule->most_persist) return found;
-    without_bytes += (int64_t)(rule->request->chunks[p].param_bytes + rule->request->chunks[p].state_bytes);
+    computed_bytes += (int64_t)(rule->request->chunks[p].param_bytes + rule->request->chunks[p].state_bytes);
   }
 }
 

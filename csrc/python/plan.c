@@ -101,13 +101,19 @@ static int make_arrays(plan_arrays *arrays, size_t chunks, size_t phases, size_t
 
 static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-    unsigned long long params, grads, states, less = 0;
+    unsigned long long params, grads, states, less = 0, here = 0, away = 0;
     unsigned int phase;
-    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&O&O&O&|O&", ptn_python_u64, &params, ptn_python_u64, &grads, ptn_python_u64,
-                          &states, ptn_python_u32, &phase, ptn_python_u64, &less))
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&O&O&O&|O&O&O&", ptn_python_u64, &params, ptn_python_u64, &grads,
+                          ptn_python_u64, &states, ptn_python_u32, &phase, ptn_python_u64, &less, ptn_python_u64, &here,
+                          ptn_python_u64, &away))
       return 0;
-    chunks[i] = (ptn_plan_chunk){
-        .param_bytes = params, .grad_bytes = grads, .state_bytes = states, .complete_phase = phase, .less_bytes = less};
+    chunks[i] = (ptn_plan_chunk){.param_bytes = params,
+                                 .grad_bytes = grads,
+                                 .state_bytes = states,
+                                 .complete_phase = phase,
+                                 .less_bytes = less,
+                                 .update_here_bytes = here,
+                                 .update_away_bytes = away};
   }
   return 1;
 }
@@ -241,11 +247,11 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
       add_number(dict, "piece_bytes", plan->piece_bytes) && add_number(dict, "n_pieces", plan->n_pieces) &&
       add_number(dict, "slot_bytes_total", plan->slot_bytes_total) && add_number(dict, "ring_bytes", plan->ring_bytes) &&
       add_number(dict, "static_bytes", plan->static_bytes) && add_number(dict, "peak_bytes", plan->peak_bytes) &&
-      add_number(dict, "smallest_bytes", plan->smallest_bytes) && add_number(dict, "safest_bytes", plan->safest_bytes) &&
-      add_number(dict, "stash_bytes", plan->stash_bytes) && add_number(dict, "rise_bytes", plan->rise_bytes) &&
-      add_number(dict, "headroom_bytes", plan->headroom_bytes) && add_number(dict, "recompute_bytes", plan->recompute_bytes) &&
-      add_number(dict, "pending_bytes", plan->pending_bytes) && add_number(dict, "disk_bytes", plan->disk_bytes) &&
-      add_number(dict, "host_bytes", plan->host_bytes) &&
+      add_number(dict, "computed_bytes", plan->computed_bytes) && add_number(dict, "smallest_bytes", plan->smallest_bytes) &&
+      add_number(dict, "safest_bytes", plan->safest_bytes) && add_number(dict, "stash_bytes", plan->stash_bytes) &&
+      add_number(dict, "rise_bytes", plan->rise_bytes) && add_number(dict, "headroom_bytes", plan->headroom_bytes) &&
+      add_number(dict, "recompute_bytes", plan->recompute_bytes) && add_number(dict, "pending_bytes", plan->pending_bytes) &&
+      add_number(dict, "disk_bytes", plan->disk_bytes) && add_number(dict, "host_bytes", plan->host_bytes) &&
       add(dict, "slot_of_chunk", integers(plan->slot_of_chunk, request->n_chunks, sizeof(int32_t), 1)) &&
       add(dict, "slot_bytes", integers(plan->slot_bytes, plan->n_buffer, sizeof(uint64_t), 0)) &&
       add(dict, "modes", integers(plan->modes, request->n_blocks, sizeof(ptn_mode), 0)) &&
@@ -256,19 +262,20 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
 }
 
 /* make_plan(budget, fixed, chunks, phases, accesses, access_phases, n_together, n_arrays, n_blocks, modes or None,
- * n_persist or -1, n_buffer or 0, n_ahead or 0, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none) */
+ * n_persist or -1, n_buffer or 0, n_ahead or 0, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none,
+ * update or none) */
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   (void)module;
-  unsigned long long budget, fixed, host_budget, ring_host = 0;
+  unsigned long long budget, fixed, host_budget, ring_host = 0, update = 0;
   PyObject *chunks, *phases, *accesses, *access_phases, *modes, *profile;
   unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
   long long n_persist, n_buffer, n_ahead;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "O&O&O!O!O!O!O&O&O&OLLLpO&O&O&O|O&", ptn_python_u64, &budget, ptn_python_u64, &fixed,
+  if (!PyArg_ParseTuple(arguments, "O&O&O!O!O!O!O&O&O&OLLLpO&O&O&O|O&O&", ptn_python_u64, &budget, ptn_python_u64, &fixed,
                         &PyList_Type, &chunks, &PyList_Type, &phases, &PyList_Type, &accesses, &PyList_Type, &access_phases,
                         ptn_python_u32, &n_together, ptn_python_u32, &n_arrays, ptn_python_u32, &n_blocks, &modes, &n_persist,
                         &n_buffer, &n_ahead, &outlive, ptn_python_u32, &n_passes, ptn_python_u64, &host_budget, ptn_python_u32,
-                        &n_ranks, &profile, ptn_python_u64, &ring_host))
+                        &n_ranks, &profile, ptn_python_u64, &ring_host, ptn_python_u64, &update))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
@@ -284,6 +291,7 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
       (profile == Py_None || read_profile(profile, (size_t)PyList_Size(phases), arrays.times, &measured))) {
     ptn_plan_request request = {.budget_bytes = budget,
                                 .fixed_bytes = fixed,
+                                .update_bytes = update,
                                 .n_chunks = (uint32_t)PyList_Size(chunks),
                                 .chunks = arrays.chunks,
                                 .n_blocks = n_blocks,

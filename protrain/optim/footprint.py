@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _core
 from ..base.counting import counted_alone
-from ..dryrun.workspace import workspace_bytes
+from ..dryrun.workspace import MeasuredWorkspace, Workspace
 from ..errors import BudgetError, PlanError
 from ..model.strides import dense_like, dense_strides
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
@@ -42,19 +43,63 @@ TRIED_OF_A_SHAPE = 2
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that an optimizer without a kernel takes: state_bytes of each parameter's large state, which is where its chunk is;
-    small_bytes of all that stays in memory always; step_bytes in a step, for one parameter at a time and for the old ones of what
-    is small; work_bytes of each parameter, what its step makes beside its value, gradient and state."""
+    """Bytes that an optimizer without a kernel takes. Of each parameter, 0 where it is not trained: state_bytes, its large state,
+    which is where its chunk is; value_bytes; work_bytes, what its step makes beside its value, gradient and large state.
+    small_bytes: of all state that stays in memory always; kept_bytes: of small values, whose old ones stay there until a step is
+    whole. order: the numbers of parameters as it goes through them."""
 
     state_bytes: tuple[int, ...]
+    value_bytes: tuple[int, ...]
+    work_bytes: tuple[int, ...]
     small_bytes: int
-    step_bytes: int
-    work_bytes: tuple[int, ...] = ()
+    kept_bytes: int
+    order: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """All of it at once."""
-        return sum(self.state_bytes) + self.small_bytes + self.step_bytes
+        """All of it, where all parameters are in memory."""
+        return sum(self.state_bytes) + self.small_bytes + self.beside_bytes + max(self.work_bytes, default=0)
+
+    @property
+    def beside_bytes(self) -> int:
+        """In a step, whatever parameter it is at: the old ones of what is small."""
+        return self.small_bytes + self.kept_bytes
+
+    def away_bytes(self, number: int) -> int:
+        """In a step, at this parameter, which is on disk."""
+        return 2 * self.value_bytes[number] + self.state_bytes[number] + self.work_bytes[number]
+
+    @property
+    def step_bytes(self) -> int:
+        """In a step, at whatever parameter."""
+        return max(map(self.away_bytes, self.order), default=0) + self.beside_bytes
+
+    def highest_bytes(
+        self, places: Sequence[tuple[int, int]], n_persist: int, live_bytes: int, memory_bytes: int, *, makes_state: bool
+    ) -> int:
+        """What a step has in memory at most, by the order in which it goes through the parameters: copies of what it changes in
+        memory stay there as far as so much memory goes.
+
+        Args:
+            places: of parameters, the chunk first; those of n_persist chunks are in memory.
+            live_bytes: when it begins, with all state. makes_state: it is the one that makes that, so that there is more room for
+                copies before.
+        """
+        here = [number for number in self.order if places[number][0] < n_persist]
+        due = sum(self.state_bytes[number] for number in here) if makes_state else 0
+        live = highest = live_bytes - due
+        for number in self.order:
+            if places[number][0] >= n_persist:
+                highest = max(highest, live + self.away_bytes(number))
+                continue
+            state_bytes = self.state_bytes[number]
+            copied_bytes = self.value_bytes[number] + (0 if makes_state else state_bytes)
+            if live + copied_bytes + self.step_bytes + due <= memory_bytes:
+                live += copied_bytes
+            if makes_state:
+                live, due = live + state_bytes, due - state_bytes
+            highest = max(highest, live + self.work_bytes[number])
+        return highest
 
 
 # ---- an optimizer narrowed to some of its parameters ----
@@ -388,8 +433,9 @@ def one_line(error: BaseException) -> str:
 class _Watch(TorchDispatchMode):
     """Counts the live bytes of the storages that operations make; values of tensors without data are ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         super().__init__()
+        self._workspace = workspace
         self.live_bytes = self.peak_bytes = 0
         self._known: dict[int, Any] = {}
 
@@ -400,7 +446,7 @@ class _Watch(TorchDispatchMode):
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided]
         for tensor in made if not getattr(func, "is_view", False) else ():  # else state that is there already, looked at
             self._count(tensor.untyped_storage())
-        inside = workspace_bytes(func, args, kwargs or {}, made) if made else 0
+        inside = self._workspace(func, args, kwargs or {}, made) if made else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
         return result
 
@@ -421,12 +467,14 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return _core.rounded_bytes(max(tensor.numel() * tensor.element_size(), 1))
 
 
-def _measure(optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, device: str) -> tuple[int, int, int]:
+def _measure(
+    optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, device: str, workspace: Workspace
+) -> tuple[int, int, int]:
     """(large state, small state, memory of the step) of one parameter, in bytes."""
     other = copy_of(optimizer)
     groups = [{**known, "params": []} for known in optimizer.param_groups]
     shared = Shared.of(optimizer)
-    watch = _Watch()
+    watch = _Watch(workspace)
     with watch, without_hooks(other):
         stand_in = nn.Parameter(dense_like(p, device=device).zero_())
         stand_in.grad = dense_like(p, device=device).zero_()
@@ -463,23 +511,29 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
     finally:
         torch.set_rng_state(before)
         random.setstate(python_state)
-    small_bytes = sum(row[1] for row in rows)
-    kept_bytes = sum(_bytes_of(p) for p in params if id(p) in group_of and not is_large(p))  # values, until the step is whole
-    step_bytes = max((row[2] for row in rows), default=0) + small_bytes + kept_bytes
-    work = (max(peak - large - small - 2 * _bytes_of(p), 0) for p, (large, small, peak) in zip(params, rows, strict=True))
-    return Footprint(tuple(row[0] for row in rows), small_bytes, step_bytes, tuple(work))
+    trained = {id(p): number for number, p in enumerate(params) if p.requires_grad and id(p) in group_of}
+    values = tuple(_bytes_of(p) if id(p) in trained else 0 for p in params)
+    return Footprint(
+        state_bytes=tuple(large for large, _, _ in rows),
+        value_bytes=values,
+        work_bytes=tuple(max(peak - large - 2 * value, 0) for value, (large, _, peak) in zip(values, rows, strict=True)),
+        small_bytes=sum(small for _, small, _ in rows),
+        kept_bytes=sum(_bytes_of(p) for p in params if id(p) in trained and not is_large(p)),
+        order=tuple(trained[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in trained),
+    )
 
 
 def _measured(
     optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, folder: str, budget_bytes: int
 ) -> tuple[int, int, int]:
+    workspace = MeasuredWorkspace(partial(counted_alone, folder, budget_bytes))
     try:
-        return _measure(optimizer, group, p, "meta")
+        return _measure(optimizer, group, p, "meta", workspace)
     except Exception:  # it looks at values, or has a kernel of its own
         pass
     try:
         with counted_alone(folder, budget_bytes):
-            return _measure(optimizer, group, p, "cpu")
+            return _measure(optimizer, group, p, "cpu", workspace)
     except BudgetError:
         raise
     except Exception as error:

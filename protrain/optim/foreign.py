@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import _core
 from ..base.counting import counted, uncounted
 from ..errors import Error, StepError
 from ..model.parameters import DisableTorchFunction
@@ -120,29 +119,17 @@ class Foreign:
         self._under_way.make()
 
     def highest_bytes(self, arrangement: Arrangement, memory_bytes: int, held_bytes: int) -> int:
-        """What the last step held at most while it updated, or the next one does, by the order in which it goes through the
-        parameters: copies of what it changes in memory stay there as far as so much memory goes (`_Step._keep`). held_bytes: what
-        is in memory beside states and slots then."""
-        layout, footprint, n_persist = self._session.layout, self.footprint, arrangement.plan.n_persist
-        states = sum(size for size, entry in zip(footprint.state_bytes, layout.entries, strict=True) if entry.chunk < n_persist)
-        due = states if self._made_state else 0  # of a first step, which makes them: there is more room for copies before
-        live = arrangement.static_bytes + held_bytes + footprint.small_bytes + sum(layout.grad_bytes[:n_persist]) - due
-        highest = live
-        for _, number in self._numbers():
-            entry = layout.entries[number]
-            if entry.group < 0:
-                continue
-            value_bytes, state_bytes = _core.rounded_bytes(entry.count * 4), footprint.state_bytes[number]
-            if entry.chunk >= n_persist:
-                highest = max(highest, live + 2 * value_bytes + state_bytes + footprint.work_bytes[number])
-                continue
-            kept_bytes = value_bytes + (0 if self._made_state else state_bytes)
-            if live + kept_bytes + footprint.step_bytes + due <= memory_bytes:
-                live += kept_bytes
-            if self._made_state:
-                live, due = live + state_bytes, due - state_bytes
-            highest = max(highest, live + footprint.work_bytes[number])
-        return highest
+        """What the last step held at most while it updated, or the next one does. held_bytes: what is in memory beside states and
+        slots then."""
+        layout, n_persist = self._session.layout, arrangement.plan.n_persist
+        live_bytes = arrangement.static_bytes + held_bytes + self.footprint.small_bytes + sum(layout.grad_bytes[:n_persist])
+        return self.footprint.highest_bytes(layout.places, n_persist, live_bytes, memory_bytes, makes_state=self._made_state)
+
+    def made_bytes(self, n_persist: int) -> int:
+        """Of the state of parameters in so many chunks, what the last step made, so that its backward ran without."""
+        places = self._session.layout.places
+        made = zip(places, self.footprint.state_bytes, strict=True) if self._made_state else ()
+        return sum(n_bytes for (chunk, _), n_bytes in made if chunk < n_persist)
 
     def finish(self) -> None:
         """The engine has committed the step: its states are the parameters'. Where it was interrupted it can be called again."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import _core
 from ..base.sizes import format_bytes
-from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, Phase, recomputes
+from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, recomputes
 from ..errors import BudgetError, PlanError
 from ..model.layout import Chunks, chunk_size, pack
 from ..optim.footprint import Footprint
@@ -53,6 +53,7 @@ def arrange(
     ring_host_bytes: int = 0,
     footprint: Footprint | None = None,
     n_together: int = 1,
+    lasting_bytes: int = 0,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
@@ -65,6 +66,7 @@ def arrange(
         ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
         footprint: of an optimizer without a kernel; n_states is 0 then.
         n_together: the most chunks that are read at once, where no dry run knows it.
+        lasting_bytes: of unknown_bytes, what is there in step() too.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
@@ -81,18 +83,19 @@ def arrange(
     )
     complete = [run.complete_phase.get(number, last_phase) if run else 0 for number in range(chunks.n_chunks)]
     less = [run.less_bytes.get(number, 0) if run else 0 for number in range(chunks.n_chunks)]
-    if footprint and footprint.step_bytes:  # an update comes behind all of the last phase
-        less = [0 if phase == last_phase else less_bytes for phase, less_bytes in zip(complete, less, strict=True)]
-    described: list[tuple[int, ...]] = list(zip(chunks.sizes, chunks.grad_bytes, states, complete, less, strict=True))
+    here, away = _updates(chunks, footprint)
+    described: list[tuple[int, ...]] = list(zip(chunks.sizes, chunks.grad_bytes, states, complete, less, here, away, strict=True))
     # What a device and its host cannot do without was never measured.
-    least = host_budget_bytes == 0 and ring_host_bytes == 0
-    phases = _phases(run, footprint.step_bytes if footprint else 0, least) if run else []
+    phases = _phases(run, host_budget_bytes == 0 and ring_host_bytes == 0) if run else []
     fixed_bytes = (run.fixed_bytes + SMALL_UNSEEN_BYTES if run else 0) + unknown_bytes
+    update_bytes = 0
     if footprint:
+        update_bytes = footprint.beside_bytes + (run.left_bytes if run else 0)
+        if not phases:
+            passing_bytes = max(unknown_bytes - lasting_bytes, 0)
+            phases = [(-1, True, 0, passing_bytes, 0, passing_bytes)]
+            fixed_bytes -= passing_bytes
         fixed_bytes += footprint.small_bytes
-        if not phases:  # gradients that wait in a pass, which counts, have left memory in a step
-            waiting = 0 if n_persist is None else max(chunks.grad_bytes[n_persist:], default=0)
-            fixed_bytes += max(footprint.step_bytes - unknown_bytes - waiting, 0)
     accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
@@ -118,10 +121,20 @@ def arrange(
         if run and times and machine
         else None,
         ring_host_bytes,
+        update_bytes,
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
-    forecast = found["forecast"]
+    forecast, peak_bytes = found["forecast"], found["peak_bytes"]
+    if footprint and run:
+        live_bytes = found["static_bytes"] + run.fixed_bytes + run.left_bytes + footprint.small_bytes
+        live_bytes += sum(chunks.grad_bytes[: found["n_persist"]])
+        room_bytes = peak_bytes if any(mode.endswith("swap") for mode in block_modes) else budget_bytes
+        for makes_state in (True, False):  # the first step, and those after it
+            copied_bytes = footprint.highest_bytes(
+                chunks.places, found["n_persist"], live_bytes, room_bytes, makes_state=makes_state
+            )
+            peak_bytes = max(peak_bytes, copied_bytes)
     plan = Plan(
         chunk_bytes=chunks.chunk_bytes,
         n_chunks=chunks.n_chunks,
@@ -131,7 +144,7 @@ def arrange(
         n_swap=block_modes.count("swap"),
         n_checkpoint=sum(map(recomputes, block_modes)),
         step_seconds=forecast["step_ns"] / 1e9,
-        peak_bytes=found["peak_bytes"],
+        peak_bytes=peak_bytes,
         host_bytes=found["host_bytes"],
         disk_bytes=found["disk_bytes"],
         budget_bytes=budget_bytes,
@@ -151,6 +164,8 @@ def arrange(
         [chunk for chunk in (run.accesses_with(block_modes) if run else accesses) if chunk >= plan.n_persist],
         found["static_bytes"],
         found["smallest_bytes"],
+        found["peak_bytes"],
+        found["computed_bytes"],
         found["stash_bytes"],
         found["headroom_bytes"],
         found["rise_bytes"],
@@ -169,30 +184,20 @@ _PHASE_FIELDS = (
 )  # fmt: skip
 
 
-def _with_update(tail: Phase, step_bytes: int) -> Phase:
-    """The last phase, with an update behind it that takes so much beside what is still there."""
-
-    def raised(highest_bytes: int, entry_bytes: int) -> int:
-        return max(highest_bytes, entry_bytes + step_bytes)
-
-    tail = replace(
-        tail,
-        keep_peak_bytes=raised(tail.keep_peak_bytes, tail.keep_entry_bytes),
-        checkpoint_peak_bytes=raised(tail.checkpoint_peak_bytes, tail.checkpoint_entry_bytes),
-        keep_after_bytes=0,  # not known apart: an update comes behind all of it
-        checkpoint_after_bytes=0,
-        swap_after_bytes=0,
-    )
-    if tail.swap_peak_bytes == 0:
-        return tail
-    return replace(tail, swap_peak_bytes=raised(tail.swap_peak_bytes, tail.swap_entry_bytes))
+def _updates(chunks: Chunks, footprint: Footprint | None) -> tuple[list[int], list[int]]:
+    """What an optimizer without a kernel takes in its step for one parameter of each chunk, where that is in memory and where it
+    is on disk."""
+    if footprint is None:
+        return [0] * chunks.n_chunks, [0] * chunks.n_chunks
+    trained = set(footprint.order)
+    members = [[number for number in indices if number in trained] for indices in chunks.members]
+    here = [max((footprint.work_bytes[number] for number in indices), default=0) for indices in members]
+    return here, [max(map(footprint.away_bytes, indices), default=0) for indices in members]
 
 
-def _phases(run: DryRun, step_bytes: int, least: bool) -> list[tuple[int, ...]]:
-    """As the core takes them. step_bytes: of an optimizer's step; least: with what blocks that swap cannot do without."""
+def _phases(run: DryRun, least: bool) -> list[tuple[int, ...]]:
+    """As the core takes them. least: with what blocks that swap cannot do without."""
     phases = list(run.phases)
-    if step_bytes:
-        phases[-1] = _with_update(phases[-1], step_bytes)
     if not least:
         phases = [replace(phase, swap_entry_bytes=0, swap_peak_bytes=0, swap_after_bytes=0) for phase in phases]
     return [tuple(getattr(phase, name) for name in _PHASE_FIELDS) for phase in phases]

@@ -114,7 +114,9 @@ class Arrangement:
     static_bytes: parameters and state of persistent chunks, slots and the ring, live always.
     stash_bytes: about what the blocks of swap modes write to disk in one step, a part of the plan's disk_bytes.
     rise_bytes: by how much the backward of a block rises above its saved tensors; 0 where nothing swaps, as the next two.
-    headroom_bytes: what reading those back ahead of their use leaves free below the plan's peak_bytes. recompute_bytes: the same
+    needed_bytes: of the plan's peak, without the copies that an optimizer without a kernel keeps in step() while there is room.
+    computed_bytes: of that, before step(). Both are 0 where nothing is known of a step.
+    headroom_bytes: what reading those back ahead of their use leaves free below needed_bytes. recompute_bytes: the same
     beside what is asked for behind a block that recomputes.
     pending_bytes: of gradients of chunks on disk, that may always wait for their updates; more of them within the peak.
     Over a device (tiers.py): shadow_of_chunk: the chunks at home on the host, and whether they have a shadow there;
@@ -131,6 +133,8 @@ class Arrangement:
     accesses: list[int]
     static_bytes: int
     smallest_bytes: int
+    needed_bytes: int = 0
+    computed_bytes: int = 0
     stash_bytes: int = 0
     headroom_bytes: int = 0
     rise_bytes: int = 0

@@ -156,5 +156,12 @@ class Profile:
             raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
         if self.overhead is not None and (min(asdict(self.overhead).values()) < 0 or self.overhead.part == 1):
             raise ValueError(f"an overhead of {self.overhead.fixed_bytes} bytes and one part in {self.overhead.part}")
-        if self.footprint is not None and len(self.footprint.state_bytes) != len(self.parameters):
-            raise ValueError(f"it has states of {len(self.footprint.state_bytes)} parameters, and {len(self.parameters)}")
+        if self.footprint is not None:
+            self._check_footprint(self.footprint)
+
+    def _check_footprint(self, footprint: Footprint) -> None:
+        for of in (footprint.state_bytes, footprint.value_bytes, footprint.work_bytes):
+            if len(of) != len(self.parameters):
+                raise ValueError(f"it has what an optimizer takes for {len(of)} parameters, and {len(self.parameters)}")
+        if any(not 0 <= number < len(self.parameters) for number in footprint.order):
+            raise ValueError(f"its optimizer names a parameter that is none of its {len(self.parameters)}")

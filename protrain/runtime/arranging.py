@@ -30,7 +30,8 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
 
 
 def _states_alone(wrapped: Wrapped) -> Arrangement:
-    """Every chunk away; or in memory, where that takes less, of a model whose chunks are small.
+    """Every chunk away; or in memory, where that takes less, of a model whose chunks are small; or a part of them, where an
+    optimizer without a kernel takes most for what is away.
 
     Raises:
         BudgetError: neither fits.
@@ -42,6 +43,11 @@ def _states_alone(wrapped: Wrapped) -> Arrangement:
         if everything.smallest_bytes <= wrapped.settings.memory_bytes and not wrapped.compute.separate:
             return everything
         smallest = min(error.smallest_bytes, everything.smallest_bytes)
+        if wrapped.footprint is not None:
+            try:
+                return arranged_away(wrapped, wrapped.buffer_bytes, None)
+            except BudgetError as partly:
+                smallest = min(smallest, partly.smallest_bytes)
         raise BudgetError(str(error), needed_bytes=smallest, budget_bytes=error.budget_bytes, smallest_bytes=smallest) from None
 
 
@@ -57,7 +63,7 @@ def _all_in_memory(wrapped: Wrapped) -> Arrangement:
         layout.chunk_bytes, layout.n_chunks, layout.n_chunks, 0, modes, 0, n_blocks, 0.0, values_bytes, 0, 0,
         wrapped.settings.memory_bytes,
     )  # fmt: skip
-    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, smallest_bytes)
+    return Arrangement(plan, [-1] * layout.n_chunks, [], 0, 0, [], values_bytes, smallest_bytes, values_bytes, values_bytes)
 
 
 def arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | None = 0) -> Arrangement:
@@ -65,7 +71,7 @@ def arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | Non
     return arrange(
         wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, wrapped.settings.memory_bytes, None, n_persist=n_persist,
         unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
-        footprint=wrapped.footprint, n_together=wrapped.n_together,
+        footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ are recomputed, or the batch is refused. Plans by time come later (pacing.py).
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -129,7 +128,7 @@ class Fitter:
                 n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes + between_bytes, times=times,
                 machine=machine, host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
-                footprint=wrapped.footprint, n_together=wrapped.n_together,
+                footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
             )  # fmt: skip
             return replace(found, between_bytes=between_bytes)
 
@@ -148,16 +147,15 @@ class Fitter:
 
     def without_update(self) -> tuple[int, int]:
         """Of an optimizer without a kernel: the peak of a step under the plan in use before its update, and what is in memory
-        beside states and slots in that. The plan counts an update of the largest parameter as if that were away."""
-        wrapped, now = self._wrapped, self._homes.arrangement.plan
+        beside states and slots in that."""
+        now = self._homes.arrangement
         runs = [run for _, run in self.dry_runs if run is not None]
-        if not runs or self.measured or wrapped.footprint is None:
-            return now.peak_bytes, wrapped.buffer_bytes
-        other, peak_bytes = copy.copy(wrapped), now.peak_bytes
-        other.footprint = replace(wrapped.footprint, step_bytes=0)
+        if not runs or self.measured:
+            return now.computed_bytes, self._wrapped.buffer_bytes
+        computed_bytes = now.computed_bytes
         with suppress(BudgetError):  # what was learned since has no room beside it
-            peak_bytes = max(self.decide(run, as_now=True, wrapped=other).plan.peak_bytes for run in runs)
-        return peak_bytes, max(run.fixed_bytes + run.left_bytes for run in runs)
+            computed_bytes = max(self.decide(run, as_now=True).computed_bytes for run in runs)
+        return computed_bytes, max(run.fixed_bytes + run.left_bytes for run in runs)
 
     def _host_room(self) -> int:
         wrapped = self._wrapped
@@ -281,7 +279,7 @@ class Fitter:
                 except BudgetError as error:
                     lacks = max(lacks, error.smallest_bytes - budget)
                 else:  # beside the slots that are there
-                    lacks = max(lacks, again.plan.peak_bytes - again.static_bytes + found.static_bytes - budget)
+                    lacks = max(lacks, again.needed_bytes - again.static_bytes + found.static_bytes - budget)
             lacks = max(lacks, self._lacks_within(found))
             if lacks <= 0:
                 return found
@@ -371,7 +369,7 @@ class Fitter:
             self._loss.note_light(loss_bytes or 0, run)
         if unseen_bytes > self._unseen_bytes or self._loss.more_than(run) != more_bytes:
             fits = self._plan_as_now()
-        more = highest_bytes - self._homes.arrangement.plan.peak_bytes - self._homes.arrangement.pending_bytes
+        more = highest_bytes - self._homes.arrangement.needed_bytes - self._homes.arrangement.pending_bytes
         if more > 0:
             self._unseen_bytes += more
             fits = self._plan_as_now()
@@ -418,7 +416,7 @@ class Fitter:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
-        more = needed_bytes - self._homes.arrangement.plan.peak_bytes
+        more = needed_bytes - self._homes.arrangement.needed_bytes
         if not self._learns() or more <= 0:
             return None
         self._unseen_bytes += self._loss.note_refused(more, self._largest[0]) << self._refused
@@ -452,7 +450,7 @@ class Fitter:
     def note_refused_beside(self, needed_bytes: int) -> None:
         """A forward without gradients was refused between a forward of a step and its backward: so much would have been in
         memory. From the next step on that is planned with."""
-        more_bytes = needed_bytes - self._homes.arrangement.plan.peak_bytes
+        more_bytes = needed_bytes - self._homes.arrangement.needed_bytes
         self._several_hold = max(self._several_hold, self._unseen_bytes + more_bytes)
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
@@ -609,7 +607,7 @@ class Fitter:
         if "keep" not in self._homes.arrangement.plan.block_modes:
             return False
         foreseen = max((run.fixed_bytes for _, run in self.dry_runs if run is not None), default=0)
-        room = settings.memory_bytes - self._homes.arrangement.plan.peak_bytes + foreseen
+        room = settings.memory_bytes - self._homes.arrangement.needed_bytes + foreseen
         return self.held_bytes(room) > room and settings.block_modes is None
 
     def can_carry_out(self, arrangement: Arrangement) -> bool:

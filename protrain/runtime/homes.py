@@ -197,7 +197,7 @@ class Homes:
         """What the plan means to have in memory at most is what the stash works for, and what gradients that wait keep to. Where
         nothing is known of activations there is no goal. The same bounds again leave the headroom as it was adjusted."""
         found = self.arrangement
-        goal = found.plan.peak_bytes if found.plan.peak_bytes > found.static_bytes else 0
+        goal = found.needed_bytes if found.needed_bytes > found.static_bytes else 0
         self.stash_goal_bytes = goal if any(mode.endswith("swap") for mode in found.plan.block_modes) else 0
         bounds = self.stash_goal_bytes, found.rise_bytes, found.headroom_bytes
         if bounds != self._bounds:

@@ -110,7 +110,9 @@ static void make_request(made *made) {
                                        .grad_bytes = number(trained ? bytes : 0),
                                        .state_bytes = number(trained ? 2 * bytes : 0),
                                        .complete_phase = (uint32_t)number(below(request->n_phases)),
-                                       .less_bytes = number(below(8) == 0 ? below(PTN_MIB) : 0)};
+                                       .less_bytes = number(below(8) == 0 ? below(PTN_MIB) : 0),
+                                       .update_here_bytes = number(below(8) == 0 ? below(bytes) : 0),
+                                       .update_away_bytes = number(below(8) == 0 ? below(4 * bytes) : 0)};
   }
   request->chunks = made->chunks;
   make_phases(made, request->n_blocks);
@@ -119,6 +121,7 @@ static void make_request(made *made) {
   make_profile(made);
   request->budget_bytes = number(below((uint64_t)1 << (20 + below(12))));
   request->fixed_bytes = number(below(PTN_MIB));
+  request->update_bytes = number(below(8) == 0 ? below(PTN_MIB) : 0);
   request->n_together = (uint32_t)number(below(4));
   request->n_arrays = (uint32_t)number(1 + below(4));
   made->modes = array(request->n_blocks, sizeof *made->modes);

@@ -60,6 +60,16 @@ static void draw_after(model *out, uint64_t *random, bool alike) {
   }
 }
 
+/* An update in step() of one parameter after another. */
+static void draw_update(model *out, uint64_t *random) {
+  out->request.update_bytes = upto(random, 1 << 18);
+  for (uint32_t i = 0; i < out->request.n_chunks; i++) {
+    ptn_plan_chunk *chunk = &out->chunks[i];
+    chunk->update_here_bytes = upto(random, chunk->grad_bytes);
+    chunk->update_away_bytes = chunk->update_here_bytes + upto(random, 4 * chunk->grad_bytes);
+  }
+}
+
 /* Of chunks that are complete in one phase: behind some less is live than behind the first. */
 static void draw_less(model *out, uint64_t *random) {
   for (uint32_t c = 0; c < out->request.n_chunks; c++) {
@@ -105,8 +115,13 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
   for (uint32_t i = 0; i < request->n_chunks; i++) {
     uint64_t bytes = PTN_PAGE_BYTES * (1 + upto(random, upto(random, 5) == 0 ? 2000 : 100));
     bool frozen = upto(random, 9) == 0;
-    out->chunks[i] = (ptn_plan_chunk){bytes, frozen ? 0 : bytes - upto(random, 4000), frozen ? 0 : 2 * bytes,
-                                      n_blocks + 1 + (uint32_t)upto(random, n_phases - n_blocks - 2), 0};
+    out->chunks[i] = (ptn_plan_chunk){bytes,
+                                      frozen ? 0 : bytes - upto(random, 4000),
+                                      frozen ? 0 : 2 * bytes,
+                                      n_blocks + 1 + (uint32_t)upto(random, n_phases - n_blocks - 2),
+                                      0,
+                                      0,
+                                      0};
     for (uint32_t j = 0; j < 2; j++) out->accesses[j ? 2 * request->n_chunks - 1 - i : i] = i;
   }
   request->n_accesses = 2 * request->n_chunks;
@@ -125,6 +140,7 @@ static void draw_model(model *out, uint64_t *random, uint32_t most_blocks, uint3
   request->grads_outlive_backward = upto(random, 3) == 0;
   if (upto(random, 1) == 0) draw_after(out, random, alike);
   if (upto(random, 1) == 0) draw_less(out, random);
+  if (upto(random, 2) == 0) draw_update(out, random);
 }
 
 /* What is highest in a phase, in all of it or behind the first completion. */
@@ -182,6 +198,20 @@ static uint64_t plain_moment(const model *of, const answer *given, uint32_t at, 
   return now + pending;
 }
 
+/* While an update runs in step(). */
+static uint64_t plain_update(const model *of, const answer *given) {
+  const ptn_plan_request *request = &of->request;
+  uint64_t now = request->update_bytes, work = 0, updates = request->update_bytes;
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    const ptn_plan_chunk *chunk = &of->chunks[c];
+    bool here = c < given->plan.n_persist;
+    if (here) now += chunk->param_bytes + chunk->state_bytes + chunk->grad_bytes;
+    work = ptn_max_u64(work, here ? chunk->update_here_bytes : chunk->update_away_bytes);
+    updates += chunk->update_away_bytes;
+  }
+  return updates > 0 ? now + work : 0;
+}
+
 static uint64_t plain_peak(const model *of, const answer *given) {
   const ptn_plan_request *request = &of->request;
   uint64_t highest = 0, always = request->fixed_bytes + (request->ring_host_bytes > 0 ? 0 : given->plan.ring_bytes);
@@ -191,7 +221,8 @@ static uint64_t plain_peak(const model *of, const answer *given) {
     const ptn_plan_chunk *chunk = &of->chunks[c];
     if (chunk->grad_bytes > 0) highest = ptn_max_u64(highest, plain_moment(of, given, chunk->complete_phase, chunk));
   }
-  return always + highest;
+  CHECK(given->plan.computed_bytes == always + highest);
+  return always + ptn_max_u64(highest, plain_update(of, given));
 }
 
 /* What swap blocks write, and how far backward rises, from what the model was drawn with. */
@@ -484,10 +515,11 @@ static void check_refusals(uint64_t *random) {
   ask(&of, UINT64_MAX, &given);
   CHECK(given.status == PTN_OK && given.plan.n_persist == of.request.n_chunks);
   of.request.n_phases = 0; /* states alone */
+  of.request.update_bytes = 0;
   uint64_t states = of.request.fixed_bytes;
   for (uint32_t i = 0; i < of.request.n_chunks; i++) {
     of.chunks[i].complete_phase = 0;
-    of.chunks[i].less_bytes = 0;
+    of.chunks[i].less_bytes = of.chunks[i].update_here_bytes = 0;
     states += of.chunks[i].param_bytes + of.chunks[i].grad_bytes + of.chunks[i].state_bytes;
   }
   ask(&of, UINT64_MAX, &given);

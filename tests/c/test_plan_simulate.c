@@ -62,7 +62,7 @@ static void begin(uint32_t n) {
     if (phases[p].block >= 0) demand(p, (uint32_t)phases[p].block);
   }
   for (uint32_t c = 0; c < n; c++) {
-    chunks[c] = (ptn_plan_chunk){CHUNK_BYTES, CHUNK_BYTES, 2 * CHUNK_BYTES, backward_of(c), 0};
+    chunks[c] = (ptn_plan_chunk){CHUNK_BYTES, CHUNK_BYTES, 2 * CHUNK_BYTES, backward_of(c), 0, 0, 0};
     modes[c] = PTN_KEEP;
     slots[c] = (int32_t)c;
   }
@@ -521,7 +521,7 @@ static void extremes(void) {
   CHECK(simulate().step_ns == PTN_NEVER_NS);
   begin(2);
   for (uint32_t c = 0; c < 2; c++)
-    chunks[c] = (ptn_plan_chunk){(uint64_t)1 << 40, (uint64_t)1 << 40, (uint64_t)1 << 41, backward_of(c), 0};
+    chunks[c] = (ptn_plan_chunk){(uint64_t)1 << 40, (uint64_t)1 << 40, (uint64_t)1 << 41, backward_of(c), 0, 0, 0};
   found = simulate();
   CHECK(found.step_ns > ((int64_t)1 << 40) && found.step_ns < ((int64_t)1 << 44));
   CHECK(found.moved_bytes[PTN_DISK_WRITE] == (uint64_t)6 << 40);
@@ -583,8 +583,13 @@ static void random_chunks(uint32_t n_chunks) {
   for (uint32_t c = 0; c < n_chunks; c++) {
     bool trained = below(4) > 0;
     uint64_t bytes = PTN_PAGE_BYTES * (1 + below(5000));
-    chunks[c] = (ptn_plan_chunk){bytes, trained ? bytes : 0, trained ? below(3) * bytes : 0,
-                                 step.n_blocks + 1 + (uint32_t)below(step.n_phases - step.n_blocks - 1), 0};
+    chunks[c] = (ptn_plan_chunk){bytes,
+                                 trained ? bytes : 0,
+                                 trained ? below(3) * bytes : 0,
+                                 step.n_blocks + 1 + (uint32_t)below(step.n_phases - step.n_blocks - 1),
+                                 0,
+                                 0,
+                                 0};
     slots[c] = c < n_persist ? -1 : (int32_t)below(n_slots);
   }
   candidate.n_persist = n_persist;
