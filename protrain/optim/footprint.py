@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _core
 from ..base.counting import counted_alone
-from ..dryrun.workspace import MeasuredWorkspace, Workspace
+from ..dryrun.workspace import workspace_bytes
 from ..errors import BudgetError, PlanError
 from ..model.strides import dense_like, dense_strides
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
@@ -433,9 +432,8 @@ def one_line(error: BaseException) -> str:
 class _Watch(TorchDispatchMode):
     """Counts the live bytes of the storages that operations make; values of tensors without data are ones."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._workspace = workspace
         self.live_bytes = self.peak_bytes = 0
         self._known: dict[int, Any] = {}
 
@@ -446,7 +444,7 @@ class _Watch(TorchDispatchMode):
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided]
         for tensor in made if not getattr(func, "is_view", False) else ():  # else state that is there already, looked at
             self._count(tensor.untyped_storage())
-        inside = self._workspace(func, args, kwargs or {}, made) if made else 0
+        inside = workspace_bytes(func, args, kwargs or {}, made) if made else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
         return result
 
@@ -467,14 +465,12 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return _core.rounded_bytes(max(tensor.numel() * tensor.element_size(), 1))
 
 
-def _measure(
-    optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, device: str, workspace: Workspace
-) -> tuple[int, int, int]:
+def _measure(optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, device: str) -> tuple[int, int, int]:
     """(large state, small state, memory of the step) of one parameter, in bytes."""
     other = copy_of(optimizer)
     groups = [{**known, "params": []} for known in optimizer.param_groups]
     shared = Shared.of(optimizer)
-    watch = _Watch(workspace)
+    watch = _Watch()
     with watch, without_hooks(other):
         stand_in = nn.Parameter(dense_like(p, device=device).zero_())
         stand_in.grad = dense_like(p, device=device).zero_()
@@ -526,14 +522,13 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
 def _measured(
     optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, folder: str, budget_bytes: int
 ) -> tuple[int, int, int]:
-    workspace = MeasuredWorkspace(partial(counted_alone, folder, budget_bytes))
     try:
-        return _measure(optimizer, group, p, "meta", workspace)
+        return _measure(optimizer, group, p, "meta")
     except Exception:  # it looks at values, or has a kernel of its own
         pass
     try:
         with counted_alone(folder, budget_bytes):
-            return _measure(optimizer, group, p, "cpu", workspace)
+            return _measure(optimizer, group, p, "cpu")
     except BudgetError:
         raise
     except Exception as error:
