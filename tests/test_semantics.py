@@ -119,6 +119,17 @@ def test_two_forwards_then_two_backwards() -> None:
     both(Chain, loop, accumulate=2)
 
 
+def test_nothing_moves_for_a_larger_batch_whose_backward_is_that_of_a_smaller_one_too() -> None:
+    """Parameters of the first forward would lie elsewhere in its backward: they stay, and the step is refused."""
+    model = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=42 * MIB, block_modes=["checkpoint"] * 8)
+    with pytest.raises(protrain.BudgetError):
+        (model(inputs(1, 8)[0]) + model(inputs(1, 512)[0])).backward()
+    optimizer.zero_grad()
+    model(inputs(1, 8)[0]).backward()
+    protrain.unwrap(model)
+
+
 def test_one_backward_over_several_forwards() -> None:
     """A loss over two outputs, one output that nobody uses, an evaluation before backward. Autograd holds the gradients of the
     second forward until those of the first are there to be added, so the budget needs room for all of them."""

@@ -29,7 +29,7 @@ class Awaited:
     def add(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward of the whole model has returned these."""
         note = _Note()
-        for node in {output.grad_fn for output in outputs} - {None}:
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(note.backward_comes)
         self._notes = [ref for ref in self._notes if _waits(ref)]
         self._notes.append(weakref.ref(note))
