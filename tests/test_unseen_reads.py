@@ -108,6 +108,18 @@ def test_an_address_is_good_until_the_next_operation() -> None:
         protrain.unwrap(model)
 
 
+def test_what_is_shown_is_what_plain_torch_shows() -> None:
+    plain, model = Chain(), Chain()
+    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT)
+    try:
+        assert on_disk(model)
+        for p, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            assert repr(p) == repr(twin)
+            assert f"{p.data[:2]}" == f"{twin.data[:2]}"
+    finally:
+        protrain.unwrap(model)
+
+
 def from_address(p: torch.Tensor) -> torch.Tensor:
     """[elements] of fp32, as a kernel finds them that torch did not start."""
     address = p.data_ptr()

@@ -186,6 +186,9 @@ class ChunkParameter(ChunkTensor, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.__deepcopy__({}))
+
 
 class ChunkView(ChunkTensor, torch.Tensor):
     """A tensor over the memory of such a parameter.
@@ -200,6 +203,9 @@ class ChunkView(ChunkTensor, torch.Tensor):
             with uncounted():
                 memo[id(self)] = self.clone()
         return memo[id(self)]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return super().__repr__() if self.requires_grad else repr(self.__deepcopy__({}))
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:

@@ -328,9 +328,8 @@ class Runner:
         thread = self.come_in()
         try:
             lends = func in ADDRESSES
-            inside = thread is not None or self.depth > 0 or torch._C._current_graph_task_id() != -1
-            if not (lends and inside):
-                self.residency.end_loans()
+            if not (lends and (thread is not None or self.depth > 0 or torch._C._current_graph_task_id() != -1)):
+                self.residency.end_loans()  # outside of a forward and a backward each ends those before
             for chunk in self.residency.bring(numbers):
                 chunks.append(chunk)
             with DisableTorchFunction():
