@@ -120,6 +120,22 @@ def test_what_is_shown_is_what_plain_torch_shows() -> None:
         protrain.unwrap(model)
 
 
+def test_no_parameter_is_made_of_one_on_disk() -> None:
+    model = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    try:
+        p = model.blocks[5].up.weight
+        assert isinstance(p, ChunkParameter)
+        for make in (nn.Parameter, nn.Embedding.from_pretrained):
+            with pytest.raises(protrain.PlanError, match="cannot share the memory of one that is on disk"):
+                make(p)
+        own = nn.Embedding.from_pretrained(p.detach().clone())
+        assert torch.equal(own.weight, p)
+        trained(model, optimizer)
+    finally:
+        protrain.unwrap(model)
+
+
 def from_address(p: torch.Tensor) -> torch.Tensor:
     """[elements] of fp32, as a kernel finds them that torch did not start."""
     address = p.data_ptr()

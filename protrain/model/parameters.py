@@ -55,6 +55,8 @@ ADDRESSES: set[Any] = {
     torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage,
 } | _getters("__cuda_array_interface__")  # fmt: skip
 
+_PARAMETER_CODE = nn.Parameter.__new__.__code__
+
 #: Calls that walk a graph to its inputs.
 _DIFFERENTIATES: set[Any] = {torch.autograd.grad, torch.autograd.backward}
 
@@ -188,6 +190,15 @@ class ChunkParameter(ChunkTensor, nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.__deepcopy__({}))
+
+    def detach(self) -> Any:
+        """As a tensor's. nn.Parameter asks for it where it is to be made of this, and would refuse it in words about detach()."""
+        if sys._getframe(1).f_code is _PARAMETER_CODE:
+            raise PlanError(
+                "a parameter cannot share the memory of one that is on disk, which is another's a moment later: make it of a "
+                "copy, nn.Parameter(p.detach().clone())"
+            )
+        return super().detach()
 
 
 class ChunkView(ChunkTensor, torch.Tensor):
