@@ -288,9 +288,9 @@ class Session:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
-        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0 or self._awaited.any()
+        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
-            if under_way and self.fitter.planned:
+            if (under_way or self._awaited.any()) and self.fitter.planned:
                 self._tells = False
                 self.fitter.foresee_later(args, kwargs, shapes)
                 self._batches[shapes] += 1
