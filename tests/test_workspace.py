@@ -149,6 +149,21 @@ def test_operations_take_what_is_told(name: str, arena: _core.Engine, measured: 
     assert_told(compared)
 
 
+@pytest.mark.parametrize("across", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(("n_rows", "inner", "columns"), [(384, 1000, 48), (256, 1024, 30), (64, 4096, 30), (192, 576, 192)])
+def test_products_of_short_numbers_take_no_more_than_the_table_says(
+    n_rows: int, inner: int, columns: int, across: bool, arena: _core.Engine
+) -> None:
+    """Whatever this processor packs of them."""
+    first = torch.ones(inner, n_rows, dtype=torch.bfloat16).t() if across else torch.ones(n_rows, inner, dtype=torch.bfloat16)
+    second = torch.ones(columns, inner, dtype=torch.bfloat16).t() if across else torch.ones(inner, columns, dtype=torch.bfloat16)
+    arena.mark()
+    held_bytes = arena.stats()["live_bytes"]
+    product = first @ second
+    taken_bytes = arena.mark() - held_bytes - _core.rounded_bytes(product.nbytes)
+    assert taken_bytes <= workspace.workspace_bytes(torch.ops.aten.mm.default, (first, second), {}, [product])
+
+
 class Stored(TorchDispatchMode):
     """Of each operation that runs, on real tensors or as a dry run calls it: how its outputs lie, in how many pages of memory."""
 

@@ -60,9 +60,11 @@ def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> in
     """What threads pack of the operands of a product of 16-bit numbers: each its blocks of the second, and of the first where its
     rows do not lie in a row, or are so far apart that they would share a place in the cache. Four threads and more may divide
     long sums, and each has its own of the output then. Only known where the kernels are those of AVX-512 (products of 30 to 16384
-    in each direction, 1 to 16 threads); else all of both is taken."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported():
+    in each direction, 1 to 16 threads), or of AMX (30 to 4096, 1 to 4 threads); else all of both is taken."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return _bytes(first, second)
+    if torch.cpu._is_amx_tile_supported():
+        return _tiled_bytes(first, second, threads)
     most = _bytes(first) + threads * (_bytes(second) + (84 << 10))
     rows, inner = first.shape[-2:]
     if first.stride(-1) == 1 and first.stride(-2) % 4096 != 0:
@@ -70,6 +72,12 @@ def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> in
     sums = 4 * rows * second.shape[-1]
     divided = threads >= 4 and inner >= 2048 and sums <= 8 << 20
     return min(most, threads * (2 << 20)) + (threads * sums if divided else 0)
+
+
+def _tiled_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> int:
+    """The same for AMX, a bound: whole tiles, and of small ones each thread packs all."""
+    rows, inner, columns = (-(-n // 64) * 64 for n in (*first.shape[-2:], second.shape[-1]))
+    return max(_bytes(first, second), threads * min(2 * inner * (rows + columns) + (64 << 10), 1 << 20))
 
 
 def _lstm_bytes(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> tuple[int, int, int]:
