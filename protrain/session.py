@@ -290,7 +290,8 @@ class Session:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
         shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
-            if (under_way or self._awaited.any()) and self.fitter.planned:
+            waits = self._awaited.any() and torch._C._current_graph_task_id() == -1  # else one goes on, which is another matter
+            if (under_way or waits) and self.fitter.planned:
                 self._tells = False
                 self.fitter.foresee_later(args, kwargs, shapes)
                 self._batches[shapes] += 1

@@ -804,7 +804,7 @@ def test_gradients_that_stay_are_counted_from_the_moment_they_are_complete(
     n_blocks = len(find_blocks(model))
 
     def planned(run: DryRun, mode: int) -> int:
-        phases, given = _phases(run, 0, False), ([mode] * n_blocks, len(chunks))
+        phases, given = _phases(run, False), ([mode] * n_blocks, len(chunks))
         found = _core.make_plan(1 << 40, 0, chunks, phases, [], [], 1, 3, n_blocks, *given, 0, 0, False, 1, 0, 1, None)
         return found["peak_bytes"]
 
