@@ -30,10 +30,12 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Lion(torch.optim.Optimizer):
-    """Of no library: a user's own."""
+    """As its paper has it; a class of the user's."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-4})
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -41,9 +43,13 @@ class Lion(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.sub_(torch.sign(mean * 0.9 + p.grad * 0.1), alpha=group["lr"])
-                mean.mul_(0.99).add_(p.grad, alpha=0.01)
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                beta1, beta2 = group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.sign(state["exp_avg"] * beta1 + p.grad * (1 - beta1)), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
 class Subclass(torch.optim.SGD):

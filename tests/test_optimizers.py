@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,35 +14,11 @@ from torch import nn
 from twins import MIB, adafactor, assert_equal, bits, fit, loss_of, run
 
 import protrain
+from benchmarks.optimizer_peaks import Lion, Make
 
 TIGHT = 14 * MIB
 MIDDLE = 28 * MIB  # all is in memory, but not twice: a part of what a step may have to put back is kept on disk
 AMPLE = 1 << 30
-
-Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class Lion(torch.optim.Optimizer):
-    """As its paper has it; a class of the user's."""
-
-    def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                beta1, beta2 = group["betas"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(state["exp_avg"] * beta1 + p.grad * (1 - beta1)), alpha=-group["lr"])
-                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
 class Counting(torch.optim.AdamW):
