@@ -203,7 +203,8 @@ class Losses(Scores):
 @pytest.mark.parametrize("gives", ["both", "named", "behind", "beside"])
 def test_losses_of_a_model_are_found_and_added_up(gives: str) -> None:
     """One that is not the first output is no output of which the program makes another; several are the step's, and not the
-    first alone. A penalty beside scores is not the loss."""
+    first alone. A penalty beside scores is not the loss. Where all is on disk a gradient of the head may wait for its update
+    behind the last block, which is foretold and does not happen where the disk is fast."""
     given = batches(4)
 
     def step(model: nn.Module, number: int) -> float:
@@ -229,7 +230,8 @@ def test_losses_of_a_model_are_found_and_added_up(gives: str) -> None:
             assert train_with(model, optimizer, step, 4) == want
         status = protrain.status(model)
         protrain.unwrap(model)
-        assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.01
+        above = 1.01 if status.plan.n_persist else 1.03
+        assert 0.99 <= status.predicted_peak_bytes / status.peak_memory_bytes <= above
 
 
 def test_cross_entropy_of_bf16_is_foreseen_in_fp32() -> None:
