@@ -23,6 +23,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from . import remembered
 from .knownvalues import ALMOST_ONE, KnownValues
 from .workspace import MeasuredWorkspace, Workspace, lstm_kept_bytes
 
@@ -56,7 +57,7 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
         return _grouped_product(*args, **kwargs)
     if operation is aten._nested_tensor_from_mask_left_aligned.default:
         return False  # nn.TransformerEncoder goes on without nested tensors, which are no larger
-    result = operation(*args, **kwargs)
+    result = remembered.call(operation, args, kwargs)
     if operation in _LAID_AS and result[0] is not None:
         laid_as = suggest_memory_format(args[_LAID_AS[operation]])
         return torch.empty_like(result[0], memory_format=laid_as), *result[1:]
