@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 _aten = torch.ops.aten
 
 #: So many results are remembered; then all are forgotten.
-_MOST_RESULTS = 1 << 13
+_MOST_RESULTS = 1 << 12
 
 #: Whose type and value say all of them.
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -25,12 +25,12 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 #: Whose results hang on values, or have more or fewer tensors' memory than their words say.
 _OTHER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
-#: Which look at how large the memory behind a tensor is, or give a part of it without saying so.
-_OF_MEMORY = {_aten.as_strided.default, _aten._unsafe_view.default, _aten.lift_fresh.default, _aten.lift.default}
+#: Which look at how large the memory behind a tensor is, or at what is no fake tensor yet.
+_OF_MEMORY = {_aten.as_strided.default, _aten.lift_fresh.default, _aten.lift.default}
 
 
 class _Output(NamedTuple):
-    """A tensor among results. is_view: of the one that was given."""
+    """A tensor among results. is_view: of the only one that was given."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -47,6 +47,8 @@ class _Outputs(NamedTuple):
     each: tuple[_Output | None, ...]
 
 
+_FIRST_GIVEN = _Outputs(None, ())
+
 _results: dict[tuple[Any, ...], _Outputs | None] = {}  # None: to be asked every time
 
 
@@ -60,6 +62,8 @@ def call(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return operation(*args, **kwargs)
     words = tuple(key)
     found = _results.get(words)
+    if found is _FIRST_GIVEN:
+        return tensors[0]
     if found is not None:
         with no_dispatch():
             made = [None if output is None else _made(output, tensors) for output in found.each]
@@ -75,15 +79,16 @@ def call(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 @functools.cache
 def _suits(operation: Any) -> bool:
     """Whether what it gives follows from shapes and plain words alone."""
-    if (
-        operation.namespace != "aten"
-        or operation._schema.is_mutable
-        or operation in _OF_MEMORY
-        or _OTHER_TAGS & set(operation.tags)
-    ):
+    if operation.namespace != "aten" or operation in _OF_MEMORY or _OTHER_TAGS & set(operation.tags):
         return False
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), composite)
+    return not operation._schema.is_mutable or _changes_first(operation)
+
+
+def _changes_first(operation: Any) -> bool:
+    """Whether it writes to its first argument alone, and gives that back."""
+    written = [word.alias_info is not None and word.alias_info.is_write for word in operation._schema.arguments]
+    given = [word.alias_info is not None and word.alias_info.is_write for word in operation._schema.returns]
+    return written[0] and sum(written) == 1 and given == [True]
 
 
 def _describe(values: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
@@ -107,10 +112,10 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) 
 
 
 def _outputs(operation: Any, result: Any, tensors: Sequence[FakeTensor]) -> _Outputs | None:
-    if operation.is_view and len(tensors) > 1:
-        return None
+    if operation._schema.is_mutable:
+        return _FIRST_GIVEN if result is tensors[0] else None
     kind = type(result) if type(result) in (list, tuple) else None
-    taken = {tensor.untyped_storage()._cdata for tensor in tensors}
+    given, taken = tensors[0].untyped_storage()._cdata, {tensor.untyped_storage()._cdata for tensor in tensors}
     each: list[_Output | None] = []
     for tensor in [result] if kind is None else result:
         if tensor is None:
@@ -118,15 +123,15 @@ def _outputs(operation: Any, result: Any, tensors: Sequence[FakeTensor]) -> _Out
             continue
         if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
-        if operation.is_view != (storage._cdata in taken):
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        is_view = storage._cdata == given
+        if is_view and len(tensors) > 1:
             return None
-        if not operation.is_view:
-            if tensor.storage_offset() or storage.nbytes() != _whole_bytes(tensor):
+        if not is_view:
+            if storage._cdata in taken or offset or storage.nbytes() != _whole_bytes(tensor):
                 return None
             taken.add(storage._cdata)
-        offset = int(tensor.storage_offset())
-        each.append(_Output(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.fake_device, operation.is_view))
+        each.append(_Output(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.fake_device, is_view))
     return _Outputs(kind, tuple(each))
 
 
