@@ -33,6 +33,7 @@ from .base.counting import counted, uncounted
 from .device.compute import Accelerator
 from .errors import BudgetError, DiskError, PlanError, StepError
 from .model import keycaches
+from .model.held import tensors_held
 from .model.parameters import ChunkTensor, DisableTorchFunction, release
 from .model.precision import has_master
 from .model.recording import check_not_recorded
@@ -167,14 +168,17 @@ class Session:
                     self.begin_forward(args, kwargs)
                     if self.runner.depth == 1 and self._began is not None and not torch.is_grad_enabled():
                         return self._run_in_step(forward, args, kwargs)
-                    return forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
+                    if self.runner.depth == 1 and torch.is_grad_enabled():
+                        self._awaited.add(_tensors_of(output))
+                    return output
             self.begin_forward(args, kwargs)
             self.engine.stash_begin()
             self._settle_stash()
             self.runner.stashing = True
             output = forward(*args, **kwargs)
             if self.runner.depth == 1:
-                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+                tensors = _tensors_of(output)
                 self._awaited.add(tensors)
                 leaves = [leaf for leaf in tensors if leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
@@ -390,6 +394,7 @@ class Session:
             finally:
                 self.steps = steps  # the engine's commit is none of these
             self.runner.note_changed(changed, self.engine.commits())
+            self.residency.note_changed(changed)
             torch.autograd.graph.increment_version([self.params[number] for number in changed])
 
     def _step(self) -> torch.Tensor | None:
@@ -452,7 +457,9 @@ class Session:
             return False
         if self.foreign is not None:
             self.foreign.finish()
-        self.runner.note_changed(self.gradients.changed(), commits)
+        changed = self.gradients.changed()
+        self.runner.note_changed(changed, commits)
+        self.residency.note_changed(changed)
         self.gradients.end_step()
         self.values.masters_given.clear()
         self.runner.noted_commits = commits  # last: an interrupt before it has all of this done again
@@ -665,3 +672,8 @@ class Session:
 
     def value(self, number: int) -> torch.Tensor:
         return self.values.get(number)
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """What a forward returned, also in objects."""
+    return [tensor for leaf in tree_leaves(output) for tensor in tensors_held(leaf)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from nets import Chain, inputs
+from test_unseen_reads import REFUSED, refuses
+from torch import nn
 from twins import MIB, adamw, assert_equal, run
 
 import protrain
@@ -82,5 +85,79 @@ def test_homes_move_behind_a_step(use: Any) -> None:
         step(optimizer)
         assert on_disk(model)
         assert held.isfinite().all()
+    finally:
+        protrain.unwrap(model)
+
+
+class Linears(Chain):
+    """Blocks of which autograd saves views of parameters alone."""
+
+    class block(nn.Sequential):  # noqa: N801
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+
+
+class Boxed(Chain):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return SimpleNamespace(loss=super().forward(x, **kwargs))
+
+
+def of_an_object(model: Any, _: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x).loss
+    return output
+
+
+def of_eval_mode(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    model(x).backward()  # from here on training is in train mode
+    output: torch.Tensor = model.eval()(x)
+    model.train()
+    step(optimizer)
+    return output
+
+
+def with_a_backward_that_keeps(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    output.backward(retain_graph=True)
+    step(optimizer)
+    return output
+
+
+@pytest.mark.parametrize("wait", [of_an_object, of_eval_mode, with_a_backward_that_keeps])
+def test_graphs_that_wait_are_seen(wait: Any) -> None:
+    def train(optimizer: Any, output: Any) -> float:
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        step(optimizer)
+        return loss.item()
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        waiting = wait(model, optimizer, inputs(1)[0])
+        figures = [train(optimizer, model(x)) for x in inputs(2)]
+        figures += [train(optimizer, waiting), train(optimizer, model(inputs(1)[0]))]
+        assert plain or on_disk(model)
+        return figures
+
+    make = Boxed if wait is of_an_object else Chain
+    assert_equal(run(make, loop, memory=AMPLE, block_modes=["keep"] * 8), run(make, loop), AMPLE)
+
+
+@refuses
+def test_old_values_are_refused() -> None:
+    """Of a graph that nobody sees wait, and of a view: good until a step changes what it shows."""
+    model: Any = Linears()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=AMPLE, block_modes=["keep"] * 8)
+    try:
+        x = inputs(1)[0]
+        graphs = [model.head(model.blocks[0](x)).mean() for _ in range(2)]
+        view = model.head.weight.detach()
+        model(x).backward()
+        step(optimizer)
+        assert on_disk(model)
+        assert torch.equal(view, model.head.weight)
+        graphs.pop().backward()
+        step(optimizer)
+        for read in (view.sum, graphs.pop().backward):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                read()
     finally:
         protrain.unwrap(model)

@@ -1,7 +1,8 @@
 """Graphs whose backward has not come: what autograd saved in them of parameters in memory lies where these lay, so homes stay.
 
 A forward that recorded gradients leaves a note at the nodes that made what it returned: it dies with them, and is told when a
-backward comes by.
+backward comes by that is the last one. A graph that none of them shows, as one of a part of the model, is refused where it would
+read old values (residency.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class _Note:
     came = False
 
     def backward_comes(self, _grads: Any) -> None:
-        self.came = True
+        self.came |= not torch._C._autograd._get_current_graph_task_keep_graph()  # else another one may come
 
 
 class Awaited:
@@ -39,7 +40,7 @@ class Awaited:
         self._notes.clear()
 
     def any(self) -> bool:
-        """Whether a backward may come for one of them that is the first."""
+        """Whether a backward may come for one of them that finds its graph whole."""
         return any(_waits(ref) for ref in self._notes)
 
 

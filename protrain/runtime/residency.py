@@ -5,7 +5,8 @@ where the chunk gets another place. One of a chunk on disk is in its slot during
 backward until the node of the graph that asked for it is done (`unpack_parameter`).
 What autograd saves of a slot is recognised by its storage and replaced by a record, since other bytes lie there a moment later.
 The waiting and reading itself is the engine's (csrc/runtime/residency.c). It also shuts the storage of each chunk on disk that is
-not in use: who reads it then, past all that demands, is refused (csrc/torch/storage.h).
+not in use: who reads it then, past all that demands, is refused (csrc/torch/storage.h). So is who reads where a chunk lay in
+memory, as a graph or a view of before, once the chunk has other values than it had when it went.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
 from ..model.parameters import DisableTorchFunction, Owner, enchain, release
@@ -62,6 +64,8 @@ class Residency:
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._begins: dict[int, int] = {}  # chunk -> where its region begins
+        self._stays: dict[int, tuple[int, list[StorageWeakRef]]] = {}  # chunk in memory -> where it lies, all storages over that
+        self._left: dict[int, list[StorageWeakRef]] = {}  # chunk -> those over memory that it lay in, which has its values still
         self.over_homes: dict[int, Any] = {}
         self._views = Views()
         self._offsets = [[self._layout.entries[i].offset_bytes for i in members] for members in self._layout.members]
@@ -82,6 +86,7 @@ class Residency:
         base = self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
         self._begins[chunk] = base.data_ptr()
         in_memory = self._engine.in_memory(chunk)
+        self._note_stay(chunk, base.untyped_storage() if in_memory else None)
         for index in self._layout.members[chunk]:
             p = self._params[index]
             with DisableTorchFunction():
@@ -95,6 +100,31 @@ class Residency:
         if not in_memory:  # from here on nothing is laid over a place that is not in use
             self._chunk_of_storage[base.untyped_storage()._cdata] = chunk
             self._engine.guard(chunk, base.untyped_storage())
+
+    def _note_stay(self, chunk: int, storage: torch.UntypedStorage | None) -> None:
+        """The chunk lies in memory, under this storage, or does not."""
+        begin, refs = self._stays.pop(chunk, (0, []))
+        refs = [ref for ref in refs if not ref.expired()]
+        if storage is None or begin != self._begins[chunk]:
+            if refs:
+                self._left.setdefault(chunk, []).extend(refs)
+            refs = []
+        if storage is not None:
+            self._stays[chunk] = self._begins[chunk], [*refs, StorageWeakRef(storage)]
+
+    def note_changed(self, numbers: Iterable[int]) -> None:
+        """These parameters have other values: where their chunks lay in memory before is not read as theirs any more."""
+        for chunk in {self._layout.entries[number].chunk for number in numbers} if self._left else ():
+            for ref in self._left.pop(chunk, ()):
+                left = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+                if left is not None:  # what the engine guarded before stays shut
+                    self._engine.guard(chunk, left)
+                    self._engine.guard(chunk, self._guarded(chunk))
+
+    def _guarded(self, chunk: int) -> torch.UntypedStorage | None:
+        """The storage of a chunk on disk that has a place."""
+        storage = self._bases[chunk].untyped_storage() if chunk in self._bases else None
+        return storage if storage is not None and storage._cdata in self._chunk_of_storage else None
 
     def bind_all(self) -> None:
         for chunk in range(self._layout.n_chunks):
@@ -213,6 +243,7 @@ class Residency:
         with DisableTorchFunction():
             values = self._compute.to_host(p)
             self._engine.transfer(number, 0, self._compute.on_host(values), True)
+        self.note_changed([number])
         assert entry.count == p.numel()
 
     def lend(self, chunks: list[int]) -> None:

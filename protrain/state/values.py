@@ -74,3 +74,5 @@ class Values:
             tensor = compute.to_host(laid(value.detach().resolve_neg().to(dtype=dtype), entry.strides))
             if tensor.numel():
                 self.engine.transfer(number, array, compute.on_host(tensor), True)
+            if array == 0:
+                self.residency.note_changed([number])
