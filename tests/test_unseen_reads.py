@@ -116,6 +116,7 @@ def test_what_is_shown_is_what_plain_torch_shows() -> None:
         for p, twin in zip(model.parameters(), plain.parameters(), strict=True):
             assert repr(p) == repr(twin)
             assert f"{p.data[:2]}" == f"{twin.data[:2]}"
+            assert f"{p.flatten()[0]:.5f} {p.data.flatten()[1]}" == f"{twin.flatten()[0]:.5f} {twin.data.flatten()[1]}"
     finally:
         protrain.unwrap(model)
 

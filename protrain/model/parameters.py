@@ -218,6 +218,10 @@ class ChunkView(ChunkTensor, torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return super().__repr__() if self.requires_grad else repr(self.__deepcopy__({}))
 
+    def __format__(self, spec: str) -> str:
+        """As a tensor's, which shows a single number by its own format, and asks for its own class."""
+        return format(self.__deepcopy__({}), spec) if self.dim() == 0 else super().__format__(spec)
+
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
     """As torch.autograd.grad or backward, which want places in the graph of their inputs, no values: their chunks come as the
