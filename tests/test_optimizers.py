@@ -542,14 +542,14 @@ def test_a_step_that_needs_data_is_tried_with_data(gpt2: Any, token_batches: Any
 
 
 class Growing(Lion):
-    """From its fifth step on keeps four more copies of what it keeps: more than it showed when it was tried."""
+    """From its ninth step on keeps four more copies of what it keeps: more than it showed when it was tried."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for state in self.state.values():
             state["count"] = state.get("count", 0) + 1
-            if state["count"] == 5:
+            if state["count"] == 9:
                 state["more"] = [state["exp_avg"].clone() for _ in range(60)]
 
 
@@ -557,7 +557,7 @@ def test_what_grows_past_the_budget_is_refused_and_the_step_not_made(gpt2: Any, 
     model = gpt2()
     model, optimizer = protrain.wrap(model, Growing(model.parameters()), memory=TIGHT)
     (ids,) = token_batches(1, length=32)
-    fit([ids] * 4)(model, optimizer, False)
+    fit([ids] * 8)(model, optimizer, False)
     before = {key: bits(value) for key, value in model.state_dict().items()}
     state = optimizer.state_dict()["state"]
     loss_of(model, ids).backward()
@@ -571,6 +571,46 @@ def test_what_grows_past_the_budget_is_refused_and_the_step_not_made(gpt2: Any, 
     }
     assert protrain.status(model).peak_memory_bytes <= TIGHT
     protrain.unwrap(model)
+
+
+def test_what_takes_more_than_was_tried_is_put_back_within_the_budget() -> None:
+    """Decay that was off at `wrap` takes a tensor more; nothing is free for it, nor for a copy of what is put back."""
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        figures = []
+        for number, x in enumerate(inputs(4)):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 if number == 2 and not plain else 0.0
+            loss = model(x)
+            loss.backward()
+            try:
+                optimizer.step()
+            except protrain.BudgetError:
+                assert number == 2
+                before, optimizer.param_groups[0]["weight_decay"] = loss.item(), 0.0
+                optimizer.zero_grad()
+                loss = model(x)
+                loss.backward()
+                optimizer.step()
+                assert loss.item() == before
+            else:
+                assert plain or number != 2
+            optimizer.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    def rmsprop(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    assert_equal(run(Chain, loop, rmsprop, memory=20 * MIB), run(Chain, loop, rmsprop), 20 * MIB)
+
+
+def test_a_step_that_takes_more_than_the_first_ones_is_foreseen() -> None:
+    """RAdam rectifies from its sixth step on."""
+
+    def radam(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.RAdam(model.parameters(), lr=1e-3)
+
+    assert_equal(run(Chain, steps(inputs(7)), radam, memory=20 * MIB), run(Chain, steps(inputs(7)), radam), 20 * MIB)
 
 
 def test_plan_knows_the_state(gpt2: Any, token_batches: Any) -> None:

@@ -36,6 +36,8 @@ Group = dict[str, Any]
 #: Sides of small stand-ins: unequal, so that a class that looks at shapes sees them.
 SIDES = (3, 5, 4, 2)
 TRIED_STEPS = 3
+#: Of a stand-in of full size: RAdam takes more from its sixth step on.
+MEASURED_STEPS = 8
 #: Small stand-ins of each shape in a group: enough for parameters to be mixed.
 TRIED_OF_A_SHAPE = 2
 
@@ -475,7 +477,7 @@ def _measure(optimizer: torch.optim.Optimizer, group: int, p: nn.Parameter, devi
         stand_in = nn.Parameter(dense_like(p, device=device).zero_())
         stand_in.grad = dense_like(p, device=device).zero_()
         state = _stand_in_state(optimizer, p, tuple(p.shape), device)
-        for _ in range(TRIED_STEPS):  # a part of the state may come later than with the first step
+        for _ in range(MEASURED_STEPS):  # a part of the state may come later than with the first step
             state, shared = run_narrowed(other, shared, groups, group, stand_in, state)
     tensors = tensors_of(state)
     large = sum(_bytes_of(tensor) for tensor in tensors if is_large(tensor))

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -296,6 +297,7 @@ class _Step:
         except BaseException as error:
             if session.engine.commits() != self._commits:
                 raise  # an interrupt that came when the step was made
+            traceback.clear_frames(error.__traceback__)  # what the class's step holds there is memory that state comes back to
             self._take_back()
             foreign._under_way = None
             if isinstance(error, Error) or not isinstance(error, Exception):
@@ -469,19 +471,22 @@ class _Step:
             if made is not None:
                 made.release()
         for number, kept in self._kept.items():
+            foreign._live.pop(number, None)  # first: what comes back takes its memory
+            home = session.params[number].data
             try:
-                tree = kept.fetch() if isinstance(kept, Parked) else kept
+                if isinstance(kept, Parked):
+                    kept.take_out("value", home)
+                    tree = kept.fetch()
+                else:
+                    home.copy_(kept["value"])
+                    tree = kept
             except Exception as error:
                 raise StepError(
                     f"optimizer {foreign.name}: its step failed, and {session.layout.entries[number].name} could not be put "
                     f"back: {one_line(error)}; load a checkpoint"
                 ) from error
-            with DisableTorchFunction():
-                session.params[number].data.copy_(tree["value"])
             if "state" in tree:
                 foreign._live[number] = tree["state"]
-            else:
-                foreign._live.pop(number, None)
             if isinstance(kept, Parked):
                 kept.release()
         self._made.clear()

@@ -178,6 +178,21 @@ class Parked:
 
         return self._unpark(read, clone)
 
+    def take_out(self, key: str, place: torch.Tensor) -> None:
+        """Put what the tree, a dict, has there into a tensor that lies as it did, and out of the tree.
+
+        Raises:
+            DiskError: it cannot be read; it is in the tree still.
+        """
+        found = self._tree[key]
+        if isinstance(found, _Away):
+            self._space.engine.move(found.offset, place.data_ptr(), found.n_bytes, False)
+            self._away.remove(found)
+            self._space.give_back(found.extent_bytes, found.offset)
+        else:
+            place.copy_(found)
+        del self._tree[key]
+
     def described(self) -> Tree:
         """The tree with tensors that have shapes and no data."""
         return described(self._unpark(lambda away: away.like, lambda tensor: tensor))
