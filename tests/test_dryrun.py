@@ -849,6 +849,28 @@ def test_gradients_of_chunks_that_are_complete_in_one_phase_count_once(n_layers:
         protrain.unwrap(model)
 
 
+def test_gradients_count_as_the_arena_hands_them_out(fresh_disk: Path) -> None:
+    """Each by itself, in whole pages from one page on: those that are a little larger than a page count nearly twice their bytes,
+    also when their chunk is complete and that of the stem is still to come."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2000, 33), *(nn.Linear(33, 33) for _ in range(24)))
+
+    x = torch.randn(4, 2000)
+    with pytest.raises(protrain.BudgetError) as caught:
+        protrain.plan(make(), x, memory=4096)
+    model = make()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=caught.value.smallest_bytes, disk=fresh_disk)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert abs(status.predicted_peak_bytes - status.peak_memory_bytes) < 0.03 * status.peak_memory_bytes
+
+
 def test_nothing_of_the_model_changes() -> None:
     model, batch = gpt2(), tokens(2, 16)
     model.transformer.h[0].eval()

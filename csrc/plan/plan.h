@@ -41,7 +41,7 @@ ptn_status ptn_layout_size(ptn_layout_param *params, size_t n_params, uint64_t l
 
 typedef struct ptn_plan_chunk {
   uint64_t param_bytes;   /* its parameters with padding, a multiple of PTN_PAGE_BYTES */
-  uint64_t grad_bytes;    /* of its trained parameters; 0: frozen */
+  uint64_t grad_bytes;    /* what those of its trained parameters count, each by itself; 0: frozen */
   uint64_t state_bytes;   /* optimizer state of its trained parameters, laid out as the parameters are */
   uint32_t complete_phase; /* index of the backward phase in which the last of its gradients comes */
   /* Where other chunks are complete in that phase before it: behind its own completion so much less is live than behind the first

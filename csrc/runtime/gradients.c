@@ -185,7 +185,7 @@ static ptn_status hold(ptn_engine *engine, uint32_t number, const void *data, vo
   param->use = use;
   engine->gradients++;
   chunk->arrived++;
-  chunk->arrived_bytes += param->count * engine->element_bytes;
+  chunk->arrived_bytes += ptn_arena_rounded_bytes(param->count * engine->element_bytes);
   if (param->expected && !param->counted) chunk->missing--;
   param->counted = true;
   ptn_status status = chunk->missing == 0 ? enqueue(engine, chunk) : PTN_OK;
@@ -194,7 +194,7 @@ static ptn_status hold(ptn_engine *engine, uint32_t number, const void *data, vo
     param->owner = NULL;
     param->offload = NULL;
     chunk->arrived--;
-    chunk->arrived_bytes -= param->count * engine->element_bytes;
+    chunk->arrived_bytes -= ptn_arena_rounded_bytes(param->count * engine->element_bytes);
     engine->gradients--;
   }
   return status;

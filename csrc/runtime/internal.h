@@ -46,7 +46,7 @@ typedef struct chunk {
   uint32_t first_param, n_params; /* in engine->order_params */
   uint32_t missing; /* expected gradients that have not come in this pass */
   uint32_t arrived; /* gradients held, not yet queued */
-  uint64_t arrived_bytes;
+  uint64_t arrived_bytes; /* as the arena counts them */
   uint32_t jobs; /* queued or running on the lane */
 } chunk;
 

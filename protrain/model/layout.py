@@ -41,8 +41,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Chunks:
-    """For each chunk its bytes (padded to pages), whether it is trained, its parameters by number, and the bytes of their
-    gradients; for each parameter its chunk and its offset there in bytes."""
+    """For each chunk its bytes (padded to pages), whether it is trained, its parameters by number, and what their gradients count
+    (each is a tensor of its own, and so rounded as such); for each parameter its chunk and its offset there in bytes."""
 
     chunk_bytes: int
     sizes: tuple[int, ...]
@@ -165,6 +165,6 @@ def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunk
         tuple(max(-(-end // PAGE_BYTES), 1) * PAGE_BYTES for end in ends),
         tuple(any(parameters[i][2] for i in indices) for indices in members),
         tuple(map(tuple, members)),
-        tuple(sum(parameters[i][0] for i in indices if parameters[i][2]) for indices in members),
+        tuple(sum(_core.rounded_bytes(parameters[i][0]) for i in indices if parameters[i][2]) for indices in members),
         tuple(places),
     )
