@@ -58,6 +58,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("no folder")
     (folder / "full").mkdir()
     (folder / "full" / "notes.txt").write_text("mine")
+    transformers.ViTConfig().save_pretrained(folder / "vision")
+    transformers.T5Config().save_pretrained(folder / "translator")
     return folder
 
 
@@ -295,6 +297,8 @@ def test_wrong_words_are_2_with_the_usage(
         (["--model", "gpt17"], "gpt17"),
         (["--model", "./nowhere"], "nowhere"),
         (["--model", "full"], "config.json"),
+        (["--model", "vision"], "'vision/config.json' is of the type 'vit', which is no causal language model"),
+        (["--model", "translator"], "'translator/config.json' is of the type 't5', which is no causal language model"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--seq", "129"], "129"),
         (["--out", "file/out"], "file"),

@@ -140,6 +140,7 @@ def test_files_of_a_folder_are_sorted_text_without_the_hidden(tmp_path: Path) ->
         "empty": b"",
     }.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "nowhere").symlink_to("x" * 300)  # a name that the system does not even look for
     assert [str(path.relative_to(tmp_path)) for path in data.text_files([str(tmp_path)])] == ["b.txt", "sub/a.txt"]
 
 

@@ -59,11 +59,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         if name and path.is_dir():
-            found = [
-                file
-                for file in sorted(path.rglob("*"))
-                if file.is_file() and not _hidden(file.relative_to(path)) and _is_text(file)
-            ]
+            found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and _is_text(file)]
             if not found:
                 raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
             files.extend(found)
@@ -104,8 +100,10 @@ def _hidden(path: Path) -> bool:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether the beginning of a file is UTF-8 without null bytes, and there is one."""
+    """Whether it is a file that can be read, and its beginning is UTF-8 without null bytes, and there is one."""
     try:
+        if not file.is_file():
+            return False
         with open(file, "rb") as stream:
             begin = stream.read(1 << 16)
             whole = not stream.read(1)  # else the last character may be cut

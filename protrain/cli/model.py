@@ -32,7 +32,7 @@ def shipped_names() -> list[str]:
 
 
 def read_config(name: str) -> tuple[Any, Path | None]:
-    """The transformers config of a shipped name or a folder, and the folder. Raises CommandError."""
+    """The transformers config of a shipped name or a folder, of a causal language model, and the folder. Raises CommandError."""
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -49,12 +49,16 @@ def read_config(name: str) -> tuple[Any, Path | None]:
 
 
 def _from_folder(folder: Path) -> Any:
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a config it cannot read
         raise CommandError(f"cannot read {str(folder / 'config.json')!r}: {' '.join(str(error).split())[:300]}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        where, kind = str(folder / "config.json"), config.model_type
+        raise CommandError(f"{where!r} is of the type {kind!r}, which is no causal language model; give one that is")
+    return config
 
 
 def has_weights(folder: Path | None) -> bool:
