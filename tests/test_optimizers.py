@@ -716,6 +716,20 @@ def test_a_first_step_that_makes_the_state_is_foretold(name: str, gpt2: Any, tok
     assert 0.98 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.02
 
 
+def test_old_values_of_small_state_are_foretold() -> None:
+    """They stay in memory until a step is whole; of a model of many small parameters they are as much as all its values."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(32, 32) for _ in range(24)))
+    model, optimizer = protrain.wrap(model, torch.optim.Adagrad(model.parameters()), memory="16MiB")
+    for _ in range(2):
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.05  # of half a MiB
+
+
 @pytest.mark.parametrize("budget", [30 * MIB, 36 * MIB])
 def test_an_update_beside_large_parameters_is_foretold(budget: int) -> None:
     """Behind backward nothing of it is left, which was counted beside the update of the largest parameter: 17 % too much."""

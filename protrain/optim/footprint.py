@@ -89,9 +89,10 @@ class Footprint:
         here = [number for number in self.order if places[number][0] < n_persist]
         due = sum(self.state_bytes[number] for number in here) if makes_state else 0
         live = highest = live_bytes - due
+        old_bytes = 0 if makes_state else self.small_bytes  # of small state, which there is room for: it is in step_bytes
         for number in self.order:
             if places[number][0] >= n_persist:
-                highest = max(highest, live + self.away_bytes(number))
+                highest = max(highest, live + old_bytes + self.away_bytes(number))
                 continue
             state_bytes = self.state_bytes[number]
             copied_bytes = self.value_bytes[number] + (0 if makes_state else state_bytes)
@@ -99,7 +100,7 @@ class Footprint:
                 live += copied_bytes
             if makes_state:
                 live, due = live + state_bytes, due - state_bytes
-            highest = max(highest, live + self.work_bytes[number])
+            highest = max(highest, live + old_bytes + self.work_bytes[number])
         return highest
 
 
