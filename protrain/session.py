@@ -27,13 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .base.counting import counted, uncounted
 from .device.compute import Accelerator
+from .dryrun.passes import output_tensors
 from .errors import BudgetError, DiskError, PlanError, StepError
 from .model import keycaches
-from .model.held import tensors_held
 from .model.parameters import ChunkTensor, DisableTorchFunction, release
 from .model.precision import has_master
 from .model.recording import check_not_recorded
@@ -170,7 +169,7 @@ class Session:
                         return self._run_in_step(forward, args, kwargs)
                     output = forward(*args, **kwargs)
                     if self.runner.depth == 1 and torch.is_grad_enabled():
-                        self._awaited.add(_tensors_of(output))
+                        self._awaited.add(output_tensors(output))
                     return output
             self.begin_forward(args, kwargs)
             self.engine.stash_begin()
@@ -178,7 +177,7 @@ class Session:
             self.runner.stashing = True
             output = forward(*args, **kwargs)
             if self.runner.depth == 1:
-                tensors = _tensors_of(output)
+                tensors = output_tensors(output)
                 self._awaited.add(tensors)
                 leaves = [leaf for leaf in tensors if leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
@@ -672,8 +671,3 @@ class Session:
 
     def value(self, number: int) -> torch.Tensor:
         return self.values.get(number)
-
-
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    """What a forward returned, also in objects."""
-    return [tensor for leaf in tree_leaves(output) for tensor in tensors_held(leaf)]
