@@ -457,18 +457,28 @@ def profile(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     precision: str = "fp32",
+    measured: Profile | None = None,
 ) -> Profile:
     """What `plan` decides from: the memory of a step of this batch, its times, and the machine's lanes. `to_json` keeps it.
 
     Args: as those of `plan`; memory decides about the size of chunks alone.
+        measured: a profile of the same steps on the same machine, whose times and lanes are taken; None: they are measured. Two
+            measurements differ by some percent, so plans compare that come from one.
 
     Raises:
-        PlanError: the model cannot be planned for; the reason is named.
+        PlanError: the model cannot be planned for, or measured is of other steps; the reason is named.
         DiskError: the folder cannot be used.
         DeviceError: the GPU cannot be used.
     """
+    if measured is not None and not isinstance(measured, Profile):
+        raise TypeError(f"measured is {given_as(measured)}; give a Profile, as protrain.profile returns it, or None")
     budget, _ = _budgets(choose(_check_model(model), device), memory, None)
-    return _foresee(model, batch, budget, device, disk, optimizer, accumulate, max_grad_norm, precision).timed()
+    found = _foresee(model, batch, budget, device, disk, optimizer, accumulate, max_grad_norm, precision)
+    if measured is None:
+        return found.timed()
+    if not measured.run.computes_as(found.profile.run):
+        raise PlanError("measured: a step of this model and batch computes something else; give a profile of the same, or None")
+    return replace(found.profile, times=measured.times, machine=measured.machine)
 
 
 @dataclass(frozen=True)

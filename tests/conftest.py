@@ -74,6 +74,14 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs of this test keep what they can make again, as `protrain plan` what it measured; empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
 def fresh_disk(disk: Path) -> Iterator[Path]:
     """A folder of this test alone below `disk`."""
     folder = Path(tempfile.mkdtemp(dir=disk))

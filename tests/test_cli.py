@@ -558,6 +558,7 @@ def test_a_loss_that_is_no_number_is_null(work: Path, capfd: pytest.CaptureFixtu
     assert [line["loss"] for line in lines[1:-1]] == [None, None]
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_plan_shows_its_fields(work: Path) -> None:
     result = run(work, "plan", *SMALL[1:], "--memory", "64MiB", "--json")
     assert result.returncode == 0, result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import random
 import re
 import struct
@@ -20,15 +21,16 @@ import torch
 from click.testing import CliRunner
 from standin import StandIn
 
+from protrain import api
+from protrain.cli import measured, sweep
 from protrain.cli import plan as plan_command
-from protrain.cli import sweep
 from protrain.cli.main import commands
 from protrain.cli.plan import more_bytes
 from protrain.cli.words import CommandError, size_text
 from protrain.device import compute
 from protrain.device.overhead import Overhead
 from protrain.dryrun.phases import DryRun, Phase
-from protrain.errors import BudgetError, Error
+from protrain.errors import BudgetError, Error, PlanError
 from protrain.model.layout import pack
 from protrain.planner.explain import BAR_CHARACTERS, LETTERS, apportion, explain, gain, limit_of
 from protrain.planner.planning import plan_from_profile
@@ -552,6 +554,7 @@ def over_device(profile: Profile) -> Profile:
     return dataclasses.replace(profile, machine=beside, overhead=Overhead(2 * MIB, 16))
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_a_gpu_is_planned_for_as_it_trains(tiny: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the core's host device in its place: the budgets of both tiers, and a profile that plans the same elsewhere."""
     monkeypatch.chdir(tiny)
@@ -626,6 +629,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_a_measured_profile_is_saved_and_reproduces_the_plan(tiny: Path, disk: Path) -> None:
     model = ("--model", "tiny", "--seq", 32, "--batch", 2, "--disk", disk)
     first = fine(run(tiny, *model, "--memory", "6MiB", "--save-profile", "measured.json", "--json"))
@@ -661,3 +665,105 @@ def test_a_plan_for_hardware_that_is_not_here(tiny: Path, monkeypatch: pytest.Mo
     passes = CliRunner().invoke(commands, ["plan", "--model", "tiny", "--seq", "32", "--accumulate", str(1 << 31)])
     assert passes.exit_code == 2
     assert f"'--accumulate': {1 << 31} is not in the range 1<=x<=65536." in passes.stderr
+
+
+# ---- what was measured before ----
+
+
+def test_plans_of_an_hour_come_from_one_measurement(
+    tiny: Path, disk: Path, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for another budget; not for another batch, with --save-profile, or of long ago."""
+    monkeypatch.chdir(tiny)
+    measured_for: list[int] = []
+    real = api.profile
+
+    def profile(*args: Any, measured: Profile | None = None, **kwargs: Any) -> Profile:
+        if measured is None:
+            measured_for.append(kwargs["memory"])
+        return real(*args, measured=measured, **kwargs)
+
+    monkeypatch.setattr(api, "profile", profile)
+
+    def planned(memory: str, *more: object) -> dict[str, Any]:
+        return dict(json.loads(said("--model", "tiny", "--seq", 32, "--disk", disk, "--memory", memory, *more, "--json")))
+
+    first, again = planned("6MiB", "--batch", 2), planned("6MiB", "--batch", 2)
+    assert first == again
+    assert first["step_seconds"] > 0
+    larger = planned("64MiB", "--batch", 2, "--accumulate", 3)
+    assert larger["budget_bytes"] == 64 * MIB
+    assert measured_for == [6 * MIB]
+    text = said("--model", "tiny", "--seq", 32, "--disk", disk, "--memory", "6MiB", "--batch", 2)
+    assert "\nmeasured within the last minute; with --save-profile it is measured anew\n" in text
+    planned("6MiB", "--batch", 1)
+    planned("6MiB", "--batch", 2, "--save-profile", str(tmp_path / "p.json"))
+    assert measured_for == [6 * MIB] * 3
+    kept = sorted((fresh_cache / "protrain").iterdir())
+    assert len(kept) == 2
+    for path in kept:
+        os.utime(path, (path.stat().st_mtime - measured.KEPT_SECONDS - 1,) * 2)
+    fresh = planned("6MiB", "--batch", 2)
+    assert measured_for == [6 * MIB] * 4
+    assert len(list((fresh_cache / "protrain").iterdir())) == 1  # what is too old is gone
+    assert planned("6MiB", "--batch", 2) == fresh
+
+
+@pytest.mark.parametrize("kept", ["damaged", "other", "nowhere"])
+def test_a_measurement_that_cannot_be_used_is_made_anew(kept: str, fresh_cache: Path) -> None:
+    of, made = {"model": "a"}, profile_of()
+    if kept == "nowhere":
+        fresh_cache.write_text("a file is in the way of the folder")
+
+    def make(known: Profile | None) -> Profile:
+        if known is not None and len(known.run.phases) != len(made.run.phases):
+            raise PlanError("measured: a step of this model and batch computes something else")
+        return made
+
+    first = measured.Measured(of, anew=False)
+    assert first.profile(lambda known: made if known is None else profile_of(2)) is made
+    assert first.profile(lambda known: made if known == made else profile_of(2)) is made  # in one process it is known
+    assert first.age_seconds is None
+    for path in (fresh_cache / "protrain").glob("*.json"):
+        path.write_text(profile_of(3).to_json() if kept == "other" else "no JSON")
+    second = measured.Measured(of, anew=False)
+    assert second.profile(make) is made
+    assert second.age_seconds is None
+    third = measured.Measured(of, anew=False)
+    assert (third.age_seconds is None) == (kept == "nowhere")
+
+
+def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, other = (transformers.GPT2Config(n_embd=size, n_layer=2, n_head=2) for size in (64, 32))
+
+    def of(config: Any = config, batch: int = 1, seq: int = 8, precision: str = "fp32", device: str = "cpu") -> dict[str, Any]:
+        return measured.described(config, batch, seq, precision, device, str(tmp_path))
+
+    def file() -> Path | None:
+        return measured.Measured(of(), anew=True)._path
+
+    assert of() == of()
+    changed = [of(other), of(batch=2), of(seq=9), of(precision="bf16"), of(device="cuda")]
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    changed.append(of())
+    assert all(found != of() for found in changed[:-1])
+    here = file()
+    monkeypatch.delenv("MKL_CBWR")
+    assert here != file()
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert measured.folder() == tmp_path / ".cache" / "protrain"
+
+
+def test_profiles_of_one_measurement_have_its_times_and_lanes(disk: Path, causal_lm: Any, token_batches: Any) -> None:
+    model = causal_lm("gpt2", hidden=192)
+    batch = {"input_ids": token_batches(1)[0], "labels": token_batches(1)[0]}
+    first = api.profile(model, batch, memory="64MiB", disk=disk)
+    second = api.profile(model, batch, memory="2MiB", disk=disk, measured=first)
+    assert (second.times, second.machine) == (first.times, first.machine)
+    assert second.chunk_bytes < first.chunk_bytes
+    with pytest.raises(PlanError, match="measured: a step of this model and batch computes something else"):
+        api.profile(model, {"input_ids": batch["input_ids"][:1]} | {"labels": batch["labels"][:1]}, disk=disk, measured=first)
+    with pytest.raises(TypeError, match="measured is"):
+        api.profile(model, batch, disk=disk, measured=first.to_json())  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ any budget, so that what more memory would buy can be said beside it, and a swee
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ class Source:
     profile_for: the profile with chunks of the size that a budget in bytes asks for. plan: that of a profile for a budget in
     bytes, which raises BudgetError. budget_bytes: the one that was asked for; ceiling_bytes: the largest there can be, or None.
     again: plans from the beginning for a budget that was refused, and raises what is to be told, since a profile has chunks of
-    one size.
+    one size. age: of what was measured before this call, in words; "" where it was measured in it, or nothing was.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Source:
     budget_bytes: int
     ceiling_bytes: int | None = None
     again: Callable[[int], object] = lambda _: None
+    age: Callable[[], str] = lambda: ""
 
 
 def run(context: click.Context) -> None:
@@ -102,6 +104,7 @@ def _plan(words: Words, own: PlanWords, source: Source) -> Profile:
         print(json.dumps(fields_of(plan)))
     else:
         print(f"{source.title}, budget {size_text(budget)}")
+        _say_age(source)
         print(plan.explain(more))
     return profile
 
@@ -118,8 +121,15 @@ def _sweep(words: Words, own: PlanWords, source: Source) -> Profile:
         profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
         say("planning")
         plans = sweep.sweep(lambda budget: source.plan(profile, budget), ceiling)
+    if not words.as_json:
+        _say_age(source)
     sweep.show(f"{source.title}, chunks of {size_text(profile.chunk_bytes)}", plans, words.as_json, own.out)
     return profile
+
+
+def _say_age(source: Source) -> None:
+    if age := source.age():
+        print(f"measured {age}; with --save-profile it is measured anew")
 
 
 def more_bytes(budget_bytes: int) -> int:
@@ -186,7 +196,7 @@ def _source(words: Words, own: PlanWords, precision: str | None) -> Source:
         from protrain.planner.hardware import load_hardware
 
         return _from_hardware(words, own, setup, load_hardware(own.hardware, n_devices=own.devices), precision)
-    return _from_here(words, setup)
+    return _from_here(words, setup, anew=own.save_profile is not None)
 
 
 def _from_file(words: Words, name: str) -> Source:
@@ -224,10 +234,12 @@ def _from_file(words: Words, name: str) -> Source:
     )
 
 
-def _from_here(words: Words, setup: Setup) -> Source:
-    """Measures the model. Its values are never made: it stays on meta, and the tokens are arbitrary."""
+def _from_here(words: Words, setup: Setup, anew: bool) -> Source:
+    """Measures the model, or takes what was measured within the hour. Its values are never made: it stays on meta, and the tokens
+    are arbitrary."""
     from protrain.api import plan, profile
-    from protrain.base.sizes import default_memory_bytes
+    from protrain.base.sizes import default_disk_folder, default_memory_bytes
+    from protrain.cli.measured import Measured, described, in_words
     from protrain.cli.model import build
     from protrain.cli.train import any_tokens, disk_folder, step_options
     from protrain.device.compute import choose
@@ -245,9 +257,19 @@ def _from_here(words: Words, setup: Setup) -> Source:
         "precision": words.precision,
     }  # fmt: skip
 
+    @functools.cache
+    def measured() -> Measured:
+        disk = words.disk or default_disk_folder()
+        return Measured(described(setup.config, words.batch, setup.seq, words.precision, words.device, disk), anew)
+
     def profile_for(budget_bytes: int) -> Profile:
         with disk_folder(words.disk):
-            return replace(profile(model, batch, memory=budget_bytes, **options), model=name)
+            found = measured().profile(lambda known: profile(model, batch, memory=budget_bytes, measured=known, **options))
+            return replace(found, model=name)
+
+    def age() -> str:
+        seconds = measured().age_seconds
+        return "" if seconds is None else in_words(seconds)
 
     def again(budget_bytes: int) -> None:
         with disk_folder(words.disk):
@@ -262,6 +284,7 @@ def _from_here(words: Words, setup: Setup) -> Source:
         lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
         compute.default_memory_bytes() if words.memory is None else words.memory,
         again=again,
+        age=age,
     )
 
 
