@@ -583,6 +583,62 @@ def test_output_changed_after_it_was_saved_raises(mode: str) -> None:
         protrain.unwrap(model)
 
 
+def sparse_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.eye(x.shape[-1]).to_sparse() * x.detach().mean()
+
+
+def marked_of(x: torch.Tensor) -> torch.Tensor:
+    return (x[0] * 2).as_subclass(Marked)
+
+
+class OtherKinds(nn.Module):
+    """A block that saves a tensor of another kind, and lets others see it."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.make, self.weight = make, nn.Parameter(torch.ones(64, 64))
+        self.seen: Callable[[torch.Tensor], None] = lambda _: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.make(x)
+        self.seen(made)
+        return x + (made @ self.weight).as_subclass(torch.Tensor).sum()
+
+
+class OtherKindsNet(ChangingNet):
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(OtherKinds(make) for _ in range(N_BLOCKS))
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [sparse_of, marked_of])
+def test_a_change_of_a_tensor_of_another_kind_raises(make: Callable[[torch.Tensor], torch.Tensor], mode: str) -> None:
+    """It has a version counter as all have."""
+
+    def backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        made: list[torch.Tensor] = []
+        model(inputs(1)[0]).backward()
+        step(optimizer)
+        block = model.layers[1]
+        block.seen = made.append
+        loss = model(inputs(1)[0])
+        block.seen = lambda _: None
+        with torch.no_grad():
+            made[-1].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    plain = OtherKindsNet(make)
+    backward(plain, adamw(plain))
+    model, optimizer = wrap([mode] * N_BLOCKS, partial(OtherKindsNet, make))
+    try:
+        backward(model, optimizer)
+    finally:
+        protrain.unwrap(model)
+
+
 def _change_what_was_not_saved(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor + 1).mul_(2).add_(1).tanh_()
 

@@ -4,8 +4,8 @@
  * when the recomputation brings it back, and when backward asks for it. On a GPU the thread that orders all this has less than a
  * millisecond for the block.
  *
- * Design: forward notes only the place of a tensor in the order in which tensors are saved, with its shape and type, and an alias over
- * no memory for its version (saved_type.c says why). The first that backward asks for makes the frame (activations.py) run the forward
+ * Design: forward notes only the place of a tensor in the order in which tensors are saved, with its shape and type, and its
+ * version counter (saved_type.c says why). The first that backward asks for makes the frame (activations.py) run the forward
  * again, inside of pack_again, which brings tensors back by their place, those that autograd still has a use for. A parameter on disk
  * is passed through, both times.
  *
@@ -36,7 +36,7 @@ typedef struct recomputed_object {
   PyObject *weak; /* weak references to it */
   PyObject *frame;
   PyObject *shape, *dtype;
-  PyObject *owner;  /* has the version counter of what forward saved; None: it has no ordinary memory */
+  ptn_counter *counter; /* of what forward saved */
   PyObject *tensor; /* NULL: it was not brought back */
   uint32_t version, brought_version;
   bool counted; /* what was brought back has a version, which a backward of others may change */
@@ -48,7 +48,8 @@ static void recomputed_dealloc(PyObject *object) {
   recomputed_object *self = (recomputed_object *)object;
   PyTypeObject *type = Py_TYPE(object);
   if (self->weak) PyObject_ClearWeakRefs(object);
-  PyObject *const held[] = {self->frame, self->shape, self->dtype, self->owner, self->tensor};
+  ptn_counter_drop(self->counter);
+  PyObject *const held[] = {self->frame, self->shape, self->dtype, self->tensor};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_Free(object);
   Py_DECREF(type);
@@ -90,7 +91,7 @@ static recomputed_object *new_recomputed(const order_object *order, PyObject *te
   memset(&self->weak, 0, sizeof *self - offsetof(recomputed_object, weak));
   self->frame = Py_NewRef(frame);
   if (!(self->shape = PyObject_GetAttrString(tensor, "shape")) || !(self->dtype = PyObject_GetAttrString(tensor, "dtype")) ||
-      !ptn_saved_version(order->hooks, tensor, &self->version) || !(self->owner = ptn_saved_over_nothing(order->hooks, tensor)))
+      !ptn_saved_version(order->hooks, tensor, &self->version) || !(self->counter = ptn_saved_counter(order->hooks, tensor)))
     Py_CLEAR(self);
   return self;
 }
@@ -176,8 +177,7 @@ static PyObject *order_unpack(PyObject *object, PyObject *packed) {
   const order_object *self = (order_object *)object;
   if ((PyObject *)Py_TYPE(packed) != self->recomputed_type) return ptn_saved_unpack_parameter(self->hooks, packed);
   recomputed_object *record = (recomputed_object *)packed;
-  if (record->owner != Py_None && !ptn_saved_check_version(self->hooks, record->owner, record->version, record->shape))
-    return NULL;
+  if (!ptn_saved_check_version(ptn_counter_version(record->counter), record->version, record->shape)) return NULL;
   Py_INCREF(packed); /* a recomputation runs anything */
   Py_INCREF(object);
   if (!record->tensor && !self->over) {
@@ -185,11 +185,13 @@ static PyObject *order_unpack(PyObject *object, PyObject *packed) {
     Py_XDECREF(nothing);
   }
   PyObject *tensor = NULL;
+  uint32_t now = record->brought_version;
   if (PyErr_Occurred()) {
   } else if (!record->tensor) {
     PyErr_SetString(PyExc_RuntimeError,
                     "a recomputed block did not save the tensors that its forward saved: it must do the same each time");
-  } else if (!record->counted || ptn_saved_check_version(self->hooks, record->tensor, record->brought_version, record->shape)) {
+  } else if ((!record->counted || ptn_saved_version(self->hooks, record->tensor, &now)) &&
+             ptn_saved_check_version(now, record->brought_version, record->shape)) {
     tensor = Py_NewRef(record->tensor);
   }
   Py_DECREF(packed);

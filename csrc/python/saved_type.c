@@ -12,11 +12,11 @@
  * Over a device there is no arena: `stash_tensor` (protrain/runtime/device_stash.py) may take a tensor that lies in no chunk, and what it
  * returns goes to autograd and comes to `unpack_parameter` again.
  *
- * Autograd does not look at versions where hooks are set, so unpack does. A record of the stash has an owner for that: an alias
- * of the tensor that shares its version counter but lies over no memory. The last use of the record gives it up.
+ * Autograd does not look at versions where hooks are set, so unpack does. A record of the stash has an owner for that: a hold on
+ * the tensor's version counter (torch/tensor.h). The last use of the record gives it up.
  *
  * A tensor comes back with the type, sizes, strides and place in its block that it had, over memory that it gives back to the
- * arena itself, whenever and on whatever thread it dies. It shares the owner's version counter: whoever changes it in place, in a
+ * arena itself, whenever and on whatever thread it dies. It counts by the owner: whoever changes it in place, in a
  * backward of their own, changes what other uses of the record get, and those raise.
  *
  * Invariants: a Saved is kept (kept set, record NULL) or stashed (record set, kept NULL). All Python objects are touched with
@@ -38,11 +38,10 @@ typedef struct saved_tensors_object {
   PyObject *unpack_parameter;
   PyObject *stash_tensor; /* over a device; None: nothing is stashed */
   PyObject *saved_type;
-  PyObject *tensor_type, *detach, *is_conj, *is_neg; /* torch.Tensor and methods of it */
-  PyObject *parameter_type;                          /* torch.nn.Parameter, which detach makes a torch.Tensor of */
-  PyObject *is_inference;                            /* torch's: whether inference mode is on */
-  PyObject *empty;                                   /* a tensor without memory */
-  PyObject *version_name, *leaf_name, *data_name;
+  PyObject *tensor_type, *detach; /* torch.Tensor and a method of it */
+  PyObject *parameter_type;       /* torch.nn.Parameter, which detach makes a torch.Tensor of */
+  PyObject *version_name, *leaf_name;
+  size_t tensor_offset; /* of torch's own tensor in an object of Python's */
   const ptn_dlpack_exchange *exchange;
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
@@ -79,7 +78,7 @@ static void saved_dealloc(PyObject *object) {
   saved_object *saved = (saved_object *)object;
   PyTypeObject *type = Py_TYPE(object);
   Py_XDECREF(saved->kept);
-  if (saved->record && saved->forks == ptn_python_forks) Py_XDECREF((PyObject *)ptn_record_drop(saved->record, saved->asked));
+  if (saved->record && saved->forks == ptn_python_forks) ptn_counter_drop(ptn_record_drop(saved->record, saved->asked));
   PyObject_Free(object);
   Py_DECREF(type);
 }
@@ -111,12 +110,18 @@ PyType_Spec ptn_saved_spec = {
 
 /* ---- versions ---- */
 
+static void *tensor_of(const saved_tensors_object *self, PyObject *tensor) {
+  void *found;
+  memcpy(&found, (char *)tensor + self->tensor_offset, sizeof found);
+  return found;
+}
+
 static bool read_version(const saved_tensors_object *self, PyObject *tensor, uint32_t *version) {
-  PyObject *number = PyObject_GetAttr(tensor, self->version_name);
-  if (!number) return false;
-  *version = (uint32_t)PyLong_AsUnsignedLong(number);
-  Py_DECREF(number);
-  return !PyErr_Occurred();
+  if (ptn_torch_version(tensor_of(self, tensor), version)) return true;
+  PyObject *number = PyObject_GetAttr(tensor, self->version_name); /* raises, in torch's words */
+  if (number) PyErr_SetString(PyExc_RuntimeError, "a tensor that autograd saves has no version counter");
+  Py_XDECREF(number);
+  return false;
 }
 
 static PyObject *shape_of(const saved_object *saved) {
@@ -135,22 +140,12 @@ static void tell_changed(uint32_t now, uint32_t version, PyObject *shape) {
   Py_XDECREF(module);
 }
 
-/* Whether the tensor that was saved is still at its version; it shares the counter of `owner`. */
-static bool check_version(const saved_tensors_object *self, const saved_object *saved, PyObject *owner) {
-  uint32_t now;
-  if (!read_version(self, owner, &now)) return false;
+static bool check_version(const saved_object *saved, uint32_t now) {
   if (now == saved->version) return true;
   PyObject *shape = shape_of(saved);
   if (shape) tell_changed(now, saved->version, shape);
   Py_XDECREF(shape);
   return false;
-}
-
-/* A tensor with the version counter of one and the memory and geometry of the other. */
-static PyObject *join(const saved_tensors_object *self, PyObject *counted, PyObject *data) {
-  PyObject *alias = PyObject_CallFunctionObjArgs(self->detach, counted, NULL);
-  if (alias && PyObject_SetAttr(alias, self->data_name, data) < 0) Py_CLEAR(alias);
-  return alias;
 }
 
 /* ---- pack ---- */
@@ -177,20 +172,6 @@ static PyObject *pack_static(const saved_tensors_object *self, PyObject *tensor)
   return keep(self, tensor);
 }
 
-/* Bits of a tensor that say "the conjugate, the negative of what lies in memory" are not among the facts that DLPack has. 1, 0,
- * or -1 with an exception set. */
-static int is_lazy(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_type type) {
-  PyObject *const methods[] = {self->is_neg, type.code == PTN_DLPACK_COMPLEX ? self->is_conj : NULL};
-  for (int i = 0; i < 2 && methods[i]; i++) {
-    PyObject *found = PyObject_CallFunctionObjArgs(methods[i], tensor, NULL);
-    if (!found) return -1;
-    int lazy = found == Py_True;
-    Py_DECREF(found);
-    if (lazy) return 1;
-  }
-  return 0;
-}
-
 static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts,
                        const ptn_block *block) {
   uint32_t version;
@@ -211,10 +192,11 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
     Py_DECREF(saved);
     return NULL;
   }
-  PyObject *owner = fresh ? join(self, tensor, self->empty) : NULL;
+  ptn_counter *owner = fresh ? ptn_torch_counter(tensor_of(self, tensor)) : NULL;
   if (owner) ptn_record_set_owner(saved->record, owner);
-  if (fresh && !owner) Py_CLEAR(saved); /* its only use: the record goes with it */
-  return (PyObject *)saved;
+  if (!fresh || owner) return (PyObject *)saved;
+  Py_DECREF(saved); /* its only use: the record goes with it */
+  return PyErr_NoMemory();
 }
 
 static bool is_plain(const saved_tensors_object *self, PyObject *tensor) {
@@ -243,8 +225,7 @@ static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *te
   if (self->stash_tensor == Py_None || (PyObject *)Py_TYPE(tensor) != self->tensor_type || facts->device_type != own_type ||
       ptn_engine_in_chunk(engine, facts->data))
     return keep(self, tensor);
-  int lazy = is_lazy(self, tensor, facts->type);
-  if (lazy != 0) return lazy > 0 ? keep(self, tensor) : NULL;
+  if (ptn_torch_is_lazy(tensor_of(self, tensor))) return keep(self, tensor); /* of that DLPack's facts say nothing */
   PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, NULL);
   if (found != Py_None) return found; /* also NULL */
   Py_DECREF(found);
@@ -263,8 +244,7 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   if (facts.device_type != PTN_DLPACK_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
-  int lazy = is_lazy(self, tensor, facts.type);
-  if (lazy != 0) return lazy > 0 ? keep(self, tensor) : NULL;
+  if (ptn_torch_is_lazy(tensor_of(self, tensor))) return keep(self, tensor);
   return stash(self, tensor, &facts, &block);
 }
 
@@ -296,27 +276,19 @@ PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor) {
   return PyObject_CallFunctionObjArgs(((saved_tensors_object *)hooks)->detach, tensor, NULL);
 }
 
-PyObject *ptn_saved_over_nothing(PyObject *hooks, PyObject *tensor) {
-  const saved_tensors_object *self = (saved_tensors_object *)hooks;
-  if (!is_plain(self, tensor)) { /* a class of its own may see what is called */
-    PyObject *module = PyImport_ImportModule("protrain.runtime.activations");
-    PyObject *found = module ? PyObject_CallMethod(module, "over_nothing", "O", tensor) : NULL;
-    Py_XDECREF(module);
-    return found;
-  }
-  PyObject *alias = join(self, tensor, self->empty);
-  if (alias || !PyErr_ExceptionMatches(PyExc_RuntimeError)) return alias;
-  PyErr_Clear(); /* a sparse tensor, a nested one: nothing is like them and lies over no memory */
-  return Py_NewRef(Py_None);
-}
-
 bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version) {
   return read_version((saved_tensors_object *)hooks, tensor, version);
 }
 
-bool ptn_saved_check_version(PyObject *hooks, PyObject *owner, uint32_t version, PyObject *shape) {
-  uint32_t now;
-  if (!ptn_saved_version(hooks, owner, &now)) return false;
+ptn_counter *ptn_saved_counter(PyObject *hooks, PyObject *tensor) {
+  uint32_t version;
+  if (!read_version((saved_tensors_object *)hooks, tensor, &version)) return NULL;
+  ptn_counter *found = ptn_torch_counter(tensor_of((saved_tensors_object *)hooks, tensor));
+  if (!found) PyErr_NoMemory();
+  return found;
+}
+
+bool ptn_saved_check_version(uint32_t now, uint32_t version, PyObject *shape) {
   if (now != version) tell_changed(now, version, shape);
   return now == version;
 }
@@ -324,8 +296,8 @@ bool ptn_saved_check_version(PyObject *hooks, PyObject *owner, uint32_t version,
 /* ---- unpack ---- */
 
 static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
-  PyObject *owner = ptn_record_owner(saved->record);
-  if (!check_version(self, saved, owner)) return NULL;
+  const ptn_counter *owner = ptn_record_owner(saved->record);
+  if (!check_version(saved, ptn_counter_version(owner))) return NULL;
   bool first = !saved->asked;
   saved->asked = true;
   void *memory = NULL;
@@ -336,15 +308,8 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
     if (first) saved->asked = false; /* it waits still */
     return ptn_python_raise();
   }
-  PyObject *data = ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
-  PyObject *inference = data ? PyObject_CallFunctionObjArgs(self->is_inference, NULL) : NULL;
-  if (inference == Py_True) {
-    Py_DECREF(inference);
-    return data; /* such tensors have no version counter */
-  }
-  PyObject *tensor = inference ? join(self, owner, data) : NULL;
-  Py_XDECREF(inference);
-  Py_XDECREF(data);
+  PyObject *tensor = ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
+  if (tensor) ptn_torch_count_by(tensor_of(self, tensor), owner);
   return tensor;
 }
 
@@ -352,7 +317,10 @@ static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
   const saved_tensors_object *self = (saved_tensors_object *)object;
   if ((PyObject *)Py_TYPE(packed) != self->saved_type) return PyObject_CallFunctionObjArgs(self->unpack_parameter, packed, NULL);
   saved_object *saved = (saved_object *)packed;
-  if (saved->kept) return check_version(self, saved, saved->kept) ? Py_NewRef(saved->kept) : NULL;
+  if (saved->kept) {
+    uint32_t now;
+    return read_version(self, saved->kept, &now) && check_version(saved, now) ? Py_NewRef(saved->kept) : NULL;
+  }
   if (saved->forks != ptn_python_forks) {
     PyErr_SetString(PyExc_RuntimeError, "a wrapped model cannot be used in a forked process");
     return NULL;
@@ -365,15 +333,21 @@ static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
 
 /* ---- construction ---- */
 
-/* In ordinary memory, whatever torch's default device is. */
-static PyObject *empty_tensor(PyObject *torch) {
-  PyObject *function = PyObject_GetAttrString(torch, "empty"), *given = Py_BuildValue("(i)", 0);
-  PyObject *named = Py_BuildValue("{s:s}", "device", "cpu");
-  PyObject *made = function && given && named ? PyObject_Call(function, given, named) : NULL;
-  Py_XDECREF(function);
-  Py_XDECREF(given);
-  Py_XDECREF(named);
-  return made;
+#define LEAST_SIZE 40 /* of such an object: its head, and three pointers at least */
+
+/* Where an object of Python's has torch's own tensor: torch says which one a given object has. */
+static bool find_offset(saved_tensors_object *self) {
+  PyObject *probe = PyObject_CallFunctionObjArgs(self->tensor_type, NULL);
+  PyObject *number = probe ? PyObject_GetAttrString(probe, "_cdata") : NULL;
+  void *wanted = number ? PyLong_AsVoidPtr(number) : NULL;
+  Py_XDECREF(number);
+  for (size_t offset = sizeof(PyObject); wanted && offset < LEAST_SIZE && self->tensor_offset == 0; offset += sizeof wanted) {
+    if (memcmp((char *)probe + offset, &wanted, sizeof wanted) == 0) self->tensor_offset = offset;
+  }
+  Py_XDECREF(probe);
+  if (self->tensor_offset == 0 && !PyErr_Occurred())
+    PyErr_SetString(PyExc_RuntimeError, "this version of torch keeps its tensors in another place than any that protrain knows");
+  return self->tensor_offset != 0;
 }
 
 static bool find_torch(saved_tensors_object *self) {
@@ -383,12 +357,9 @@ static bool find_torch(saved_tensors_object *self) {
   bool found = nn && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
                (self->parameter_type = PyObject_GetAttrString(nn, "Parameter")) &&
                (self->detach = PyObject_GetAttrString(base, "detach")) &&
-               (self->is_conj = PyObject_GetAttrString(base, "is_conj")) &&
-               (self->is_neg = PyObject_GetAttrString(base, "is_neg")) &&
-               (self->is_inference = PyObject_GetAttrString(core, "is_inference_mode_enabled")) &&
-               (self->empty = empty_tensor(torch)) && (self->version_name = PyUnicode_InternFromString("_version")) &&
+               (self->version_name = PyUnicode_InternFromString("_version")) &&
                (self->leaf_name = PyUnicode_InternFromString("is_leaf")) &&
-               (self->data_name = PyUnicode_InternFromString("data")) && (self->exchange = ptn_dlpack_find(self->tensor_type));
+               (self->exchange = ptn_dlpack_find(self->tensor_type)) && find_offset(self);
   Py_XDECREF(nn);
   Py_XDECREF(base);
   Py_XDECREF(core);
@@ -445,9 +416,8 @@ static void saved_tensors_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   saved_tensors_clear(object);
-  PyObject *const held[] = {self->engine,       self->saved_type, self->tensor_type,  self->detach,
-                            self->is_conj,      self->is_neg,     self->is_inference, self->empty,
-                            self->version_name, self->leaf_name,  self->data_name,    self->parameter_type};
+  PyObject *const held[] = {self->engine, self->saved_type,   self->tensor_type, self->parameter_type,
+                            self->detach, self->version_name, self->leaf_name};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);

@@ -16,7 +16,7 @@ void ptn_torch_install_allocator(void);
  * It is called with the GIL, where the refusal arrives in Python, whichever thread was refused. */
 extern void (*ptn_torch_raise)(ptn_status status);
 
-/* For allocator.cpp alone, called with the GIL: the class (a borrowed PyObject) that torch is to raise for a refusal. Calling
+/* For c10.cpp alone, called with the GIL: the class (a borrowed PyObject) that torch is to raise for a refusal. Calling
  * it gives the exception that ptn_torch_raise raises for this error. */
 void *ptn_torch_exception_class(const ptn_error *error);
 

@@ -1,4 +1,5 @@
-/* torch's CPU allocator on the arena, and storages that refuse to be read: the only C++ of the core.
+/* What only torch's C++ classes offer: its CPU allocator on the arena, storages that refuse to be read, version counters of
+ * tensors. The only C++ of the core, against c10's headers alone.
  *
  * torch asks for memory on any thread, with the GIL or without, also inside parallel regions whose main thread holds the GIL
  * and waits. So nothing here takes the GIL: a refusal is thrown as one of torch's own exceptions, which carries the error
@@ -10,8 +11,10 @@
  */
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
 
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -20,6 +23,7 @@ extern "C" {
 }
 #include "torch/allocator.h"
 #include "torch/storage.h"
+#include "torch/tensor.h"
 
 struct _object; // PyObject, without Python.h
 
@@ -78,3 +82,33 @@ static void open_or_shut(storage *place, bool open) {
 }
 
 extern "C" void ptn_torch_open_storage(void *storage, bool open) { open_or_shut(static_cast<c10::StorageImpl *>(storage), open); }
+
+struct ptn_counter {
+  c10::VariableVersion of;
+};
+
+static const c10::TensorImpl &tensor_at(const void *tensor) { return *static_cast<const c10::TensorImpl *>(tensor); }
+
+extern "C" bool ptn_torch_version(const void *tensor, uint32_t *version) {
+  const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
+  if (counter.enabled()) *version = counter.current_version();
+  return counter.enabled();
+}
+
+extern "C" bool ptn_torch_is_lazy(const void *tensor) {
+  return tensor_at(tensor).key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
+}
+
+extern "C" ptn_counter *ptn_torch_counter(const void *tensor) {
+  const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
+  return counter.enabled() ? new (std::nothrow) ptn_counter{counter} : nullptr;
+}
+
+extern "C" void ptn_torch_count_by(void *tensor, const ptn_counter *counter) {
+  auto *of = static_cast<c10::TensorImpl *>(tensor);
+  if (!of->is_inference()) of->set_version_counter(counter->of);
+}
+
+extern "C" uint32_t ptn_counter_version(const ptn_counter *counter) { return counter->of.current_version(); }
+
+extern "C" void ptn_counter_drop(ptn_counter *counter) { delete counter; }
