@@ -21,7 +21,7 @@ import protrain
 from benchmarks.turns import keep_rows
 
 MIB = 1 << 20
-N_STEPS = 2  # the first makes state
+N_STEPS = 8  # the first makes state; RAdam takes more from its sixth on
 #: Of the smallest one.
 BUDGETS = {"smallest": 1.0, "half as much again": 1.5, "ample": 16.0}
 VOCABULARY = 8192
