@@ -723,14 +723,14 @@ def test_a_measurement_that_cannot_be_used_is_made_anew(kept: str, fresh_cache: 
     first = measured.Measured(of, anew=False)
     assert first.profile(lambda known: made if known is None else profile_of(2)) is made
     assert first.profile(lambda known: made if known == made else profile_of(2)) is made  # in one process it is known
-    assert first.age_seconds is None
+    assert first.age() == ""
     for path in (fresh_cache / "protrain").glob("*.json"):
         path.write_text(profile_of(3).to_json() if kept == "other" else "no JSON")
     second = measured.Measured(of, anew=False)
     assert second.profile(make) is made
-    assert second.age_seconds is None
+    assert second.age() == ""
     third = measured.Measured(of, anew=False)
-    assert (third.age_seconds is None) == (kept == "nowhere")
+    assert (third.age() == "") == (kept == "nowhere")
 
 
 def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,9 @@ static recomputed_object *new_recomputed(const order_object *order, PyObject *te
   memset(&self->weak, 0, sizeof *self - offsetof(recomputed_object, weak));
   self->frame = Py_NewRef(frame);
   if (!(self->shape = PyObject_GetAttrString(tensor, "shape")) || !(self->dtype = PyObject_GetAttrString(tensor, "dtype")) ||
-      !ptn_saved_version(order->hooks, tensor, &self->version) || !(self->counter = ptn_saved_counter(order->hooks, tensor)))
+      !(self->counter = ptn_saved_counter(order->hooks, tensor)))
     Py_CLEAR(self);
+  if (self) self->version = ptn_counter_version(self->counter);
   return self;
 }
 

@@ -17,7 +17,7 @@ PyObject *ptn_saved_unpack_parameter(PyObject *hooks, PyObject *packed);
 PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor);
 /* False with an exception set, as for a tensor made in inference mode, which has none. */
 bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version);
-/* The tensor's version counter, to be given up by ptn_counter_drop; NULL with an exception set. */
+/* The tensor's version counter, to be given up by ptn_counter_drop; NULL with an exception set, as above. */
 ptn_counter *ptn_saved_counter(PyObject *hooks, PyObject *tensor);
 /* Whether what was saved at `version` is at it still; false with an exception set, which says that a tensor of that shape was changed
  * in place. shape: a torch.Size, or a list. */

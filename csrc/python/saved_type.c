@@ -281,10 +281,10 @@ bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version) {
 }
 
 ptn_counter *ptn_saved_counter(PyObject *hooks, PyObject *tensor) {
+  const saved_tensors_object *self = (saved_tensors_object *)hooks;
   uint32_t version;
-  if (!read_version((saved_tensors_object *)hooks, tensor, &version)) return NULL;
-  ptn_counter *found = ptn_torch_counter(tensor_of((saved_tensors_object *)hooks, tensor));
-  if (!found) PyErr_NoMemory();
+  ptn_counter *found = ptn_torch_counter(tensor_of(self, tensor));
+  if (!found && read_version(self, tensor, &version)) PyErr_NoMemory();
   return found;
 }
 

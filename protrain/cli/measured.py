@@ -61,15 +61,14 @@ def described(config: Any, batch: int, seq: int, precision: str, device: str, di
 class Measured:
     """What is known of one model, batch and machine: `of`, as `described` gives it.
 
-    anew: what was measured before counts for nothing. age_seconds: of what profiles are made from, where that was measured
-    before; None: it was not.
+    anew: what was measured before counts for nothing.
     """
 
     def __init__(self, of: dict[str, Any], anew: bool) -> None:
         digest = hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
         where = folder()
         self._path = where / f"{digest[:32]}.json" if where is not None else None
-        self.age_seconds: float | None = None
+        self._age_seconds: float | None = None
         self._known = None if anew else self._read()
 
     def profile(self, make: Callable[[Profile | None], Profile]) -> Profile:
@@ -78,9 +77,16 @@ class Measured:
             with suppress(PlanError):  # it is of other operations, whatever its name says
                 return make(self._known)
         found = make(None)
-        self._known, self.age_seconds = found, None
+        self._known, self._age_seconds = found, None
         self._write(found)
         return found
+
+    def age(self) -> str:
+        """Of what profiles are made from, as "12 minutes ago"; "" where it was not measured before."""
+        if self._age_seconds is None:
+            return ""
+        minutes = round(self._age_seconds / 60)
+        return "within the last minute" if minutes < 1 else f"{minutes} minute{'s' if minutes > 1 else ''} ago"
 
     def _read(self) -> Profile | None:
         from protrain.planner.profiles import Profile
@@ -94,7 +100,7 @@ class Measured:
             found = Profile.from_json(self._path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, PlanError):
             return None
-        self.age_seconds = age_seconds
+        self._age_seconds = age_seconds
         return found
 
     def _write(self, found: Profile) -> None:
@@ -107,9 +113,3 @@ class Measured:
             for path in self._path.parent.glob("*.json"):
                 if time.time() - path.stat().st_mtime > KEPT_SECONDS:
                     path.unlink()
-
-
-def in_words(age_seconds: float) -> str:
-    """As "12 minutes ago"."""
-    minutes = round(age_seconds / 60)
-    return "within the last minute" if minutes < 1 else f"{minutes} minute{'s' if minutes > 1 else ''} ago"

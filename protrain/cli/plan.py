@@ -239,7 +239,7 @@ def _from_here(words: Words, setup: Setup, anew: bool) -> Source:
     are arbitrary."""
     from protrain.api import plan, profile
     from protrain.base.sizes import default_disk_folder, default_memory_bytes
-    from protrain.cli.measured import Measured, described, in_words
+    from protrain.cli.measured import Measured, described
     from protrain.cli.model import build
     from protrain.cli.train import any_tokens, disk_folder, step_options
     from protrain.device.compute import choose
@@ -267,10 +267,6 @@ def _from_here(words: Words, setup: Setup, anew: bool) -> Source:
             found = measured().profile(lambda known: profile(model, batch, memory=budget_bytes, measured=known, **options))
             return replace(found, model=name)
 
-    def age() -> str:
-        seconds = measured().age_seconds
-        return "" if seconds is None else in_words(seconds)
-
     def again(budget_bytes: int) -> None:
         with disk_folder(words.disk):
             plan(model, batch, memory=budget_bytes, host_memory=host_bytes or None, **options)
@@ -284,7 +280,7 @@ def _from_here(words: Words, setup: Setup, anew: bool) -> Source:
         lambda found, budget: plan_from_profile(found, budget, host_budget_bytes=host_bytes),
         compute.default_memory_bytes() if words.memory is None else words.memory,
         again=again,
-        age=age,
+        age=lambda: measured().age(),
     )
 
 
