@@ -150,7 +150,8 @@ class BuildCore(build_ext):
         failed = [name for name, fine in zip(files, done, strict=True) if not fine]
         if failed:
             refuse(f"{len(failed)} of {len(files)} files did not compile: {', '.join(failed)}")
-        linker = [compiler("CXX", "g++", "g++")[0], *LINK, *map(str, objects), f"-L{torch / 'lib'}", "-lc10", "-ldl", "-lm"]
+        libraries = [f"-L{torch / 'lib'}", *("-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl", "-lm")]
+        linker = [compiler("CXX", "g++", "g++")[0], *LINK, *map(str, objects), *libraries]
         self.link([*linker, *shlex.split(os.environ.get("LDFLAGS", ""))], Path(self.get_ext_fullpath(ext.name)), objects)
 
     def compile(self, command: list[str], source: Path, out: Path) -> bool:

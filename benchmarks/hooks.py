@@ -1,10 +1,13 @@
 """What our saved-tensor hooks cost for each saved tensor, beside the least that any cost: lambdas that return their argument.
 
-    python benchmarks/hooks.py --out benchmarks/results/hooks.json
+    python -m benchmarks.hooks --out benchmarks/results/hooks.json
 
 One graph of many operations that each save one tensor is made, run backward and dropped, with each kind of hooks in turn. What
 differs from the empty hooks is pack, unpack and what they leave to be freed; the median over rounds of the difference counts. The
-last kind also writes 64 KiB for each tensor on threads of its own, beside what is timed, and may wait to read it.
+last kind also writes 64 KiB for each tensor on threads of its own, beside what is timed, may wait to read it, and sums these
+bytes before and after on the thread that is timed: both are given beside the whole, as they depend on the bytes and on the disk.
+
+Then the blocks of two models are run, swapped, and what they save is counted by these kinds: the average over a block follows.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import protrain
 from protrain import _core
@@ -59,6 +63,49 @@ KINDS: dict[str, Callable[[], list[torch.Tensor]]] = {
 }
 
 
+def real(kind: str) -> tuple[Any, torch.Tensor]:
+    """A model of two blocks whose activations are large enough to be stashed, and tokens for it."""
+    sizes: dict[str, Any] = {"vocab_size": 256, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "GPT-2":
+        dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=128, n_layer=2, n_head=2, **dropouts, **sizes))
+    else:
+        shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **sizes))
+    return model.train(), torch.randint(0, 256, (2, 256))
+
+
+def saved_by_block(kind: str) -> dict[str, int]:
+    """How many tensors a block saves that are of each kind, in a step behind the first."""
+    counts = dict.fromkeys(KINDS, 0)
+    seen: set[tuple[int, int]] = set()
+    model, ids = real(kind)
+    model, optimizer = protrain.wrap(
+        model, torch.optim.AdamW(model.parameters(), fused=True), memory="256MiB", block_modes=["swap"] * 2
+    )
+    runner = session_of(model).runner
+    pack, unpack = runner.stash_hooks
+
+    def count(tensor: torch.Tensor) -> Any:
+        saved = pack(tensor)
+        if getattr(saved, "stashed", False):
+            record = tensor.untyped_storage().data_ptr(), tensor._version
+            counts["stashed, one record" if record in seen else "stashed, a record each"] += 1
+            seen.add(record)
+        else:
+            counts["kept, a leaf" if tensor.is_leaf else "kept, a result"] += 1
+        return saved
+
+    for hooks in ((pack, unpack), (count, unpack)):
+        runner.stash_hooks = hooks
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    protrain.unwrap(model)
+    return {name: n // 2 for name, n in counts.items()}
+
+
 def seconds(hooks: tuple[Any, Any], leaves: list[torch.Tensor], engine: _core.Engine) -> float:
     """Of one forward, backward and drop. The stash's pass begins and ends outside of what is timed."""
     ones = [torch.ones(1)] * N_TENSORS
@@ -91,24 +138,38 @@ def main() -> None:
         machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
         results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": f"benchmarks/hooks.py --rounds {words.rounds}",
+            "command": f"python -m benchmarks.hooks --rounds {words.rounds}",
             "machine": machine,
             "cases": {},
+            "blocks": {},
         }
         for name, make in KINDS.items():
             leaves = make()
-            pairs = [
-                (seconds(empty, leaves, engine), seconds((ours.pack, ours.unpack), leaves, engine))
-                for _ in range(words.rounds + 20)
-            ][20:]
-            found = results["cases"][name] = {
-                "empty_hooks_ns": round(statistics.median(e for e, _ in pairs) / N_TENSORS * 1e9),
-                "our_hooks_ns": round(statistics.median(o for _, o in pairs) / N_TENSORS * 1e9),
-                "above_empty_ns": round(statistics.median(o - e for e, o in pairs) / N_TENSORS * 1e9),
-            }
-            print(f"{name}: {found['above_empty_ns']} ns a tensor above empty hooks", flush=True)
+            pairs = []
+            for _ in range(words.rounds + 20):
+                empty_seconds, before = seconds(empty, leaves, engine), engine.stats()
+                our_seconds, after = seconds((ours.pack, ours.unpack), leaves, engine), engine.stats()
+                sums, waits = (after[key] - before[key] for key in ("disk_checksum_ns", "stash_wait_ns"))
+                pairs.append((empty_seconds * 1e9, our_seconds * 1e9, (our_seconds - empty_seconds) * 1e9, sums, waits))
+            keys = "empty_hooks_ns", "our_hooks_ns", "above_empty_ns", "checksums_ns", "waited_ns"
+            columns = zip(*pairs[20:], strict=True)
+            found = {key: round(statistics.median(each) / N_TENSORS) for key, each in zip(keys, columns, strict=True)}
+            found["above_empty_without_both_ns"] = round(
+                statistics.median(above - sums - waits for _, _, above, sums, waits in pairs[20:]) / N_TENSORS
+            )
+            results["cases"][name] = found
+            print(f"{name}: {found['above_empty_ns']} ns a tensor above empty hooks, {found['checksums_ns']} of them checksums, "
+                  f"{found['waited_ns']} waits for the disk", flush=True)  # fmt: skip
             del leaves
         protrain.unwrap(model)
+    for kind in "GPT-2", "Llama":
+        saved = saved_by_block(kind)
+        average = {
+            f"average_{key}": round(sum(n * results["cases"][name][key] for name, n in saved.items()) / sum(saved.values()))
+            for key in ("above_empty_ns", "above_empty_without_both_ns")
+        }
+        results["blocks"][kind] = {"saved": saved, **average}
+        print(f"a block of {kind}: {average}", flush=True)
     if words.out:
         words.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from protrain.api import session_of
 N_BLOCKS = 3
 LARGE = 1 << 16
 CHANGED = "modified by an inplace operation"
+
+
+class Subclass(torch.Tensor):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +181,92 @@ def test_a_leaf_is_kept_as_it_is_and_a_result_without_its_graph(hooks: Any) -> N
     packed = saved_tensors.pack(result)
     assert saved_tensors.unpack(packed).grad_fn is None
     assert saved_tensors.unpack(packed).equal(result)
+
+
+DTYPES = [
+    *(torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_type_comes_back(hooks: Any, dtype: torch.dtype) -> None:
+    stash, engine = hooks
+    tensor = torch.randint(0, 2, (LARGE * 8,), dtype=torch.uint8).view(dtype).view(16, -1)
+    sent = tensor.clone()
+    saved = stash.pack(tensor)
+    assert saved.stashed
+    del tensor
+    until_written(engine)
+    got = stash.unpack(saved)
+    assert (got.dtype, got.shape, got.stride(), got.requires_grad) == (dtype, sent.shape, sent.stride(), False)
+    assert torch.equal(got.view(torch.uint8), sent.view(torch.uint8))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "narrow": lambda t: t[3:7, 5:],
+    "expanded": lambda t: t[:, :1].expand(64, 2000),
+    "channels_last": lambda t: t.view(4, 4, 16, 256).to(memory_format=torch.channels_last),
+    "one": lambda t: t[9, 9],
+    "empty": lambda t: t[:, 7:7],
+    "windows": lambda t: t.view(-1).as_strided((100, 30), (2, 1), 11),
+    "conjugated": lambda t: torch.view_as_complex(t.view(64, -1, 2)).conj(),
+    "negative": lambda t: torch.view_as_complex(t.view(64, -1, 2)).conj().imag,
+    "copied late": torch._lazy_clone,
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("result", [False, True])
+def test_any_view_comes_back(hooks: Any, kind: str, result: bool) -> None:
+    stash, engine = hooks
+    view = VIEWS[kind](torch.randn(64, 1024, requires_grad=True) * 1 if result else torch.randn(64, 1024))
+    sent, strides, flags = view.detach().resolve_conj().resolve_neg().clone(), view.stride(), (view.is_conj(), view.is_neg())
+    assert view.requires_grad == result
+    saved = stash.pack(view)
+    assert saved.stashed == (kind not in ("conjugated", "negative"))
+    del view
+    until_written(engine)
+    got = stash.unpack(saved)
+    assert (got.stride(), got.is_conj(), got.is_neg(), got.grad_fn) == (strides, *flags, None)
+    assert torch.equal(got, sent)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda t: t.to_sparse().requires_grad_() * 1,
+    "csr": lambda t: t.to_sparse_csr(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "meta": lambda t: t.to("meta"),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "subclass": lambda t: t.as_subclass(Subclass).requires_grad_() * 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_does_not_lie_in_usual_memory_is_kept(hooks: Any, kind: str) -> None:
+    stash, _ = hooks
+    tensor = KEPT[kind](torch.eye(256))
+    saved = stash.pack(tensor)
+    assert not saved.stashed
+    got = stash.unpack(saved)
+    seen = [(type(t), t.layout, t.dtype, t.shape, t.device) for t in (got, tensor)]
+    assert seen[0] == seen[1]
+    assert got.grad_fn is None
+
+
+def test_what_a_transform_wraps_is_kept(hooks: Any) -> None:
+    stash, _ = hooks
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        saved = stash.pack(x * 2)
+        assert not saved.stashed
+        return (x * stash.unpack(saved)).sum()
+
+    x = torch.randn(256, 256)
+    assert torch.equal(torch.func.vmap(torch.func.grad(of))(x), x * 2)  # what comes back has no graph
 
 
 def test_memory_comes_back_with_the_last_tensor_handed_out(hooks: Any) -> None:

@@ -359,7 +359,6 @@ static ptn_status check_io(const ptn_store *store, const ptn_io *io) {
 
 /* A request that is wrong, or has nothing to move, has ended. */
 static bool begin_io(const ptn_store *store, ptn_io *io) {
-  memset(&io->error, 0, sizeof io->error);
   memset(&io->own, 0, sizeof io->own);
   io->own.bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
   io->status = check_io(store, io);

@@ -52,7 +52,6 @@ struct ptn_io {
   void *context; /* the caller's */
   /* Set before done is called. */
   ptn_status status;
-  ptn_error error;            /* where status is not PTN_OK */
   int64_t start_ns, end_ns;   /* when the first piece started and the last ended, by ptn_now_ns */
   struct {                    /* the store's own */
     ptn_io *next, *beside;    /* in the queue; in the same piece */
@@ -60,6 +59,7 @@ struct ptn_io {
     uint32_t in_flight_count;
     uint64_t bad_offset;      /* of a page that is not what was written; otherwise PTN_PAGE_SUMS_ALL_GOOD */
   } own;
+  ptn_error error; /* written where status is not PTN_OK: most of these bytes, which requests that go well never touch */
 };
 
 typedef struct ptn_store_stats {

@@ -1,9 +1,7 @@
 /* Engine's methods over a device: homes on the host, what gradients and loads pass through, and tensors over the device's memory.
- *
- * Those tensors are made by DLPack, as those of the stash are: it describes memory of any device by address, torch links nothing
- * for it, and what gives the memory back is a C function that needs neither Python nor the engine. */
+ * What gives the memory of such a tensor back is a C function that needs neither Python nor the engine. */
 #include "python/binding.h"
-#include "torch/dlpack.h"
+#include "torch/tensor.h"
 
 PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_drive(object);
@@ -59,32 +57,19 @@ PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused) {
 
 /* ---- tensors ---- */
 
-/* torch's table, found once. NULL with an exception set. */
-static const ptn_dlpack_exchange *find_exchange(void) {
-  static const ptn_dlpack_exchange *found; /* guarded by the GIL; torch lives as long as the process */
-  if (found) return found;
-  PyObject *torch = PyImport_ImportModule("torch"), *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
-  if (tensor) found = ptn_dlpack_find(tensor);
-  Py_XDECREF(tensor);
-  Py_XDECREF(torch);
-  return found;
-}
-
 static void release_region(void *region) { ptn_region_release(region); } /* NULL: what is borrowed */
 
 /* A flat tensor of count elements of so many bits. region: what it holds, NULL: it is borrowed. */
 static PyObject *make_tensor(PyObject *object, void *address, ptn_region *region, int bits, uint64_t count) {
-  const ptn_dlpack_exchange *exchange = find_exchange();
-  if (!exchange) return NULL;
   int number = ptn_python_device_number(object);
-  ptn_dlpack_memory memory = {.data = address,
-                              .device_type = number < 0 ? PTN_DLPACK_CPU : PTN_DLPACK_CUDA,
-                              .device_number = number < 0 ? 0 : number,
-                              .context = region ? ptn_region_acquire(region) : NULL,
-                              .release = release_region};
-  ptn_dlpack_type type = {.code = bits == 16 ? PTN_DLPACK_BFLOAT : PTN_DLPACK_FLOAT, .bits = (uint8_t)bits, .lanes = 1};
+  const ptn_torch_memory memory = {.data = address,
+                                   .context = region ? ptn_region_acquire(region) : NULL,
+                                   .release = release_region,
+                                   .device_type = number < 0 ? PTN_TORCH_CPU : PTN_TORCH_CUDA,
+                                   .device_number = number};
   const int64_t geometry[] = {(int64_t)count, 1};
-  return ptn_dlpack_over(exchange, &memory, type, 1, geometry);
+  PyObject *tensor = ptn_torch_make(&memory, bits == 16 ? PTN_TORCH_BFLOAT16 : PTN_TORCH_FLOAT, 1, geometry, NULL);
+  return tensor || PyErr_Occurred() ? tensor : PyErr_NoMemory();
 }
 
 PyObject *ptn_python_base(PyObject *object, PyObject *arguments) {

@@ -27,7 +27,6 @@
 
 #include "python/saved.h"
 #include "runtime/stash.h"
-#include "torch/dlpack.h"
 
 #include <structmember.h> /* wants Python.h before it */
 
@@ -40,9 +39,8 @@ typedef struct saved_tensors_object {
   PyObject *saved_type;
   PyObject *tensor_type, *detach; /* torch.Tensor and a method of it */
   PyObject *parameter_type;       /* torch.nn.Parameter, which detach makes a torch.Tensor of */
-  PyObject *version_name, *leaf_name;
+  PyObject *version_name;
   size_t tensor_offset; /* of torch's own tensor in an object of Python's */
-  const ptn_dlpack_exchange *exchange;
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
   bool over_device;               /* the engine's slots are a device's */
@@ -56,7 +54,7 @@ typedef struct saved_object {
   uint32_t version;
   int forks;    /* of the process that made it */
   int32_t ndim; /* where stashed */
-  ptn_dlpack_type type;
+  int32_t type;
   bool asked;
   int64_t geometry[]; /* sizes, then strides, in elements */
 } saved_object;
@@ -150,13 +148,21 @@ static bool check_version(const saved_object *saved, uint32_t now) {
 
 /* ---- pack ---- */
 
+static bool is_plain(const saved_tensors_object *self, PyObject *tensor) {
+  PyObject *type = (PyObject *)Py_TYPE(tensor);
+  return type == self->tensor_type || type == self->parameter_type;
+}
+
+/* Classes of others' may see to it that theirs is kept. */
+static PyObject *alias(const saved_tensors_object *self, PyObject *tensor) {
+  PyObject *made = is_plain(self, tensor) ? ptn_torch_alias(tensor_of(self, tensor)) : NULL;
+  return made || PyErr_Occurred() ? made : PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
+}
+
 static PyObject *keep(const saved_tensors_object *self, PyObject *tensor) {
   uint32_t version;
   if (!read_version(self, tensor, &version)) return NULL;
-  PyObject *leaf = PyObject_GetAttr(tensor, self->leaf_name);
-  if (!leaf) return NULL;
-  PyObject *kept = leaf == Py_True ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(self->detach, tensor, NULL);
-  Py_DECREF(leaf);
+  PyObject *kept = ptn_torch_is_leaf(tensor_of(self, tensor)) ? Py_NewRef(tensor) : alias(self, tensor);
   saved_object *saved = kept ? new_saved(self, 0, version) : NULL;
   if (saved) saved->kept = kept;
   else Py_XDECREF(kept);
@@ -172,7 +178,7 @@ static PyObject *pack_static(const saved_tensors_object *self, PyObject *tensor)
   return keep(self, tensor);
 }
 
-static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts,
+static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts,
                        const ptn_block *block) {
   uint32_t version;
   ptn_engine *engine = ptn_python_engine(self->engine);
@@ -183,7 +189,7 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   saved->offset_bytes = (uint64_t)((const char *)facts->data - (const char *)block->memory);
   saved->type = facts->type;
   saved->ndim = facts->ndim;
-  memcpy(saved->geometry, facts->shape, ndim * sizeof(int64_t));
+  memcpy(saved->geometry, facts->sizes, ndim * sizeof(int64_t));
   memcpy(saved->geometry + ndim, facts->strides, ndim * sizeof(int64_t));
   bool fresh = false;
   if (ptn_stash_put(ptn_engine_stash(engine), block, version, self->block, &saved->record, &fresh) != PTN_OK) {
@@ -199,33 +205,21 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   return PyErr_NoMemory();
 }
 
-static bool is_plain(const saved_tensors_object *self, PyObject *tensor) {
-  PyObject *type = (PyObject *)Py_TYPE(tensor);
-  return type == self->tensor_type || type == self->parameter_type;
+/* False where they do not tell: what torch does not keep in memory of the usual kind; whose storage is shut, as of a parameter on disk;
+ * or what is of a subclass, an instance of which would come back without what makes it one, or again a parameter on disk. */
+static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_tensor_facts *facts) {
+  return is_plain(self, tensor) && ptn_torch_facts(tensor_of(self, tensor), facts);
 }
 
-/* False, with no exception set, where they do not tell: DLPack cannot describe the tensor, which is sparse or of a type unknown to it;
- * its storage is shut, as of a parameter on disk; or it is of a subclass, an instance of which would come back without what makes it
- * one, or again a parameter on disk. */
-static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_dlpack_tensor *facts) {
-  if (!is_plain(self, tensor)) return false;
-  if (self->exchange->tensor_from_object(tensor, facts) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  facts->data = (char *)facts->data + facts->byte_offset;
-  return facts->ndim == 0 || (facts->shape && facts->strides);
-}
-
-static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const ptn_dlpack_tensor *facts) {
+static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
   const ptn_engine *engine = ptn_python_engine(self->engine);
   if (!engine) return NULL;
   if (ptn_engine_in_slot(engine, facts->data)) return pack_static(self, tensor);
-  int own_type = ptn_python_device_number(self->engine) < 0 ? PTN_DLPACK_CPU : PTN_DLPACK_CUDA;
+  int own_type = ptn_python_device_number(self->engine) < 0 ? PTN_TORCH_CPU : PTN_TORCH_CUDA;
   if (self->stash_tensor == Py_None || (PyObject *)Py_TYPE(tensor) != self->tensor_type || facts->device_type != own_type ||
       ptn_engine_in_chunk(engine, facts->data))
     return keep(self, tensor);
-  if (ptn_torch_is_lazy(tensor_of(self, tensor))) return keep(self, tensor); /* of that DLPack's facts say nothing */
+  if (facts->lazy) return keep(self, tensor);
   PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, NULL);
   if (found != Py_None) return found; /* also NULL */
   Py_DECREF(found);
@@ -237,14 +231,14 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   PyTypeObject *wanted = (PyTypeObject *)self->tensor_type;
   if (Py_TYPE(tensor) != wanted && !PyType_IsSubtype(Py_TYPE(tensor), wanted))
     return PyErr_Format(PyExc_TypeError, "pack takes a tensor, %R is none", tensor);
-  ptn_dlpack_tensor facts;
+  ptn_tensor_facts facts;
   ptn_block block;
   if (!read_facts(self, tensor, &facts)) return pack_static(self, tensor);
   if (self->over_device) return pack_over_device(self, tensor, &facts);
-  if (facts.device_type != PTN_DLPACK_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
+  if (facts.device_type != PTN_TORCH_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
-  if (ptn_torch_is_lazy(tensor_of(self, tensor))) return keep(self, tensor);
+  if (facts.lazy) return keep(self, tensor);
   return stash(self, tensor, &facts, &block);
 }
 
@@ -252,7 +246,7 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
 
 PyObject *ptn_saved_parameter(PyObject *hooks, PyObject *tensor) {
   const saved_tensors_object *self = (saved_tensors_object *)hooks;
-  ptn_dlpack_tensor facts;
+  ptn_tensor_facts facts;
   ptn_block block;
   if (self->saved_parameter == Py_None) return Py_NewRef(Py_None);
   bool may_be;
@@ -263,7 +257,7 @@ PyObject *ptn_saved_parameter(PyObject *hooks, PyObject *tensor) {
     if (!engine) return NULL;
     may_be = ptn_engine_in_slot(engine, facts.data);
   } else {
-    may_be = facts.device_type == PTN_DLPACK_CPU && ptn_arena_find(facts.data, &block) && block.use == PTN_BLOCK_STATIC;
+    may_be = facts.device_type == PTN_TORCH_CPU && ptn_arena_find(facts.data, &block) && block.use == PTN_BLOCK_STATIC;
   }
   return may_be ? PyObject_CallFunctionObjArgs(self->saved_parameter, tensor, NULL) : Py_NewRef(Py_None);
 }
@@ -272,9 +266,7 @@ PyObject *ptn_saved_unpack_parameter(PyObject *hooks, PyObject *packed) {
   return PyObject_CallFunctionObjArgs(((saved_tensors_object *)hooks)->unpack_parameter, packed, NULL);
 }
 
-PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor) {
-  return PyObject_CallFunctionObjArgs(((saved_tensors_object *)hooks)->detach, tensor, NULL);
-}
+PyObject *ptn_saved_alias(PyObject *hooks, PyObject *tensor) { return alias((saved_tensors_object *)hooks, tensor); }
 
 bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version) {
   return read_version((saved_tensors_object *)hooks, tensor, version);
@@ -308,9 +300,10 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
     if (first) saved->asked = false; /* it waits still */
     return ptn_python_raise();
   }
-  PyObject *tensor = ptn_dlpack_wrap(self->exchange, memory, saved->offset_bytes, saved->type, saved->ndim, saved->geometry);
-  if (tensor) ptn_torch_count_by(tensor_of(self, tensor), owner);
-  return tensor;
+  const ptn_torch_memory block = {
+      .data = (char *)memory + saved->offset_bytes, .context = memory, .release = ptn_arena_free, .device_type = PTN_TORCH_CPU};
+  PyObject *tensor = ptn_torch_make(&block, saved->type, saved->ndim, saved->geometry, owner);
+  return tensor || PyErr_Occurred() ? tensor : PyErr_NoMemory();
 }
 
 static PyObject *saved_tensors_unpack(PyObject *object, PyObject *packed) {
@@ -357,9 +350,7 @@ static bool find_torch(saved_tensors_object *self) {
   bool found = nn && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
                (self->parameter_type = PyObject_GetAttrString(nn, "Parameter")) &&
                (self->detach = PyObject_GetAttrString(base, "detach")) &&
-               (self->version_name = PyUnicode_InternFromString("_version")) &&
-               (self->leaf_name = PyUnicode_InternFromString("is_leaf")) &&
-               (self->exchange = ptn_dlpack_find(self->tensor_type)) && find_offset(self);
+               (self->version_name = PyUnicode_InternFromString("_version")) && find_offset(self);
   Py_XDECREF(nn);
   Py_XDECREF(base);
   Py_XDECREF(core);
@@ -416,8 +407,8 @@ static void saved_tensors_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   saved_tensors_clear(object);
-  PyObject *const held[] = {self->engine, self->saved_type,   self->tensor_type, self->parameter_type,
-                            self->detach, self->version_name, self->leaf_name};
+  PyObject *const held[] = {self->engine,         self->saved_type, self->tensor_type,
+                            self->parameter_type, self->detach,     self->version_name};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);

@@ -303,7 +303,7 @@ static bool kept_by_rule(const ptn_stash *stash, const ptn_record *record) {
 }
 
 static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out) {
-  ptn_record *record = calloc(1, sizeof *record);
+  ptn_record *record = malloc(sizeof *record);
   if (!record || (!stash->current && !new_pass(stash)) || !note_moment(stash->current, block->bytes)) {
     free(record);
     return ptn_fail(PTN_MEMORY, "no memory to note a saved tensor");
@@ -314,16 +314,16 @@ static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t
     return ptn_fail(PTN_INVALID, "a saved tensor's memory was given back before it could be taken over");
   }
   pass *pass = stash->current;
-  *record = (ptn_record){.stash = stash,
-                         .pass = pass,
-                         .state = RECORD_IN_MEMORY,
-                         .block = *block,
-                         .serial = block->serial,
-                         .version = version,
-                         .number = number,
-                         .place = (uint32_t)pass->n_moments - 1,
-                         .uses = 1,
-                         .waiting = 1};
+  memset(record, 0, offsetof(ptn_record, io));
+  record->stash = stash;
+  record->pass = pass;
+  record->state = RECORD_IN_MEMORY;
+  record->block = *block;
+  record->serial = block->serial;
+  record->version = version;
+  record->number = number;
+  record->place = (uint32_t)pass->n_moments - 1;
+  record->uses = record->waiting = 1;
   stash->references++;
   stash->stats.record_count++;
   stash->stats.put_bytes += block->bytes;
@@ -442,7 +442,7 @@ static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
     if (stash->closed) return ptn_fail(PTN_STEP, "backward needs activations of a model that is not wrapped any more");
     if (record->status != PTN_OK) {
       record->status = PTN_OK;
-      return ptn_error_restore(&record->error);
+      return ptn_error_restore(&record->io.error);
     }
     if (record->state == RECORD_QUEUED) {
       ptn_stash_unqueue(stash, record); /* needed before its write began: it is not made */

@@ -34,13 +34,12 @@ struct ptn_record {
   bool summed; /* its sums were noted when it was put */
   bool unchecked; /* its block came from the disk, and was not compared yet */
   ptn_extent extent;
-  ptn_io io;
-  ptn_status status; /* of the last read, until somebody was told */
-  ptn_error error;
+  ptn_status status; /* of the last read, until somebody was told; io.error tells */
   void *owner;
   ptn_record *before, *after; /* in its pass, by the last put */
   ptn_record *queue_before, *queue_after;
   ptn_record *table_next;
+  ptn_io io; /* last: it begins unwritten */
 };
 
 struct pass {

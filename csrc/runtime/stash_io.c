@@ -75,6 +75,16 @@ void ptn_stash_wait(ptn_stash *stash, ptn_trace_kind kind, int32_t number) {
   stash->stats.wait_ns += ptn_trace_waited(stash->trace, kind, number, begin_ns);
 }
 
+/* Of all that the record's block has. */
+static void begin_io(ptn_record *record, void (*done)(ptn_io *io)) {
+  memset(&record->io, 0, offsetof(ptn_io, error));
+  record->io.memory = record->block.memory;
+  record->io.offset = record->extent.offset;
+  record->io.bytes = record->block.bytes;
+  record->io.done = done;
+  record->io.context = record;
+}
+
 /* ---- the queue of writes ---- */
 
 void ptn_stash_enqueue(ptn_stash *stash, ptn_record *record) {
@@ -116,13 +126,9 @@ static bool may_write(const ptn_stash *stash, uint64_t begun_bytes) {
 static void begin_write(ptn_stash *stash, ptn_record *record) {
   ptn_stash_unqueue(stash, record);
   record->state = RECORD_WRITING;
-  record->io = (ptn_io){.memory = record->block.memory,
-                        .offset = record->extent.offset,
-                        .bytes = record->block.bytes,
-                        .write = true,
-                        .caller_sums = record->summed,
-                        .done = write_done,
-                        .context = record};
+  begin_io(record, write_done);
+  record->io.write = true;
+  record->io.caller_sums = record->summed;
   traffic_in(&stash->writes, record->block.bytes);
 }
 
@@ -215,8 +221,7 @@ static void read_done(ptn_io *io) {
     ptn_record_let_go(record);
     record->state = RECORD_ON_DISK; /* may be tried again */
     record->status = io->status;
-    record->error = io->error;
-    ptn_error_of(&record->error, "activations of block %d", (int)record->number);
+    ptn_error_of(&io->error, "activations of block %d", (int)record->number);
   }
   if (record->dropped) ptn_record_destroy(record);
   end_of_io(stash, &stash->reads, bytes);
@@ -255,13 +260,9 @@ static ptn_status begin_read(ptn_stash *stash, ptn_record *record, bool urgent) 
   record->block = block;
   stash->stats.memory_bytes += bytes;
   record->unchecked = true;
-  record->io = (ptn_io){.memory = memory,
-                        .offset = record->extent.offset,
-                        .bytes = bytes,
-                        .urgent = urgent,
-                        .caller_sums = true,
-                        .done = read_done,
-                        .context = record};
+  begin_io(record, read_done);
+  record->io.urgent = urgent;
+  record->io.caller_sums = true;
   if (waits) stash->reads_moving_count++;
   return PTN_OK;
 }

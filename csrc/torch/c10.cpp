@@ -1,5 +1,5 @@
-/* What only torch's C++ classes offer: its CPU allocator on the arena, storages that refuse to be read, version counters of
- * tensors. The only C++ of the core, against c10's headers alone.
+/* What only torch's C++ classes offer: its CPU allocator on the arena, storages that refuse to be read, tensors and their
+ * version counters (tensor.h). The only C++ of the core; it includes nothing of torch's that includes Python's headers.
  *
  * torch asks for memory on any thread, with the GIL or without, also inside parallel regions whose main thread holds the GIL
  * and waits. So nothing here takes the GIL: a refusal is thrown as one of torch's own exceptions, which carries the error
@@ -9,6 +9,7 @@
  * Invariant: data of 0 bytes is a null pointer, all other data is a block of the arena, whose deleter needs nothing but its
  * address; a tensor may outlive every account.
  */
+#include <ATen/core/TensorBase.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
@@ -16,6 +17,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <typeinfo>
 #include <utility>
 
 extern "C" {
@@ -26,6 +28,9 @@ extern "C" {
 #include "torch/tensor.h"
 
 struct _object; // PyObject, without Python.h
+
+/* As torch/csrc/autograd/python_variable.h declares it, in torch 2.11 to 2.13: Python's object of a tensor. */
+_object *THPVariable_Wrap(at::TensorBase &&tensor);
 
 namespace torch {
 
@@ -87,7 +92,42 @@ struct ptn_counter {
   c10::VariableVersion of;
 };
 
+using tensor_pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 static const c10::TensorImpl &tensor_at(const void *tensor) { return *static_cast<const c10::TensorImpl *>(tensor); }
+
+/* Of torch's own class and no subclass of that: what is sparse, quantized, or wrapped for a transform has others. */
+static bool is_usual(const c10::TensorImpl &tensor) { return typeid(tensor) == typeid(c10::TensorImpl); }
+
+static_assert(static_cast<int>(c10::DeviceType::CPU) == PTN_TORCH_CPU &&
+              static_cast<int>(c10::DeviceType::CUDA) == PTN_TORCH_CUDA);
+static_assert(static_cast<int>(c10::ScalarType::Float) == PTN_TORCH_FLOAT &&
+              static_cast<int>(c10::ScalarType::BFloat16) == PTN_TORCH_BFLOAT16);
+
+extern "C" bool ptn_torch_facts(const void *tensor, ptn_tensor_facts *facts) {
+  const c10::TensorImpl &of = tensor_at(tensor);
+  if (!is_usual(of) || !of.has_storage() || of.has_symbolic_sizes_strides()) return false;
+  try {
+    // Where it is about to be changed, so that a copy that was put off is made now.
+    char *memory = static_cast<char *>(of.unsafe_storage().unsafeGetStorageImpl()->mutable_data());
+    facts->data = memory ? memory + static_cast<size_t>(of.storage_offset()) * of.itemsize() : nullptr;
+  } catch (...) {
+    return false; // shut
+  }
+  facts->sizes = of.sizes().data();
+  facts->strides = of.strides().data();
+  facts->ndim = static_cast<int32_t>(of.dim());
+  facts->device_type = static_cast<int32_t>(of.device_type());
+  facts->type = static_cast<int32_t>(of.dtype().toScalarType());
+  facts->lazy = of.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
+  return true;
+}
+
+extern "C" bool ptn_torch_is_leaf(const void *tensor) {
+  if (!tensor_at(tensor).requires_grad()) return true;
+  auto *of = const_cast<c10::TensorImpl *>(&tensor_at(tensor));
+  return at::TensorBase(tensor_pointer::reclaim_copy(of)).is_leaf();
+}
 
 extern "C" bool ptn_torch_version(const void *tensor, uint32_t *version) {
   const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
@@ -95,18 +135,52 @@ extern "C" bool ptn_torch_version(const void *tensor, uint32_t *version) {
   return counter.enabled();
 }
 
-extern "C" bool ptn_torch_is_lazy(const void *tensor) {
-  return tensor_at(tensor).key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
+/* Bytes from the first element to behind the last. */
+static size_t extent_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t element_bytes) {
+  int64_t elements = 1;
+  for (size_t i = 0; i < sizes.size(); i++) {
+    if (sizes[i] == 0) return 0;
+    elements += (sizes[i] - 1) * strides[i];
+  }
+  return static_cast<size_t>(elements) * element_bytes;
+}
+
+extern "C" void *ptn_torch_make(const ptn_torch_memory *memory, int32_t type, int32_t ndim, const int64_t *geometry,
+                                const ptn_counter *counter) {
+  try {
+    bool on_cpu = memory->device_type == PTN_TORCH_CPU;
+    const c10::Device device(static_cast<c10::DeviceType>(memory->device_type),
+                             static_cast<c10::DeviceIndex>(on_cpu ? -1 : memory->device_number));
+    c10::DataPtr data(memory->data, memory->context, memory->release, device); // from here on it releases the memory
+    const c10::IntArrayRef sizes(geometry, static_cast<size_t>(ndim)), strides(geometry + ndim, static_cast<size_t>(ndim));
+    const auto scalar = static_cast<c10::ScalarType>(type);
+    const size_t bytes = extent_bytes(sizes, strides, c10::elementSize(scalar));
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), nullptr, false);
+    const c10::DispatchKeySet keys(on_cpu ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+    tensor_pointer made =
+        c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(scalar));
+    made->set_sizes_and_strides(sizes, strides);
+    if (counter && !made->is_inference()) made->set_version_counter(counter->of);
+    return THPVariable_Wrap(at::TensorBase(std::move(made)));
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+extern "C" void *ptn_torch_alias(const void *tensor) {
+  const c10::TensorImpl &of = tensor_at(tensor);
+  if (!is_usual(of)) return nullptr;
+  try {
+    tensor_pointer made = of.shallow_copy_and_detach(of.version_counter(), false);
+    return THPVariable_Wrap(at::TensorBase(std::move(made)));
+  } catch (...) {
+    return nullptr;
+  }
 }
 
 extern "C" ptn_counter *ptn_torch_counter(const void *tensor) {
   const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
   return counter.enabled() ? new (std::nothrow) ptn_counter{counter} : nullptr;
-}
-
-extern "C" void ptn_torch_count_by(void *tensor, const ptn_counter *counter) {
-  auto *of = static_cast<c10::TensorImpl *>(tensor);
-  if (!of->is_inference()) of->set_version_counter(counter->of);
 }
 
 extern "C" uint32_t ptn_counter_version(const ptn_counter *counter) { return counter->of.current_version(); }
