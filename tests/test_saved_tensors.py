@@ -211,6 +211,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels_last": lambda t: t.view(4, 4, 16, 256).to(memory_format=torch.channels_last),
     "one": lambda t: t[9, 9],
     "empty": lambda t: t[:, 7:7],
+    "empty at the end": lambda t: t[64:],
     "windows": lambda t: t.view(-1).as_strided((100, 30), (2, 1), 11),
     "conjugated": lambda t: torch.view_as_complex(t.view(64, -1, 2)).conj(),
     "negative": lambda t: torch.view_as_complex(t.view(64, -1, 2)).conj().imag,
@@ -232,6 +233,20 @@ def test_any_view_comes_back(hooks: Any, kind: str, result: bool) -> None:
     got = stash.unpack(saved)
     assert (got.stride(), got.is_conj(), got.is_neg(), got.grad_fn) == (strides, *flags, None)
     assert torch.equal(got, sent)
+
+
+def test_an_empty_view_is_not_of_the_memory_behind_it(hooks: Any) -> None:
+    """It begins where its own tensor ends, and there another may lie, whose changes are not its."""
+    stash, _ = hooks
+    tensors = sorted((torch.randn(64, 1024) for _ in range(8)), key=torch.Tensor.data_ptr)
+    pairs = [(t, behind) for t, behind in zip(tensors, tensors[1:], strict=False) if t.data_ptr() + t.nbytes == behind.data_ptr()]
+    assert pairs
+    for tensor, behind in pairs:
+        saved_empty, saved = stash.pack(tensor[64:]), stash.pack(behind)
+        tensor.add_(1)
+        assert torch.equal(stash.unpack(saved), behind)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            stash.unpack(saved_empty)
 
 
 KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

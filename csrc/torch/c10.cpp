@@ -110,7 +110,9 @@ extern "C" bool ptn_torch_facts(const void *tensor, ptn_tensor_facts *facts) {
   try {
     // Where it is about to be changed, so that a copy that was put off is made now.
     char *memory = static_cast<char *>(of.unsafe_storage().unsafeGetStorageImpl()->mutable_data());
-    facts->data = memory ? memory + static_cast<size_t>(of.storage_offset()) * of.itemsize() : nullptr;
+    // Where it has no element its offset may be the end of its memory, where another's begins.
+    const auto skipped = of.numel() == 0 ? 0 : static_cast<size_t>(of.storage_offset()) * of.itemsize();
+    facts->data = memory ? memory + skipped : nullptr;
   } catch (...) {
     return false; // shut
   }

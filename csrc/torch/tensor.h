@@ -24,7 +24,7 @@ typedef struct ptn_counter ptn_counter; /* a hold on a version counter, which ma
 #define PTN_TORCH_BFLOAT16 15
 
 typedef struct ptn_tensor_facts {
-  void *data; /* the first element */
+  void *data; /* the first element; where there is none, the begin of its memory */
   const int64_t *sizes, *strides; /* elements; valid as long as the tensor is unchanged */
   int32_t ndim;
   int32_t device_type;
