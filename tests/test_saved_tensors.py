@@ -249,6 +249,20 @@ def test_an_empty_view_is_not_of_the_memory_behind_it(hooks: Any) -> None:
             stash.unpack(saved_empty)
 
 
+def test_what_comes_back_may_be_copied_late(hooks: Any) -> None:
+    stash, engine = hooks
+    tensor = torch.randn(64, 1024)
+    sent, saved = tensor.clone(), stash.pack(tensor)
+    del tensor
+    until_written(engine)
+    got = stash.unpack(saved)
+    copy = torch._lazy_clone(got)
+    assert torch._C._is_cow_tensor(copy)
+    copy.add_(1)
+    assert torch.equal(copy, sent + 1)
+    assert torch.equal(got, sent)
+
+
 KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparse": lambda t: t.to_sparse().requires_grad_() * 1,
     "csr": lambda t: t.to_sparse_csr(),

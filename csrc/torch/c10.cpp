@@ -157,7 +157,8 @@ extern "C" void *ptn_torch_make(const ptn_torch_memory *memory, int32_t type, in
     const c10::IntArrayRef sizes(geometry, static_cast<size_t>(ndim)), strides(geometry + ndim, static_cast<size_t>(ndim));
     const auto scalar = static_cast<c10::ScalarType>(type);
     const size_t bytes = extent_bytes(sizes, strides, c10::elementSize(scalar));
-    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), nullptr, false);
+    c10::Allocator *copies = on_cpu ? c10::GetCPUAllocator() : nullptr; // torch asks it when a copy was put off
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), copies, false);
     const c10::DispatchKeySet keys(on_cpu ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
     tensor_pointer made =
         c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(scalar));
