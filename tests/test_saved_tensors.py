@@ -263,6 +263,18 @@ def test_what_comes_back_may_be_copied_late(hooks: Any) -> None:
     assert torch.equal(got, sent)
 
 
+def test_a_view_whose_base_has_a_graph_now_is_no_leaf(hooks: Any) -> None:
+    """Its own is made when it is asked for first."""
+    stash, _ = hooks
+    base = torch.zeros(8)
+    view = base[:4]
+    base.mul_(torch.ones(8, requires_grad=True))
+    got = stash.unpack(stash.pack(view))
+    assert got.grad_fn is None
+    assert got is not view
+    assert view.grad_fn is not None
+
+
 KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparse": lambda t: t.to_sparse().requires_grad_() * 1,
     "csr": lambda t: t.to_sparse_csr(),

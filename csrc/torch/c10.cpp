@@ -128,7 +128,12 @@ extern "C" bool ptn_torch_facts(const void *tensor, ptn_tensor_facts *facts) {
 extern "C" bool ptn_torch_is_leaf(const void *tensor) {
   if (!tensor_at(tensor).requires_grad()) return true;
   auto *of = const_cast<c10::TensorImpl *>(&tensor_at(tensor));
-  return at::TensorBase(tensor_pointer::reclaim_copy(of)).is_leaf();
+  try {
+    // Not its is_leaf(), which does not see that the base of a view was changed in place and has a graph now.
+    return !at::TensorBase(tensor_pointer::reclaim_copy(of)).grad_fn();
+  } catch (...) {
+    return false;
+  }
 }
 
 extern "C" bool ptn_torch_version(const void *tensor, uint32_t *version) {
