@@ -167,6 +167,22 @@ def test_a_change_in_place_is_seen_by_the_tensor_that_was_saved(hooks: Any) -> N
     assert tensor._version == 1
 
 
+def test_tensors_of_one_memory_that_count_apart_have_records_of_their_own(hooks: Any) -> None:
+    stash, _ = hooks
+    tensor = torch.randn(LARGE)
+    apart = tensor.data
+    saved, other, again = stash.pack(tensor), stash.pack(apart), stash.pack(tensor[7:])
+    apart.add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stash.unpack(other)
+    assert (stash.unpack(saved)._version, stash.unpack(again)._version) == (0, 0)  # as autograd sees it
+    del saved, other, again
+    tensor.add_(1)
+    saved = stash.pack(tensor)
+    apart.add_(1)
+    assert stash.unpack(saved)._version == 1
+
+
 def test_a_leaf_is_kept_as_it_is_and_a_result_without_its_graph(hooks: Any) -> None:
     saved_tensors, _ = hooks
     leaf = torch.ones(4, requires_grad=True)

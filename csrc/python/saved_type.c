@@ -192,7 +192,8 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   memcpy(saved->geometry, facts->sizes, ndim * sizeof(int64_t));
   memcpy(saved->geometry + ndim, facts->strides, ndim * sizeof(int64_t));
   bool fresh = false;
-  if (ptn_stash_put(ptn_engine_stash(engine), block, version, self->block, &saved->record, &fresh) != PTN_OK) {
+  if (ptn_stash_put(ptn_engine_stash(engine), block, ptn_torch_counter_of(tensor_of(self, tensor)), version, self->block,
+                    &saved->record, &fresh) != PTN_OK) {
     saved->record = NULL;
     ptn_python_raise();
     Py_DECREF(saved);

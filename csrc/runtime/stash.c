@@ -205,9 +205,10 @@ void ptn_stash_near(ptn_stash *stash, int32_t number) {
 
 static ptn_record **bucket(ptn_stash *stash, uint64_t serial) { return &stash->table[serial * 0x9e3779b97f4a7c15u >> 54]; }
 
-static ptn_record *look_up(ptn_stash *stash, uint64_t serial, uint32_t version) {
+static ptn_record *look_up(ptn_stash *stash, uint64_t serial, const void *counter, uint32_t version) {
   ptn_record *record = *bucket(stash, serial);
-  while (record && (record->serial != serial || record->version != version)) record = record->table_next;
+  while (record && (record->serial != serial || record->counter != counter || record->version != version))
+    record = record->table_next;
   return record;
 }
 
@@ -302,7 +303,8 @@ static bool kept_by_rule(const ptn_stash *stash, const ptn_record *record) {
          stash->last_moments[record->place].bytes == record->block.bytes;
 }
 
-static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out) {
+static ptn_status make_record(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
+                              ptn_record **out) {
   ptn_record *record = malloc(sizeof *record);
   if (!record || (!stash->current && !new_pass(stash)) || !note_moment(stash->current, block->bytes)) {
     free(record);
@@ -320,6 +322,7 @@ static ptn_status make_record(ptn_stash *stash, const ptn_block *block, uint32_t
   record->state = RECORD_IN_MEMORY;
   record->block = *block;
   record->serial = block->serial;
+  record->counter = counter;
   record->version = version;
   record->number = number;
   record->place = (uint32_t)pass->n_moments - 1;
@@ -354,8 +357,9 @@ static ptn_status reserve(ptn_stash *stash, ptn_record *record) {
   return PTN_OK;
 }
 
-static ptn_status put_fresh(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out) {
-  PTN_TRY(make_record(stash, block, version, number, out));
+static ptn_status put_fresh(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
+                            ptn_record **out) {
+  PTN_TRY(make_record(stash, block, counter, version, number, out));
   ptn_status status = reserve(stash, *out);
   ptn_record *record = *out;
   if (status != PTN_OK) {
@@ -373,21 +377,21 @@ static ptn_status put_fresh(ptn_stash *stash, const ptn_block *block, uint32_t v
   return PTN_OK;
 }
 
-ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out,
-                         bool *fresh) {
+ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
+                         ptn_record **out, bool *fresh) {
   *out = NULL;
   *fresh = false;
   ptn_lock(&stash->mutex);
   ptn_status status =
       stash->closed ? ptn_fail(PTN_STEP, "a tensor was saved for a model that is not wrapped any more") : report_failure(stash);
-  ptn_record *record = status == PTN_OK ? look_up(stash, block->serial, version) : NULL;
+  ptn_record *record = status == PTN_OK ? look_up(stash, block->serial, counter, version) : NULL;
   if (record) {
     record->uses++;
     record->waiting++;
     unlink_from(record->pass, record); /* it is asked for with the last that saved it */
     append(record->pass, record);
   } else if (status == PTN_OK) {
-    status = put_fresh(stash, block, version, number, &record);
+    status = put_fresh(stash, block, counter, version, number, &record);
     *fresh = status == PTN_OK;
   }
   if (status == PTN_OK) {

@@ -60,11 +60,11 @@ void ptn_stash_near(ptn_stash *stash, int32_t number);
 
 /* ---- records ---- */
 
-/* A saved tensor lies in this block, which somebody holds. *out: a use of its record, to be dropped once; *fresh: the record was
- * made by this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was
+/* A saved tensor lies in this block, which somebody holds, at this version by this counter, which lives as long as a record's owner:
+ * what another counts is another record. *out: a use of its record, to be dropped once; *fresh: the record was made by this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was
  * under way has failed since the last call. */
-ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, uint32_t version, int32_t number, ptn_record **out,
-                         bool *fresh);
+ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
+                         ptn_record **out, bool *fresh);
 
 /* The record's memory with its bytes in it and one hold for the caller, who ends it with ptn_arena_free. May wait. first: this use
  * was not asked for before. A record may be asked for again as long as one of its uses lives. */

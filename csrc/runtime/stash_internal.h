@@ -23,7 +23,8 @@ struct ptn_record {
   pass *pass;
   record_state state;
   ptn_block block; /* where the bytes are, or were last: only serial tells whether they still are */
-  uint64_t serial; /* of the block that was put, and its */
+  uint64_t serial; /* of the block that was put, and its version by this counter */
+  const void *counter;
   uint32_t version;
   int32_t number;
   uint32_t place; /* in its pass, by the first put */

@@ -14,6 +14,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <cstring>
 #include <exception>
 #include <new>
 #include <string>
@@ -189,6 +190,13 @@ extern "C" void *ptn_torch_alias(const void *tensor) {
 extern "C" ptn_counter *ptn_torch_counter(const void *tensor) {
   const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
   return counter.enabled() ? new (std::nothrow) ptn_counter{counter} : nullptr;
+}
+
+extern "C" const void *ptn_torch_counter_of(const void *tensor) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void *), "it is a pointer to the counter, which it does not tell");
+  const void *counter;
+  std::memcpy(&counter, &tensor_at(tensor).version_counter(), sizeof counter);
+  return counter;
 }
 
 extern "C" uint32_t ptn_counter_version(const ptn_counter *counter) { return counter->of.current_version(); }

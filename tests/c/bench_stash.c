@@ -180,7 +180,7 @@ static ptn_record *put(ptn_stash *stash, ptn_account *account, uint64_t bytes, i
   memset(memory, number, bytes);
   int64_t begin_ns = thread_ns();
   CHECK(ptn_arena_find(memory, &block));
-  CHECK_OK(ptn_stash_put(stash, &block, 0, number, &record, &fresh));
+  CHECK_OK(ptn_stash_put(stash, &block, NULL, 0, number, &record, &fresh));
   inside_ns += thread_ns() - begin_ns;
   ptn_arena_free(memory);
   return record;

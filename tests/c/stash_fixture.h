@@ -206,7 +206,7 @@ static inline void tensor_change(tensor *tensor, uint64_t seed) {
 static inline ptn_record *tensor_put(world *world, const tensor *tensor, bool fresh_expected) {
   ptn_record *record = NULL;
   bool fresh = !fresh_expected;
-  CHECK_OK(ptn_stash_put(world->stash, &tensor->block, tensor->version, NUMBER, &record, &fresh));
+  CHECK_OK(ptn_stash_put(world->stash, &tensor->block, NULL, tensor->version, NUMBER, &record, &fresh));
   CHECK(record && fresh == fresh_expected && ptn_record_bytes(record) == tensor->block.bytes);
   return record;
 }

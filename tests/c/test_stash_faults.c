@@ -39,7 +39,7 @@ static void note_error(outcome *outcome) {
 
 static bool put(outcome *outcome, const tensor *tensor, ptn_record **record) {
   bool fresh = false;
-  ptn_status status = ptn_stash_put(here.stash, &tensor->block, tensor->version, 3, record, &fresh);
+  ptn_status status = ptn_stash_put(here.stash, &tensor->block, NULL, tensor->version, 3, record, &fresh);
   if (status == PTN_OK) {
     CHECK(fresh && *record);
     return true;

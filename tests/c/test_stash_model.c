@@ -110,7 +110,7 @@ static void put(model *model) {
   if (below(model, 8) == 0) tensor->version++; /* a change that leaves the bytes as they were */
   ptn_record *record;
   bool fresh;
-  CHECK_OK(ptn_stash_put(model->world.stash, &tensor->block, tensor->version, (int32_t)i, &record, &fresh));
+  CHECK_OK(ptn_stash_put(model->world.stash, &tensor->block, NULL, tensor->version, (int32_t)i, &record, &fresh));
   if (fresh) note_fresh(model, tensor, record, place);
   known *known = find_known(model, record);
   CHECK(known && known->serial == tensor->block.serial && known->version == tensor->version && known->seed == tensor->seed);

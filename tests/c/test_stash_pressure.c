@@ -235,7 +235,8 @@ static void several_passes_in_flight(void) {
       for (uint64_t i = 0; i < count; i++) records[pass][i] = put_and_free(&here, BYTES, 100 * (uint64_t)pass + i);
       bool fresh;
       ptn_record *record;
-      CHECK_OK(ptn_stash_put(here.stash, &shared.block, 0, 1, &record, &fresh)); /* lives on: alone, or with its earlier one */
+      CHECK_OK(
+          ptn_stash_put(here.stash, &shared.block, NULL, 0, 1, &record, &fresh)); /* lives on: alone, or with its earlier one */
       void *memory = get_checked(record, true, 1);
       ptn_arena_free(memory);
       ptn_record_drop(record, true);

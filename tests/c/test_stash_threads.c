@@ -47,7 +47,7 @@ static void *save_once_more(void *argument) {
   for (uint64_t n = 0; n < SHARED; n++) {
     uint64_t i = (n * 5 + 7 * me) % SHARED;
     bool fresh;
-    CHECK_OK(ptn_stash_put(here.stash, &shared_tensors[i].block, 0, (int32_t)i, &raced[me][i], &fresh));
+    CHECK_OK(ptn_stash_put(here.stash, &shared_tensors[i].block, NULL, 0, (int32_t)i, &raced[me][i], &fresh));
     CHECK(!fresh && raced[me][i] == guards[i]);
   }
   return NULL;
@@ -105,7 +105,7 @@ static void *put_all(void *argument) {
   uintptr_t me = (uintptr_t)argument;
   for (uint64_t i = 0; i < SHARED; i++) {
     bool fresh = false;
-    ptn_status status = ptn_stash_put(here.stash, &shared_tensors[i].block, 0, 0, &raced[me][i], &fresh);
+    ptn_status status = ptn_stash_put(here.stash, &shared_tensors[i].block, NULL, 0, 0, &raced[me][i], &fresh);
     CHECK(status == PTN_OK || (status == PTN_DISK && ptn_last_error()->sys_errno == ENOSPC && !raced[me][i]));
     if (status != PTN_OK) atomic_fetch_add(&refused_count, 1);
     if (fresh) atomic_fetch_add(&fresh_count, 1);
@@ -296,7 +296,7 @@ static void *put_too_late(void *argument) {
   tensor *tensor = argument;
   ptn_record *record = NULL;
   bool fresh;
-  ptn_status status = ptn_stash_put(here.stash, &tensor->block, 0, 0, &record, &fresh);
+  ptn_status status = ptn_stash_put(here.stash, &tensor->block, NULL, 0, 0, &record, &fresh);
   CHECK(status == PTN_OK || (status == PTN_STEP && !record));
   if (record) CHECK(ptn_record_drop(record, false) == NULL);
   return NULL;

@@ -69,7 +69,7 @@ static ptn_status save_tensor(uint32_t c) {
   ptn_block block;
   CHECK(ptn_arena_find(memory, &block));
   bool fresh;
-  ptn_status status = ptn_stash_put(ptn_engine_stash(engine), &block, 0, (int32_t)c, &records[c], &fresh);
+  ptn_status status = ptn_stash_put(ptn_engine_stash(engine), &block, NULL, 0, (int32_t)c, &records[c], &fresh);
   ptn_arena_free(memory);
   if (status != PTN_OK) records[c] = NULL;
   return status;
