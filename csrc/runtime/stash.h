@@ -1,8 +1,8 @@
 /* The stash: saved tensors that leave memory between forward and backward, and come back before they are asked for.
  *
- * Words: a record is one block of the arena (arena.h) as it was when autograd saved a tensor in it. Tensors that share a block and
- * its version share the record: it is written once. A use is one saved tensor of a record. A pass is one forward of the model and
- * the records it made; several passes may be in flight.
+ * Words: a record is one block of the arena (arena.h) as it was when autograd saved a tensor in it. Tensors that share a block, its
+ * version and what counts that share the record: it is written once. A use is one saved tensor of a record. A pass is one forward of
+ * the model and the records it made; several passes may be in flight.
  *
  * What moves when: records are written in the order of the forward pass, straight from the block they lie in; a block goes back to
  * the arena when its write has ended and nobody else holds it. Backward asks for records in reverse: what is still in memory is
@@ -60,9 +60,10 @@ void ptn_stash_near(ptn_stash *stash, int32_t number);
 
 /* ---- records ---- */
 
-/* A saved tensor lies in this block, which somebody holds, at this version by this counter, which lives as long as a record's owner:
- * what another counts is another record. *out: a use of its record, to be dropped once; *fresh: the record was made by this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was
- * under way has failed since the last call. */
+/* A saved tensor lies in this block, which somebody holds, and counts its changes by this counter, which lives as long as a record's
+ * owner: what counts by another has another record. *out: a use of its record, to be dropped once; *fresh: the record was made by
+ * this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was under way has
+ * failed since the last call. */
 ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                          ptn_record **out, bool *fresh);
 
