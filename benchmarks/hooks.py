@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import protrain
+from benchmarks.papers.training import Shape
 from protrain import _core
 from protrain.api import session_of
 
@@ -63,26 +63,17 @@ KINDS: dict[str, Callable[[], list[torch.Tensor]]] = {
 }
 
 
-def real(kind: str) -> tuple[Any, torch.Tensor]:
-    """A model of two blocks whose activations are large enough to be stashed, and tokens for it."""
-    sizes: dict[str, Any] = {"vocab_size": 256, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "GPT-2":
-        dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=128, n_layer=2, n_head=2, **dropouts, **sizes))
-    else:
-        shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **sizes))
-    return model.train(), torch.randint(0, 256, (2, 256))
+#: Models of two blocks whose activations are large enough to be stashed.
+MODELS = {"GPT-2": Shape("gpt2", 128, 2, 2, 256), "Llama": Shape("llama", 128, 2, 2, 256)}
 
 
-def saved_by_block(kind: str) -> dict[str, int]:
+def saved_by_block(shape: Shape) -> dict[str, int]:
     """How many tensors a block saves that are of each kind, in a step behind the first."""
     counts = dict.fromkeys(KINDS, 0)
     seen: set[tuple[int, int]] = set()
-    model, ids = real(kind)
-    model, optimizer = protrain.wrap(
-        model, torch.optim.AdamW(model.parameters(), fused=True), memory="256MiB", block_modes=["swap"] * 2
-    )
+    model, inputs = shape.model(), shape.inputs(0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = protrain.wrap(model, optimizer, memory="256MiB", block_modes=["swap"] * shape.layers)
     runner = session_of(model).runner
     pack, unpack = runner.stash_hooks
 
@@ -98,12 +89,11 @@ def saved_by_block(kind: str) -> dict[str, int]:
 
     for hooks in ((pack, unpack), (count, unpack)):
         runner.stash_hooks = hooks
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        model(**inputs).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     protrain.unwrap(model)
-    return {name: n // 2 for name, n in counts.items()}
+    return {name: n // shape.layers for name, n in counts.items()}
 
 
 def seconds(hooks: tuple[Any, Any], leaves: list[torch.Tensor], engine: _core.Engine) -> float:
@@ -162,8 +152,8 @@ def main() -> None:
                   f"{found['waited_ns']} waits for the disk", flush=True)  # fmt: skip
             del leaves
         protrain.unwrap(model)
-    for kind in "GPT-2", "Llama":
-        saved = saved_by_block(kind)
+    for kind, shape in MODELS.items():
+        saved = saved_by_block(shape)
         average = {
             f"average_{key}": round(sum(n * results["cases"][name][key] for name, n in saved.items()) / sum(saved.values()))
             for key in ("above_empty_ns", "above_empty_without_both_ns")
