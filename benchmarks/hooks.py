@@ -3,11 +3,13 @@
     python -m benchmarks.hooks --out benchmarks/results/hooks.json
 
 One graph of many operations that each save one tensor is made, run backward and dropped, with each kind of hooks in turn. What
-differs from the empty hooks is pack, unpack and what they leave to be freed; the median over rounds of the difference counts. The
-last kind also writes 64 KiB for each tensor on threads of its own, beside what is timed, may wait to read it, and sums these
-bytes before and after on the thread that is timed: both are given beside the whole, as they depend on the bytes and on the disk.
+differs from the empty hooks is pack, unpack and what they leave to be freed; the median over rounds of the difference counts.
+Where a record is made 64 KiB are also written for each tensor, on threads of the disk's beside what is timed, and summed before
+on the thread that is timed; where they are not handed back from memory it waits for a read, and compares. Sums and waits are given
+beside the whole, as they depend on the bytes, on whether a cache has them, and on the disk.
 
 Then the blocks of two models are run, swapped, and what they save is counted by these kinds: the average over a block follows.
+What an operation saves it has just computed or read.
 """
 
 from __future__ import annotations
@@ -50,16 +52,24 @@ def shared() -> list[torch.Tensor]:
     return [block[i : i + 1].requires_grad_() for i in range(N_TENSORS)]
 
 
+def whole() -> list[torch.Tensor]:
+    """As large as what is stashed: of each the operation saves its result, and makes a record of what it has just computed."""
+    return [torch.ones(LEAST_BYTES // 4, requires_grad=True) for _ in range(N_TENSORS)]
+
+
 def separate() -> list[torch.Tensor]:
-    """Views of one element, each in a block of its own that is stashed: a record, and its I/O, for each."""
+    """Views of one element, each in a block of its own that is stashed: a record of bytes that no cache has."""
     return [torch.ones(LEAST_BYTES // 4)[:1].requires_grad_() for _ in range(N_TENSORS)]
 
 
-KINDS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "kept, a leaf": leaves_of_one,
-    "kept, a result": results_of_one,
-    "stashed, one record": shared,
-    "stashed, a record each": separate,
+OF_ITS_OWN = "stashed, a record each"
+#: What operations are given, and the operation: sin saves that, relu its result.
+KINDS: dict[str, tuple[Callable[[], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "kept, a leaf": (leaves_of_one, torch.sin),
+    "kept, a result": (results_of_one, torch.sin),
+    "stashed, one record": (shared, torch.sin),
+    OF_ITS_OWN: (whole, torch.relu),
+    f"{OF_ITS_OWN}, in no cache": (separate, torch.sin),
 }
 
 
@@ -70,19 +80,17 @@ MODELS = {"GPT-2": Shape("gpt2", 128, 2, 2, 256), "Llama": Shape("llama", 128, 2
 def saved_by_block(shape: Shape) -> dict[str, int]:
     """How many tensors a block saves that are of each kind, in a step behind the first."""
     counts = dict.fromkeys(KINDS, 0)
-    seen: set[tuple[int, int]] = set()
     model, inputs = shape.model(), shape.inputs(0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = protrain.wrap(model, optimizer, memory="256MiB", block_modes=["swap"] * shape.layers)
-    runner = session_of(model).runner
+    runner, engine = session_of(model).runner, session_of(model).engine
     pack, unpack = runner.stash_hooks
 
     def count(tensor: torch.Tensor) -> Any:
+        records = engine.stats()["stash_record_count"]
         saved = pack(tensor)
         if getattr(saved, "stashed", False):
-            record = tensor.untyped_storage().data_ptr(), tensor._version
-            counts["stashed, one record" if record in seen else "stashed, a record each"] += 1
-            seen.add(record)
+            counts[OF_ITS_OWN if engine.stats()["stash_record_count"] > records else "stashed, one record"] += 1
         else:
             counts["kept, a leaf" if tensor.is_leaf else "kept, a result"] += 1
         return saved
@@ -96,18 +104,23 @@ def saved_by_block(shape: Shape) -> dict[str, int]:
     return {name: n // shape.layers for name, n in counts.items()}
 
 
-def seconds(hooks: tuple[Any, Any], leaves: list[torch.Tensor], engine: _core.Engine) -> float:
+def seconds(
+    hooks: tuple[Any, Any],
+    given: list[torch.Tensor],
+    operation: Callable[[torch.Tensor], torch.Tensor],
+    engine: _core.Engine,
+) -> float:
     """Of one forward, backward and drop. The stash's pass begins and ends outside of what is timed."""
-    ones = [torch.ones(1)] * N_TENSORS
+    ones = [torch.ones_like(given[0])] * N_TENSORS
     engine.stash_begin()
     begin = time.perf_counter()
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-    outputs = [leaf.sin() for leaf in leaves]
+    outputs = [operation(tensor) for tensor in given]
     torch._C._autograd._pop_saved_tensors_default_hooks()
     middle = time.perf_counter()
     engine.stash_end()
     back = time.perf_counter()
-    torch.autograd.grad(outputs, leaves, ones)
+    torch.autograd.grad(outputs, given, ones)
     del outputs
     return time.perf_counter() - back + middle - begin
 
@@ -133,12 +146,12 @@ def main() -> None:
             "cases": {},
             "blocks": {},
         }
-        for name, make in KINDS.items():
-            leaves = make()
+        for name, (make, operation) in KINDS.items():
+            given = make()
             pairs = []
             for _ in range(words.rounds + 20):
-                empty_seconds, before = seconds(empty, leaves, engine), engine.stats()
-                our_seconds, after = seconds((ours.pack, ours.unpack), leaves, engine), engine.stats()
+                empty_seconds, before = seconds(empty, given, operation, engine), engine.stats()
+                our_seconds, after = seconds((ours.pack, ours.unpack), given, operation, engine), engine.stats()
                 sums, waits = (after[key] - before[key] for key in ("disk_checksum_ns", "stash_wait_ns"))
                 pairs.append((empty_seconds * 1e9, our_seconds * 1e9, (our_seconds - empty_seconds) * 1e9, sums, waits))
             keys = "empty_hooks_ns", "our_hooks_ns", "above_empty_ns", "checksums_ns", "waited_ns"
@@ -150,7 +163,7 @@ def main() -> None:
             results["cases"][name] = found
             print(f"{name}: {found['above_empty_ns']} ns a tensor above empty hooks, {found['checksums_ns']} of them checksums, "
                   f"{found['waited_ns']} waits for the disk", flush=True)  # fmt: skip
-            del leaves
+            del given
         protrain.unwrap(model)
     for kind, shape in MODELS.items():
         saved = saved_by_block(shape)

@@ -24,6 +24,13 @@ static void must(int result) {
 void ptn_mutex_create(ptn_mutex *mutex) { must(pthread_mutex_init(mutex, NULL)); }
 void ptn_mutex_destroy(ptn_mutex *mutex) { must(pthread_mutex_destroy(mutex)); }
 void ptn_lock(ptn_mutex *mutex) { must(pthread_mutex_lock(mutex)); }
+
+bool ptn_try_lock(ptn_mutex *mutex) {
+  int result = pthread_mutex_trylock(mutex);
+  if (result != EBUSY) must(result);
+  return result == 0;
+}
+
 void ptn_unlock(ptn_mutex *mutex) { must(pthread_mutex_unlock(mutex)); }
 
 void ptn_condition_create(ptn_condition *condition) {

@@ -16,6 +16,7 @@ typedef pthread_cond_t ptn_condition;
 void ptn_mutex_create(ptn_mutex *mutex);
 void ptn_mutex_destroy(ptn_mutex *mutex);
 void ptn_lock(ptn_mutex *mutex);
+bool ptn_try_lock(ptn_mutex *mutex); /* false where another has it */
 void ptn_unlock(ptn_mutex *mutex);
 void ptn_condition_create(ptn_condition *condition); /* on the monotonic clock */
 void ptn_condition_destroy(ptn_condition *condition);

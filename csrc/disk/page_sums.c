@@ -57,34 +57,50 @@ static uint32_t sum_of(const ptn_page_sums *sums, const void *page) {
   return sum ? sum : 1;
 }
 
+/* Of the pages from here on, those whose sums lie side by side; *places: theirs. */
+static uint64_t run_of(const ptn_page_sums *sums, uint64_t page, uint64_t end, uint32_t **places) {
+  *places = place_of(sums, page);
+  return ptn_min_u64(end, pages_before(segment_of(page) + 1)) - page;
+}
+
 void ptn_page_sums_forget(ptn_page_sums *sums, uint64_t offset, uint64_t bytes) {
   uint64_t page = offset / PTN_PAGE_BYTES, end = page + bytes / PTN_PAGE_BYTES;
+  uint32_t *places;
   while (page < end) {
-    int segment = segment_of(page);
-    uint64_t count = ptn_min_u64(end, pages_before(segment + 1)) - page;
-    memset(place_of(sums, page), 0, (size_t)count * sizeof(uint32_t));
+    uint64_t count = run_of(sums, page, end, &places);
+    memset(places, 0, (size_t)count * sizeof *places);
     page += count;
   }
 }
 
 void ptn_page_sums_note(ptn_page_sums *sums, const void *memory, uint64_t offset, uint64_t bytes) {
+  uint64_t page = offset / PTN_PAGE_BYTES, end = page + bytes / PTN_PAGE_BYTES;
   const char *next = memory;
-  for (uint64_t done = 0; done < bytes; done += PTN_PAGE_BYTES)
-    *place_of(sums, (offset + done) / PTN_PAGE_BYTES) = sum_of(sums, next + done);
+  uint32_t *places;
+  while (page < end) {
+    uint64_t count = run_of(sums, page, end, &places);
+    for (uint64_t i = 0; i < count; i++, next += PTN_PAGE_BYTES) places[i] = sum_of(sums, next);
+    page += count;
+  }
 }
 
 uint64_t ptn_page_sums_check(const ptn_page_sums *sums, void *memory, uint64_t offset, uint64_t bytes,
                              uint64_t *unwritten_bytes) {
-  uint64_t bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
-  for (uint64_t done = 0; done < bytes; done += PTN_PAGE_BYTES) {
-    char *page = (char *)memory + done;
-    uint32_t expected = *place_of(sums, (offset + done) / PTN_PAGE_BYTES);
-    if (expected == 0) {
-      memset(page, 0, PTN_PAGE_BYTES);
-      *unwritten_bytes += PTN_PAGE_BYTES;
-    } else if (bad_offset == PTN_PAGE_SUMS_ALL_GOOD && sum_of(sums, page) != expected) {
-      bad_offset = offset + done;
+  uint64_t bad_offset = PTN_PAGE_SUMS_ALL_GOOD, first = offset / PTN_PAGE_BYTES, page = first,
+           end = first + bytes / PTN_PAGE_BYTES;
+  char *next = memory;
+  uint32_t *places;
+  while (page < end) {
+    uint64_t count = run_of(sums, page, end, &places);
+    for (uint64_t i = 0; i < count; i++, next += PTN_PAGE_BYTES) {
+      if (places[i] == 0) {
+        memset(next, 0, PTN_PAGE_BYTES);
+        *unwritten_bytes += PTN_PAGE_BYTES;
+      } else if (bad_offset == PTN_PAGE_SUMS_ALL_GOOD && sum_of(sums, next) != places[i]) {
+        bad_offset = offset + (page + i - first) * PTN_PAGE_BYTES;
+      }
     }
+    page += count;
   }
   return bad_offset;
 }

@@ -71,6 +71,7 @@ struct ptn_store {
 
   _Atomic uint64_t unwritten_bytes;
   _Atomic int64_t checksum_ns;
+  _Atomic uint32_t short_sums_count;
   ptn_page_sums sums; /* a page's belongs to the piece in flight there; grows under the space mutex */
   ptn_mutex space_mutex; /* of the space and the file's size */
   ptn_space space;
@@ -340,8 +341,8 @@ static void advance(ptn_piece *piece, int64_t result) {
 
 /* ---- requests ---- */
 
-static ptn_status check_io(const ptn_store *store, const ptn_io *io) {
-  if (getpid() != store->process)
+static ptn_status check_io(const ptn_store *store, bool forked, const ptn_io *io) {
+  if (forked)
     return ptn_fail(PTN_INVALID,
                     "a disk store was used in a forked child; it belongs to the process that made it, make another one there");
   uint64_t file_bytes = atomic_load_explicit(&store->file_bytes, memory_order_acquire);
@@ -358,10 +359,10 @@ static ptn_status check_io(const ptn_store *store, const ptn_io *io) {
 }
 
 /* A request that is wrong, or has nothing to move, has ended. */
-static bool begin_io(const ptn_store *store, ptn_io *io) {
+static bool begin_io(const ptn_store *store, bool forked, ptn_io *io) {
   memset(&io->own, 0, sizeof io->own);
   io->own.bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
-  io->status = check_io(store, io);
+  io->status = check_io(store, forked, io);
   if (io->status != PTN_OK) ptn_error_save(&io->error);
   if (io->status == PTN_OK && io->bytes > 0) return true;
   io->start_ns = io->end_ns = ptn_now_ns();
@@ -371,8 +372,9 @@ static bool begin_io(const ptn_store *store, ptn_io *io) {
 
 void ptn_store_submit_all(ptn_store *store, ptn_io *const *ios, size_t count) {
   io_queue waiting = {0};
+  bool forked = getpid() != store->process;
   for (size_t i = 0; i < count; i++)
-    if (begin_io(store, ios[i])) append(&waiting, ios[i]);
+    if (begin_io(store, forked, ios[i])) append(&waiting, ios[i]);
   if (!waiting.first) return;
   ptn_lock(&store->mutex);
   for (ptn_io *io = waiting.first, *next; io; io = next) {
@@ -424,6 +426,7 @@ ptn_status ptn_store_transfer(ptn_store *store, void *memory, uint64_t offset, u
 /* ---- sums of the caller ---- */
 
 #define CALLER_PAGES 32 /* for one thread at least */
+#define TIMED_PART 8    /* a sum of fewer pages than two threads take up is timed once in so many, for all of them */
 
 typedef struct caller_sums {
   ptn_store *store;
@@ -445,8 +448,19 @@ static void sum_range(void *context, size_t begin, size_t end) {
   }
 }
 
+/* By the caller alone: too little for two. */
+static uint64_t sum_short(ptn_store *store, void *memory, uint64_t offset, uint64_t bytes, bool note) {
+  if (atomic_fetch_add_explicit(&store->short_sums_count, 1, memory_order_relaxed) % TIMED_PART)
+    return sum_here(store, memory, offset, bytes, note);
+  int64_t begin_ns = ptn_now_ns();
+  uint64_t bad_offset = sum_here(store, memory, offset, bytes, note);
+  atomic_fetch_add(&store->checksum_ns, TIMED_PART * (ptn_now_ns() - begin_ns));
+  return bad_offset;
+}
+
 static uint64_t sum_all(ptn_store *store, bool shared, void *memory, uint64_t offset, uint64_t bytes, bool note) {
   if (!shared) return sum_here(store, memory, offset, bytes, note);
+  if (bytes < 2 * CALLER_PAGES * PTN_PAGE_BYTES) return sum_short(store, memory, offset, bytes, note);
   caller_sums sums = {.store = store, .memory = memory, .offset = offset, .note = note};
   atomic_store(&sums.bad_offset, PTN_PAGE_SUMS_ALL_GOOD);
   ptn_openmp_run((size_t)(bytes / PTN_PAGE_BYTES), CALLER_PAGES, sum_range, &sums);
@@ -507,12 +521,24 @@ ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out) 
   return status;
 }
 
-void ptn_store_release(ptn_store *store, ptn_extent *extent) {
-  if (extent->bytes == 0) return;
-  ptn_lock(&store->space_mutex);
+/* Unlocks. */
+static void give(ptn_store *store, ptn_extent *extent) {
   ptn_space_give(&store->space, *extent);
   ptn_unlock(&store->space_mutex);
   *extent = (ptn_extent){0};
+}
+
+void ptn_store_release(ptn_store *store, ptn_extent *extent) {
+  if (extent->bytes == 0) return;
+  ptn_lock(&store->space_mutex);
+  give(store, extent);
+}
+
+bool ptn_store_release_at_once(ptn_store *store, ptn_extent *extent) {
+  if (extent->bytes == 0) return true;
+  bool mine = ptn_try_lock(&store->space_mutex);
+  if (mine) give(store, extent);
+  return mine;
 }
 
 void ptn_store_forget(ptn_store *store, ptn_extent extent) { ptn_page_sums_forget(&store->sums, extent.offset, extent.bytes); }

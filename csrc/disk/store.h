@@ -67,7 +67,7 @@ typedef struct ptn_store_stats {
   uint64_t read_ns, write_ns;       /* time with at least one read, one write in flight */
   uint64_t reserved_bytes;          /* of the file */
   uint64_t unwritten_bytes;         /* read where nothing was ever written: zeros */
-  int64_t checksum_ns; /* processor time of the store's threads, and time of its callers' teams; not of a caller by itself */
+  int64_t checksum_ns; /* processor time of the store's threads, and time of callers that share, in parts an estimate */
 } ptn_store_stats;
 
 /* folder must exist, be writable, not be a tmpfs and have direct I/O (PTN_DISK with a message that says what to do). Bytes of
@@ -84,6 +84,8 @@ const char *ptn_store_engine_name(const ptn_store *store); /* "io_uring" or "thr
  * more than keeping it. What has been reserved and never written since reads as zeros. Release only what no request uses. */
 ptn_status ptn_store_reserve(ptn_store *store, uint64_t bytes, ptn_extent *out);
 void ptn_store_release(ptn_store *store, ptn_extent *extent); /* sets *extent to none */
+/* The same where it does not have to wait, as for a file that grows; else false, and nothing has changed. */
+bool ptn_store_release_at_once(ptn_store *store, ptn_extent *extent);
 /* What lies in a reserved extent, which no request uses, counts no more: it reads as zeros, as if it had never been written. */
 void ptn_store_forget(ptn_store *store, ptn_extent extent);
 /* Gives released space at the end of the file back, in steps of 64 MiB, but for spare_bytes there that are expected to be needed

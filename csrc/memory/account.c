@@ -95,44 +95,34 @@ uint64_t ptn_account_missing(const ptn_account *account, uint64_t bytes) {
 }
 
 uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes) {
-  if (account->goal_bytes == 0) return 0;
-  uint64_t wanted_bytes = bytes > UINT64_MAX - account->live_bytes ? UINT64_MAX : account->live_bytes + bytes;
-  return wanted_bytes > account->goal_bytes ? wanted_bytes - account->goal_bytes : 0;
+  uint64_t goal_bytes = account->goal_bytes, live_bytes = account->live_bytes;
+  if (goal_bytes == 0) return 0;
+  uint64_t wanted_bytes = bytes > UINT64_MAX - live_bytes ? UINT64_MAX : live_bytes + bytes;
+  return wanted_bytes > goal_bytes ? wanted_bytes - goal_bytes : 0;
 }
 
-void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) {
-  ptn_lock(&ptn_arena_mutex);
-  account->goal_bytes = goal_bytes;
-  ptn_unlock(&ptn_arena_mutex);
-}
-
-bool ptn_account_has_goal(const ptn_account *account) {
-  if (!account) return false;
-  ptn_lock(&ptn_arena_mutex);
-  bool has_goal = account->goal_bytes > 0;
-  ptn_unlock(&ptn_arena_mutex);
-  return has_goal;
-}
+void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) { account->goal_bytes = goal_bytes; }
+bool ptn_account_has_goal(const ptn_account *account) { return account && account->goal_bytes > 0; }
 
 uint64_t ptn_account_room(const ptn_account *account) {
-  ptn_lock(&ptn_arena_mutex);
-  uint64_t most_bytes = account->goal_bytes > 0 ? account->goal_bytes : UINT64_MAX;
+  uint64_t goal_bytes = account->goal_bytes, live_bytes = account->live_bytes;
+  uint64_t most_bytes = goal_bytes > 0 ? goal_bytes : UINT64_MAX;
   if (limited(account)) most_bytes = ptn_min_u64(most_bytes, account->limit_bytes);
-  uint64_t room_bytes = most_bytes > account->live_bytes ? most_bytes - account->live_bytes : 0;
-  ptn_unlock(&ptn_arena_mutex);
-  return most_bytes == UINT64_MAX ? UINT64_MAX : room_bytes;
+  if (most_bytes == UINT64_MAX) return UINT64_MAX;
+  return most_bytes > live_bytes ? most_bytes - live_bytes : 0;
 }
 
 static void add_live(ptn_account *account, uint64_t bytes) {
+  uint64_t live_bytes = account->live_bytes + bytes;
   account->block_count++;
-  account->live_bytes += bytes;
-  account->peak_bytes = ptn_max_u64(account->peak_bytes, account->live_bytes);
-  account->interval_peak_bytes = ptn_max_u64(account->interval_peak_bytes, account->live_bytes);
+  atomic_store_explicit(&account->live_bytes, live_bytes, memory_order_relaxed);
+  account->peak_bytes = ptn_max_u64(account->peak_bytes, live_bytes);
+  account->interval_peak_bytes = ptn_max_u64(account->interval_peak_bytes, live_bytes);
 }
 
 static void drop_live(ptn_account *account, uint64_t bytes) {
   account->block_count--;
-  account->live_bytes -= bytes;
+  atomic_store_explicit(&account->live_bytes, account->live_bytes - bytes, memory_order_relaxed);
   if (!account->open && account->block_count == 0) retire(account);
 }
 

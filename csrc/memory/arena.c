@@ -10,8 +10,11 @@
  * are all that can stay above it (slack_bytes): they are pages that other small blocks keep alive.
  *
  * A block of whole pages is given back with its last hold. Who holds one is not recorded: a hold given up too often is seen
- * only when the block is gone.
+ * only when the block is gone. Who has a hold takes another, or gives up one of several, without the lock: as long as there is one
+ * the stretch stays what it is, and so does the word of its first page. The last is given up with the lock, under which others may
+ * have taken one by the block's serial.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -126,9 +129,21 @@ static void must_live(const ptn_stretch *stretch, uintptr_t address, const char 
   abort();
 }
 
+/* False where it may be the last. */
+static bool give_up_one_of_several(uintptr_t address) {
+  ptn_stretch *stretch = stretch_at(ptn_map_get(address), address);
+  uint32_t count = stretch ? atomic_load_explicit(&stretch->hold_count, memory_order_relaxed) : 0;
+  while (count > 1) {
+    if (atomic_compare_exchange_weak_explicit(&stretch->hold_count, &count, count - 1, memory_order_release,
+                                              memory_order_relaxed))
+      return true;
+  }
+  return false;
+}
+
 void ptn_arena_free(void *block) {
-  if (!block) return;
   uintptr_t address = (uintptr_t)block;
+  if (!block || give_up_one_of_several(address)) return;
   ptn_lock(&ptn_arena_mutex);
   uintptr_t word = ptn_map_get(address);
   if (word & PTN_MAP_SLAB) {
@@ -140,7 +155,7 @@ void ptn_arena_free(void *block) {
   } else {
     ptn_stretch *stretch = stretch_at(word, address);
     must_live(stretch, address, "freed");
-    if (--stretch->hold_count == 0) {
+    if (atomic_fetch_sub_explicit(&stretch->hold_count, 1, memory_order_acq_rel) == 1) {
       ptn_account_uncount(stretch->owner, stretch->bytes);
       ptn_stretch_give(stretch);
     }
@@ -162,8 +177,16 @@ bool ptn_arena_hold(const ptn_block *block) {
   ptn_lock(&ptn_arena_mutex);
   ptn_stretch *stretch = stretch_at(ptn_map_get(address), address);
   bool lives = stretch && stretch->serial == block->serial;
-  if (lives) stretch->hold_count++;
+  if (lives) atomic_fetch_add_explicit(&stretch->hold_count, 1, memory_order_relaxed);
   ptn_unlock(&ptn_arena_mutex);
+  return lives;
+}
+
+bool ptn_arena_hold_more(const ptn_block *block) {
+  uintptr_t address = (uintptr_t)block->memory;
+  ptn_stretch *stretch = stretch_at(ptn_map_get(address), address);
+  bool lives = stretch && stretch->serial == block->serial;
+  if (lives) atomic_fetch_add_explicit(&stretch->hold_count, 1, memory_order_relaxed);
   return lives;
 }
 

@@ -100,6 +100,8 @@ bool ptn_arena_find(const void *address, ptn_block *out);
 /* A block handed out has one hold. One more keeps it in use, and counted, until as many calls of ptn_arena_free. False, and
  * nothing changes, where the block that had this serial is gone. */
 bool ptn_arena_hold(const ptn_block *block);
+/* The same where somebody has a hold all the while: takes no lock. */
+bool ptn_arena_hold_more(const ptn_block *block);
 /* Of the block that begins there, which is in use; ends with the block. Small blocks have no use: nothing changes. */
 void ptn_arena_set_use(void *memory, ptn_block_use use);
 

@@ -23,7 +23,7 @@ typedef struct ptn_stretch {
   ptn_stretch_state state;
   ptn_account *owner;                /* live, as the next three */
   uint64_t serial;                   /* never 0 */
-  uint32_t hold_count;
+  _Atomic uint32_t hold_count;       /* changed without the lock too, but only from and to more than 0 */
   ptn_block_use use;
   size_t marked_bytes;               /* from begin: the granules that begin there are its own in the page map */
   ptn_fit_node by_bytes;             /* dirty: in the tree of dirty stretches */

@@ -199,11 +199,8 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
     Py_DECREF(saved);
     return NULL;
   }
-  ptn_counter *owner = fresh ? ptn_torch_counter(tensor_of(self, tensor)) : NULL;
-  if (owner) ptn_record_set_owner(saved->record, owner);
-  if (!fresh || owner) return (PyObject *)saved;
-  Py_DECREF(saved); /* its only use: the record goes with it */
-  return PyErr_NoMemory();
+  if (fresh) ptn_record_set_owner(saved->record, ptn_torch_counter(tensor_of(self, tensor)));
+  return (PyObject *)saved;
 }
 
 /* False where they do not tell: what torch does not keep in memory of the usual kind; whose storage is shut, as of a parameter on disk;
@@ -276,9 +273,7 @@ bool ptn_saved_version(PyObject *hooks, PyObject *tensor, uint32_t *version) {
 ptn_counter *ptn_saved_counter(PyObject *hooks, PyObject *tensor) {
   const saved_tensors_object *self = (saved_tensors_object *)hooks;
   uint32_t version;
-  ptn_counter *found = ptn_torch_counter(tensor_of(self, tensor));
-  if (!found && read_version(self, tensor, &version)) PyErr_NoMemory();
-  return found;
+  return read_version(self, tensor, &version) ? ptn_torch_counter(tensor_of(self, tensor)) : NULL;
 }
 
 bool ptn_saved_check_version(uint32_t now, uint32_t version, PyObject *shape) {

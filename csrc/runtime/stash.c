@@ -47,6 +47,11 @@ static void unreference(ptn_stash *stash) {
     free_pass(stash->passes);
     stash->passes = next;
   }
+  while (stash->idle_records) {
+    ptn_record *next = stash->idle_records->table_next;
+    free(stash->idle_records);
+    stash->idle_records = next;
+  }
   free(stash->last_moments);
   free(stash->keep);
   ptn_condition_destroy(&stash->changed);
@@ -201,7 +206,29 @@ void ptn_stash_near(ptn_stash *stash, int32_t number) {
   ptn_unlock(&stash->mutex);
 }
 
-/* ---- records: their lists ---- */
+/* ---- records: their memory and their lists ---- */
+
+#ifdef __SANITIZE_ADDRESS__
+#define USE_AGAIN false /* it is to see who touches one that is gone */
+#else
+#define USE_AGAIN true /* an allocator takes longer for blocks as long as these */
+#endif
+
+static ptn_record *take_record(ptn_stash *stash) {
+  ptn_record *record = stash->idle_records;
+  if (record) stash->idle_records = record->table_next;
+  else record = malloc(sizeof *record);
+  return record;
+}
+
+static void give_record(ptn_stash *stash, ptn_record *record) {
+  if (!USE_AGAIN) {
+    free(record);
+    return;
+  }
+  record->table_next = stash->idle_records;
+  stash->idle_records = record;
+}
 
 static ptn_record **bucket(ptn_stash *stash, uint64_t serial) { return &stash->table[serial * 0x9e3779b97f4a7c15u >> 54]; }
 
@@ -254,6 +281,7 @@ void ptn_record_release_space(ptn_record *record) {
   record->extent = (ptn_extent){0};
   if (extent.bytes == 0) return;
   stash->stats.disk_bytes -= extent.bytes;
+  if (ptn_store_release_at_once(stash->store, &extent)) return;
   go_outside(stash);
   ptn_store_release(stash->store, &extent);
   come_back(stash);
@@ -270,7 +298,7 @@ void ptn_record_destroy(ptn_record *record) {
   ptn_record_release_space(record);
   pass->records--; /* after the unlocked moment: it keeps the pass */
   forget_if_empty(stash, pass);
-  free(record);
+  give_record(stash, record);
   stash->references--; /* never the last: the caller has one, or a request in flight keeps close waiting */
 }
 
@@ -305,14 +333,14 @@ static bool kept_by_rule(const ptn_stash *stash, const ptn_record *record) {
 
 static ptn_status make_record(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                               ptn_record **out) {
-  ptn_record *record = malloc(sizeof *record);
+  ptn_record *record = take_record(stash);
   if (!record || (!stash->current && !new_pass(stash)) || !note_moment(stash->current, block->bytes)) {
-    free(record);
+    if (record) give_record(stash, record);
     return ptn_fail(PTN_MEMORY, "no memory to note a saved tensor");
   }
-  if (!ptn_arena_hold(block)) {
+  if (!ptn_arena_hold_more(block)) {
     stash->current->n_moments--;
-    free(record);
+    give_record(stash, record);
     return ptn_fail(PTN_INVALID, "a saved tensor's memory was given back before it could be taken over");
   }
   pass *pass = stash->current;
@@ -404,13 +432,18 @@ ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *c
 
 /* ---- get ---- */
 
-/* A second hold for the caller on what the stash holds; or the stash's own, where it needs none any more. */
+/* What is in memory, with a second hold for the caller, or the stash's own where it needs none any more; else NULL. */
 static void *hand_over(ptn_stash *stash, ptn_record *record) {
   if (record->state == RECORD_IN_BOTH && record->waiting == 0) {
     record->state = RECORD_ON_DISK;
     stash->stats.memory_bytes -= record->block.bytes;
-  } else if (!ptn_arena_hold(&record->block)) {
-    abort(); /* the stash's own hold is gone: memory would be handed out that is somebody else's */
+  } else if (record_is_held(record)) {
+    if (!ptn_arena_hold_more(&record->block))
+      abort(); /* the stash's hold is gone: memory would be handed out that is somebody else's */
+  } else if (record->state == RECORD_ON_DISK && ptn_arena_hold(&record->block)) { /* somebody else has it still */
+    stash->stats.forwarded_bytes += record->block.bytes;
+  } else {
+    return NULL;
   }
   return record->block.memory;
 }
@@ -441,6 +474,12 @@ static ptn_status check(ptn_stash *stash, ptn_record *record, void *memory) {
   return ptn_error_restore(&error);
 }
 
+/* Needed before its write began: it is not made. May unlock for a moment. */
+static void withdraw(ptn_stash *stash, ptn_record *record) {
+  ptn_stash_unqueue(stash, record);
+  ptn_record_release_space(record);
+}
+
 static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
   for (;;) {
     if (stash->closed) return ptn_fail(PTN_STEP, "backward needs activations of a model that is not wrapped any more");
@@ -449,38 +488,51 @@ static ptn_status get(ptn_stash *stash, ptn_record *record, void **memory) {
       return ptn_error_restore(&record->io.error);
     }
     if (record->state == RECORD_QUEUED) {
-      ptn_stash_unqueue(stash, record); /* needed before its write began: it is not made */
-      ptn_record_release_space(record);
+      withdraw(stash, record);
       continue;
     }
-    if (record_is_held(record)) {
-      *memory = hand_over(stash, record);
-      return check(stash, record, *memory);
-    }
-    if (record->state == RECORD_ON_DISK && ptn_arena_hold(&record->block)) { /* somebody else has it still */
-      *memory = record->block.memory;
-      stash->stats.forwarded_bytes += record->block.bytes;
-      return check(stash, record, *memory);
-    }
+    *memory = hand_over(stash, record);
+    if (*memory) return check(stash, record, *memory);
     if (record->state == RECORD_ON_DISK) PTN_TRY(ptn_stash_read(stash, record));
     else ptn_stash_wait(stash, PTN_TRACE_ACTIVATIONS, record->number);
   }
 }
 
+/* When backward came to the record, and that it stands in its pass. */
+static void note_asked(ptn_stash *stash, ptn_record *record) {
+  pass *pass = record->pass;
+  if (!record->asked) {
+    record->asked = true;
+    if (!stash->closed) pass->moments[record->place].get_ns = ptn_now_ns();
+    if (record->state == RECORD_IN_MEMORY || record->state == RECORD_QUEUED || record->state == RECORD_WRITING)
+      stash->stats.forwarded_bytes += record->block.bytes;
+  }
+  if (stash->backward != pass) {
+    stash->backward = pass;
+    pass->ahead = record->before;
+  }
+}
+
+/* Whether asking for the record changes what is read ahead. */
+static bool moves_on(const ptn_stash *stash, const ptn_record *record) {
+  if (stash->backward != record->pass) return true;
+  return !record->asked && stash->turned && record->pass->ahead;
+}
+
 bool ptn_stash_get_at_once(ptn_record *record, bool first, void **memory) {
   ptn_stash *stash = record->stash;
+  *memory = NULL;
   ptn_lock(&stash->mutex);
-  bool known = record->asked && record->pass == stash->backward && !stash->closed; /* nothing is to be noted */
-  bool there = record_is_held(record) && record->state != RECORD_QUEUED && !record->unchecked;
-  bool told = record->status == PTN_OK && stash->failure == PTN_OK;
-  bool at_once = known && there && told;
-  if (at_once) {
+  if (record->status == PTN_OK && stash->failure == PTN_OK && !stash->closed && !moves_on(stash, record)) {
+    note_asked(stash, record);
+    if (record->state == RECORD_QUEUED) withdraw(stash, record);
     if (first) record->waiting--;
-    *memory = hand_over(stash, record);
-    stash->hold_back = false;
+    if (!record->unchecked && !stash->closed) *memory = hand_over(stash, record);
+    if (*memory) stash->hold_back = false;
+    else if (first) record->waiting++;
   }
   ptn_unlock(&stash->mutex);
-  return at_once;
+  return *memory != NULL;
 }
 
 ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
@@ -489,17 +541,7 @@ ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
   ptn_lock(&stash->mutex);
   ptn_status status = stash->closed ? PTN_OK : report_failure(stash);
   if (status == PTN_OK) {
-    pass *pass = record->pass;
-    if (!record->asked) {
-      record->asked = true;
-      if (!stash->closed) pass->moments[record->place].get_ns = ptn_now_ns();
-      if (record->state == RECORD_IN_MEMORY || record->state == RECORD_QUEUED || record->state == RECORD_WRITING)
-        stash->stats.forwarded_bytes += record->block.bytes;
-    }
-    if (stash->backward != pass) {
-      stash->backward = pass;
-      pass->ahead = record->before;
-    }
+    note_asked(stash, record);
     if (first) record->waiting--;
     status = get(stash, record, memory);
     if (status != PTN_OK) {

@@ -39,7 +39,7 @@ struct ptn_record {
   void *owner;
   ptn_record *before, *after; /* in its pass, by the last put */
   ptn_record *queue_before, *queue_after;
-  ptn_record *table_next;
+  ptn_record *table_next; /* also among those that may be used again */
   ptn_io io; /* last: it begins unwritten */
 };
 
@@ -78,6 +78,7 @@ struct ptn_stash {
   bool starting, start_again, pressed; /* and one starts writes; pressed: whether backward is near or not */
   uint32_t finishing_count; /* threads of the store in a callback */
   uint32_t outside_count; /* threads inside the store on behalf of a record */
+  ptn_record *idle_records; /* to be used again: to the end, as many as there ever were at once */
   pass *passes, *current;
   pass *backward; /* whose records were asked for last */
   ptn_record *queue_first, *queue_last;

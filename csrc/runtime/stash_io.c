@@ -334,12 +334,13 @@ static ptn_record *next_ahead(ptn_stash *stash, uint64_t begun_bytes) {
  * is read when it is asked for. */
 static bool read_some(ptn_stash *stash) {
   ptn_io *ios[PTN_PIECE_PARTS];
-  ptn_record *record;
+  ptn_record *record = next_ahead(stash, 0);
+  if (!record) return false;
   uint64_t bytes = 0;
   size_t count = 0;
   bool inside = must_not_wait, begun = true;
   must_not_wait = true;
-  while (count < PTN_PIECE_PARTS && (record = next_ahead(stash, bytes))) {
+  for (; record; record = count < PTN_PIECE_PARTS ? next_ahead(stash, bytes) : NULL) {
     bytes += record->block.bytes;
     begun = begin_read(stash, record, false) == PTN_OK; /* else it may be gone */
     if (!begun) break;

@@ -89,8 +89,22 @@ static void open_or_shut(storage *place, bool open) {
 
 extern "C" void ptn_torch_open_storage(void *storage, bool open) { open_or_shut(static_cast<c10::StorageImpl *>(storage), open); }
 
-struct ptn_counter {
-  c10::VariableVersion of;
+/* A hold is torch's own class, which is a pointer to the counter: the bytes of that are ptn_counter's address, and nothing has to be
+ * allocated. */
+static_assert(sizeof(c10::VariableVersion) == sizeof(void *) && alignof(c10::VariableVersion) <= alignof(void *));
+
+struct hold {
+  alignas(c10::VariableVersion) unsigned char place[sizeof(c10::VariableVersion)];
+
+  // One more, which nothing here gives up.
+  explicit hold(const c10::VariableVersion &counter) { new (place) c10::VariableVersion(counter); }
+  explicit hold(const ptn_counter *counter) { std::memcpy(place, &counter, sizeof place); }
+  c10::VariableVersion &version() { return *std::launder(reinterpret_cast<c10::VariableVersion *>(place)); }
+  ptn_counter *bytes() const {
+    ptn_counter *counter;
+    std::memcpy(&counter, place, sizeof place);
+    return counter;
+  }
 };
 
 using tensor_pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -169,7 +183,7 @@ extern "C" void *ptn_torch_make(const ptn_torch_memory *memory, int32_t type, in
     tensor_pointer made =
         c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(scalar));
     made->set_sizes_and_strides(sizes, strides);
-    if (counter && !made->is_inference()) made->set_version_counter(counter->of);
+    if (counter && !made->is_inference()) made->set_version_counter(hold(counter).version());
     return THPVariable_Wrap(at::TensorBase(std::move(made)));
   } catch (...) {
     return nullptr;
@@ -189,16 +203,17 @@ extern "C" void *ptn_torch_alias(const void *tensor) {
 
 extern "C" ptn_counter *ptn_torch_counter(const void *tensor) {
   const c10::VariableVersion &counter = tensor_at(tensor).version_counter();
-  return counter.enabled() ? new (std::nothrow) ptn_counter{counter} : nullptr;
+  return counter.enabled() ? hold(counter).bytes() : nullptr;
 }
 
-extern "C" const void *ptn_torch_counter_of(const void *tensor) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void *), "it is a pointer to the counter, which it does not tell");
-  const void *counter;
+extern "C" const ptn_counter *ptn_torch_counter_of(const void *tensor) {
+  const ptn_counter *counter;
   std::memcpy(&counter, &tensor_at(tensor).version_counter(), sizeof counter);
   return counter;
 }
 
-extern "C" uint32_t ptn_counter_version(const ptn_counter *counter) { return counter->of.current_version(); }
+extern "C" uint32_t ptn_counter_version(const ptn_counter *counter) { return hold(counter).version().current_version(); }
 
-extern "C" void ptn_counter_drop(ptn_counter *counter) { delete counter; }
+extern "C" void ptn_counter_drop(ptn_counter *counter) {
+  if (counter) hold(counter).version().~VariableVersion();
+}

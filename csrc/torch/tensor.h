@@ -59,10 +59,10 @@ void *ptn_torch_alias(const void *tensor);
 
 /* ---- version counters ---- */
 
-/* The tensor's counter, to be given up once; NULL: no memory, or it has none. */
+/* The tensor's counter, to be given up once; NULL: it has none. */
 ptn_counter *ptn_torch_counter(const void *tensor);
-/* Which one it has: the same for tensors that count together, as long as one of them or a hold lives. */
-const void *ptn_torch_counter_of(const void *tensor);
+/* The same without a hold on it: as long as one of its tensors or a hold lives. */
+const ptn_counter *ptn_torch_counter_of(const void *tensor);
 uint32_t ptn_counter_version(const ptn_counter *counter);
 void ptn_counter_drop(ptn_counter *counter); /* NULL is allowed; on any thread */
 

@@ -108,7 +108,7 @@ static void a_block_lives_until_its_last_hold_is_given_up(void) {
   memset(memory, 7, 3 * granule_bytes);
   ptn_block block = block_at(memory + granule_bytes);
   CHECK(block.serial > 0 && block.use == PTN_BLOCK_PLAIN);
-  CHECK(ptn_arena_hold(&block) && ptn_arena_hold(&block));
+  CHECK(ptn_arena_hold(&block) && ptn_arena_hold_more(&block));
   ptn_arena_set_use(memory, PTN_BLOCK_STATIC);
   for (int i = 0; i < 2; i++) {
     ptn_arena_free(memory);
@@ -124,7 +124,8 @@ static void a_block_lives_until_its_last_hold_is_given_up(void) {
   CHECK(!ptn_arena_hold(&block));
   char *again = take(limited, 3 * granule_bytes);
   CHECK(again == memory); /* the same place, another block */
-  CHECK(!ptn_arena_hold(&block) && block_at(again).serial != block.serial && block_at(again).use == PTN_BLOCK_PLAIN);
+  CHECK(!ptn_arena_hold(&block) && !ptn_arena_hold_more(&block));
+  CHECK(block_at(again).serial != block.serial && block_at(again).use == PTN_BLOCK_PLAIN);
   block = block_at(again);
   CHECK(ptn_arena_hold(&block));
   ptn_account_destroy(limited); /* held blocks outlive their account as others do */
@@ -242,12 +243,12 @@ static void *hold_and_free(void *argument) {
   return NULL;
 }
 
-/* Every thread frees as often as it held; the last one of all ends the block. */
+/* Every thread frees as often as it held, with the lock and without; the last one of all ends the block. */
 static ptn_block shared;
 
 static void *hold_many(void *argument) {
   for (int round = 0; round < round_count; round++) {
-    CHECK(ptn_arena_hold(&shared) && ptn_arena_hold(&shared));
+    CHECK(ptn_arena_hold(&shared) && ptn_arena_hold_more(&shared));
     CHECK(block_at((char *)shared.memory + round % 1000).serial == shared.serial);
     ptn_arena_free(shared.memory);
     ptn_arena_free(shared.memory);

@@ -329,7 +329,7 @@ static void released_space_is_used_again_and_trimmed(void) {
   uint64_t most = reserved_bytes(store);
   CHECK(most >= 300 * PTN_MIB && most <= 400 * PTN_MIB);
   uint64_t hole = b.offset;
-  ptn_store_release(store, &b);
+  CHECK(ptn_store_release_at_once(store, &b) && b.bytes == 0 && ptn_store_release_at_once(store, &b));
   CHECK_OK(ptn_store_reserve(store, 60 * PTN_MIB, &d));
   CHECK(d.offset == hole);
   CHECK(reserved_bytes(store) == most);
