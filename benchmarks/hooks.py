@@ -5,8 +5,8 @@
 One graph of many operations that each save one tensor is made, run backward and dropped, with each kind of hooks in turn. What
 differs from the empty hooks is pack, unpack and what they leave to be freed; the median over rounds of the difference counts.
 Where a record is made 64 KiB are also written for each tensor, on threads of the disk's beside what is timed, and summed before
-on the thread that is timed; where they are not handed back from memory it waits for a read, and compares. Sums and waits are given
-beside the whole, as they depend on the bytes, on whether a cache has them, and on the disk.
+on the thread that is timed; where they are not handed back from memory it waits for a read, and compares. Sums and waits are
+given beside the whole, as they depend on the bytes, on whether a cache has them, and on the disk.
 
 Then the blocks of two models are run, swapped, and what they save is counted by these kinds: the average over a block follows.
 What an operation saves it has just computed or read.
