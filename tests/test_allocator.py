@@ -108,6 +108,7 @@ def test_refusal_is_a_budget_error(wrapped: torch.nn.Module, refused: Callable[[
     assert isinstance(error, protrain.BudgetError)
     assert error.budget_bytes == BUDGET < error.needed_bytes <= error.smallest_bytes
     assert str(BUDGET) in str(error)
+    assert "optimizer.zero_grad()" in str(error), "what to do"
     caught.clear()
     del error
     assert torch.ones(MIB).sum().item() == MIB

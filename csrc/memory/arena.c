@@ -73,7 +73,8 @@ static ptn_status refuse(ptn_account *account, size_t bytes) {
   ptn_unlock(&ptn_arena_mutex);
   ptn_fail_budget(needed, limit, 0,
                   "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; "
-                  "give a budget of at least %llu bytes, or a smaller batch",
+                  "give a budget of at least %llu bytes, or a smaller batch; a training step that is run again after "
+                  "optimizer.zero_grad() is planned with room for this",
                   bytes, live, limit, needed);
   ptn_last_error()->asked_bytes = bytes;
   return PTN_BUDGET;
