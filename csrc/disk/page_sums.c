@@ -86,8 +86,7 @@ void ptn_page_sums_note(ptn_page_sums *sums, const void *memory, uint64_t offset
 
 uint64_t ptn_page_sums_check(const ptn_page_sums *sums, void *memory, uint64_t offset, uint64_t bytes,
                              uint64_t *unwritten_bytes) {
-  uint64_t bad_offset = PTN_PAGE_SUMS_ALL_GOOD, first = offset / PTN_PAGE_BYTES, page = first,
-           end = first + bytes / PTN_PAGE_BYTES;
+  uint64_t page = offset / PTN_PAGE_BYTES, end = page + bytes / PTN_PAGE_BYTES, bad_offset = PTN_PAGE_SUMS_ALL_GOOD;
   char *next = memory;
   uint32_t *places;
   while (page < end) {
@@ -97,7 +96,7 @@ uint64_t ptn_page_sums_check(const ptn_page_sums *sums, void *memory, uint64_t o
         memset(next, 0, PTN_PAGE_BYTES);
         *unwritten_bytes += PTN_PAGE_BYTES;
       } else if (bad_offset == PTN_PAGE_SUMS_ALL_GOOD && sum_of(sums, next) != places[i]) {
-        bad_offset = offset + (page + i - first) * PTN_PAGE_BYTES;
+        bad_offset = (page + i) * PTN_PAGE_BYTES;
       }
     }
     page += count;

@@ -10,9 +10,9 @@
  * are all that can stay above it (slack_bytes): they are pages that other small blocks keep alive.
  *
  * A block of whole pages is given back with its last hold. Who holds one is not recorded: a hold given up too often is seen
- * only when the block is gone. Who has a hold takes another, or gives up one of several, without the lock: as long as there is one
- * the stretch stays what it is, and so does the word of its first page. The last is given up with the lock, under which others may
- * have taken one by the block's serial.
+ * only when the block is gone. Who has a hold takes another, or gives up one of several, without the lock: as long as there is
+ * one the stretch stays what it is, and so does the word of its first page. The last is given up with the lock, under which
+ * others may have taken one by the block's serial.
  */
 #include <stdatomic.h>
 #include <stdio.h>

@@ -4,8 +4,8 @@
  * one for each granule of 64 KiB. Leaves are mapped with the ranges the arena reserves and touched where pages are in use: 8.5
  * bytes for a page at worst. A page's word is a pointer, its lowest bit set where it points to a slab, 0 where nothing is known.
  * A granule's word tells of its first byte only, so that a large block is written into the map in a moment; it points to a
- * stretch, and may be of a time that is past. Read and written under the arena's lock, but for the word of a block's first page, which
- * whoever holds the block may read at any time.
+ * stretch, and may be of a time that is past. Read and written under the arena's lock, but for the word of a block's first page,
+ * which whoever holds the block may read at any time.
  */
 #ifndef PTN_MEMORY_PAGE_MAP_H
 #define PTN_MEMORY_PAGE_MAP_H

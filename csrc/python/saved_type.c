@@ -20,8 +20,9 @@
  * backward of their own, changes what other uses of the record get, and those raise.
  *
  * Invariants: a Saved is kept (kept set, record NULL) or stashed (record set, kept NULL). All Python objects are touched with
- * the GIL; it is released where a record that is brought may wait for the disk, is compared, or has others read ahead, and kept while
- * one is put: that reserves space and sums bytes, and does not wait for what is written. In a forked process the stash's threads are gone: records are left alone.
+ * the GIL; it is released where a record that is brought may wait for the disk, is compared, or has others read ahead, and kept
+ * while one is put: that reserves space and sums bytes, and does not wait for what is written. In a forked process the stash's
+ * threads are gone: records are left alone.
  */
 #include <string.h>
 

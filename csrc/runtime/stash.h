@@ -71,7 +71,8 @@ ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *c
  * was not asked for before. A record may be asked for again as long as one of its uses lives. */
 ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory);
 
-/* The same where there is nothing to wait for, to compare, to read, also ahead, or to tell; else false, and ptn_stash_get is asked. */
+/* The same where there is nothing to wait for, to compare, to read, also ahead, or to tell; else false, and ptn_stash_get is to
+ * be asked. */
 bool ptn_stash_get_at_once(ptn_record *record, bool first, void **memory);
 
 /* A use is over; asked: it was asked for at least once. With its last use a record gives up memory and disk space, at once or when

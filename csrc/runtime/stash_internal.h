@@ -1,5 +1,6 @@
 /* What the stash's files share. One mutex guards all of it. It is never held across I/O, an allocation (whose pressure may ask the
- * stash), a call of the store that may wait, or a wait other than on its own condition; the arena's own lock may be taken inside it. */
+ * stash), a call of the store that may wait, or a wait other than on its own condition; the arena's own lock may be taken inside
+ * it. */
 #ifndef PTN_RUNTIME_STASH_INTERNAL_H
 #define PTN_RUNTIME_STASH_INTERNAL_H
 

@@ -89,8 +89,8 @@ static void open_or_shut(storage *place, bool open) {
 
 extern "C" void ptn_torch_open_storage(void *storage, bool open) { open_or_shut(static_cast<c10::StorageImpl *>(storage), open); }
 
-/* A hold is torch's own class, which is a pointer to the counter: the bytes of that are ptn_counter's address, and nothing has to be
- * allocated. */
+/* A hold is torch's own class, which is a pointer to the counter: the bytes of that are ptn_counter's address, and nothing has to
+ * be allocated. */
 static_assert(sizeof(c10::VariableVersion) == sizeof(void *) && alignof(c10::VariableVersion) <= alignof(void *));
 
 struct hold {
