@@ -48,6 +48,7 @@ from .runtime.gradients import Gradients
 from .runtime.homes import Homes
 from .runtime.hooks import ModelHooks
 from .runtime.marks import Marks
+from .runtime.otherhooks import release_failed_backward
 from .runtime.pacing import Pacer
 from .runtime.residency import Residency
 from .runtime.running import Runner, Together
@@ -101,7 +102,7 @@ class Session:
         self._batches: Counter[Shapes] = Counter()  # of the step under way
         self._told_unplanned = False
         self._tells = False  # a step began as it was planned, and nothing else counted since
-        self._refused_beside = 0  # what would have been in memory with a forward without gradients that was refused in it
+        self._needed_beside = 0  # in memory with a forward without gradients in it that was refused, or state gave way to
         self._output: tuple[weakref.ref[torch.Tensor], int] | None = None  # the largest of the last forward, and bytes of all
         self._dropped_bytes = 0  # of outputs that the program did not hold when the last backward began
         self._stray_slots = False  # chunks got slots of their own for an operation of no step
@@ -251,6 +252,7 @@ class Session:
             self.runner.begin_pass(self.fitter.measured)
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
+            self.homes.yield_states()
         else:
             self._tells = self._is_within_step()
             if self._tells and not self.fitter.within_bytes:  # what is seen first is its own: no gradient waits for its update
@@ -271,17 +273,21 @@ class Session:
     def _run_in_step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward without gradients in the middle of a step. What one takes that is refused is foreseen: it has not shown all
         of it."""
-        live_bytes, within = self.engine.held()["live_bytes"], self._is_within_step()
+        before, within = self.engine.held(), self._is_within_step()
         with self.marks.within() if within else nullcontext():
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             except BudgetError as error:
-                needed_bytes = max(error.needed_bytes, live_bytes + self.evaluation.need_within(args, kwargs))
+                needed_bytes = max(error.needed_bytes, before["live_bytes"] + self.evaluation.need_within(args, kwargs))
                 if within:
                     self.marks.note_within(needed_bytes)
                 else:
-                    self._refused_beside = max(self._refused_beside, needed_bytes)
+                    self._needed_beside = max(self._needed_beside, needed_bytes)
                 raise
+        yielded_bytes = self.engine.held()["yielded_bytes"]
+        if yielded_bytes > before["yielded_bytes"] and not within:  # it found room, but no plan has it
+            self._needed_beside = max(self._needed_beside, self.wrapped.settings.memory_bytes + yielded_bytes)
+        return result
 
     def _begin_clocks(self) -> None:
         """What a step takes is measured from here on."""
@@ -323,17 +329,19 @@ class Session:
             return
         refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
         within_bytes = self.marks.within_bytes if self._tells else 0
-        if self._refused_beside:
-            self.fitter.note_refused_beside(self._refused_beside)
-        self._tells, self._refused_beside = False, 0
+        if self._needed_beside:
+            self.fitter.note_beside(self._needed_beside)
+        self._tells, self._needed_beside = False, 0
         self.marks.begin()
         self._foresaw(self.fitter.plan_later())
         self._foresaw(self.fitter.learn_within(within_bytes))
         if refused_bytes:
+            release_failed_backward()
             self._foresaw(self.fitter.learn_refused(refused_bytes, args, kwargs))
         if self._dropped_bytes:
             self._foresaw(self.fitter.note_dropped(self._dropped_bytes, args, kwargs))
             self._dropped_bytes = 0
+        self.homes.bring_states()
 
     def _backward_begins(self) -> None:
         self.wrapped.compute.count(self.engine, True)  # another model's step may have come between
@@ -489,6 +497,8 @@ class Session:
                 within_bytes = self.marks.within_bytes
                 self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
                 self._foresaw(self.fitter.learn_within(within_bytes))
+            elif self.fitter.end_first():
+                self._foresaw(self.fitter.plan_without_first_room())
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
@@ -511,7 +521,8 @@ class Session:
         with self.turn:
             self._note_commit()
             if self.marks.refused_bytes:
-                self._awaited.forget()  # torch keeps what is left of a backward that failed until there is another one
+                release_failed_backward()
+                self._awaited.forget()
             if self._under_way() or self.marks.refused_bytes:
                 self.forget()
             self.gradients.drop()

@@ -7,11 +7,14 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, run
 
 import protrain
+from protrain.runtime.fitting import Fitter
+from protrain.runtime.homes import Homes
 from protrain.runtime.pacing import Pacer
 
 TIGHT = 20 * MIB  # the state of a Chain is 41 MiB
@@ -86,6 +89,15 @@ class Starting(nn.Module):
             block.state = None
             x = block(x)
         return x.square().mean()
+
+
+def rigid(monkeypatch: pytest.MonkeyPatch, *, first_room: bool = False, yields: bool = False) -> None:
+    """Without what spares programs that no plan foresaw a refusal, or the one of the two: a first step leaves room for them, and
+    state in memory gives way."""
+    if not first_room:
+        monkeypatch.setattr(Fitter, "_with_first_room", lambda _self, _run, best: best)
+    if not yields:
+        monkeypatch.setattr(Homes, "yield_states", lambda _: None)
 
 
 def steps(batches: list[torch.Tensor], loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = lambda model, x: model(x)) -> Loop:

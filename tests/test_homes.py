@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs, steps
+from nets import TIGHT, Chain, inputs, rigid, steps
 from twins import adamw, bits
 
 import protrain
@@ -60,8 +60,22 @@ def calls_of_the_first_batch(disk: Path) -> int:
     return engine.calls
 
 
-def test_a_fault_while_homes_move(fresh_disk: Path) -> None:
+def test_a_fault_while_homes_move_behind_the_first_step(fresh_disk: Path) -> None:
+    """As they do where that left room for what nobody foresaw: the step is made, and its plan goes on."""
+    count = calls_of_the_first_batch(fresh_disk)
+    losses, state = plain(3)
+    for first in (3 * count // 4, count):
+        model, optimizer, session = begun(fresh_disk)
+        session.homes._engine = Failing(session.engine, first, 1)
+        with pytest.warns(UserWarning, match="a better plan could not be carried out, the one in use stays: .*read failed"):
+            assert steps(inputs(3))(model, optimizer, False) == losses
+        assert state_of(model) == state
+        protrain.unwrap(model)
+
+
+def test_a_fault_while_homes_move(fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At calls that move a chunk: told, nothing has changed, and the same step made again is plain torch's."""
+    rigid(monkeypatch)
     count = calls_of_the_first_batch(fresh_disk)
     assert count > 3
     losses, state = plain(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Block, Chain
+from nets import Block, Chain, rigid
 from torch import nn
 from twins import MIB, adamw
 
@@ -105,9 +105,10 @@ def test_a_longer_batch_runs_under_the_safest_plan_and_memory_is_used_again() ->
     assert seen[1].plan.peak_bytes < seen[2].plan.peak_bytes == seen[-1].plan.peak_bytes
 
 
-def test_what_was_refused_runs_under_the_safest_plan() -> None:
+def test_what_was_refused_runs_under_the_safest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is planned with from then on, where chunks can make room for it; where they cannot the others go on as before."""
     light, wide = (1024, False), (1024, True)
+    rigid(monkeypatch)
     seen = both([light, light, wide, wide, light, wide, light, wide], 48 * MIB, refused=1)
     assert seen[-1].plan.n_persist < seen[1].plan.n_persist
     seen = both([light, light, wide, light, light], 28 * MIB, refused=1)

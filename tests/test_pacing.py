@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import rigid
 from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
@@ -179,7 +180,10 @@ def test_a_backward_that_failed_leaves_room_for_the_plan(gpt2: Any, token_batche
     protrain.unwrap(model)
 
 
-def test_a_forward_beside_what_is_still_held_recomputes_its_blocks(gpt2: Any, token_batches: Any) -> None:
+def test_a_forward_beside_what_is_still_held_recomputes_its_blocks(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigid(monkeypatch)
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     session = session_of(model)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Block, Chain, both, inputs, steps
+from nets import TIGHT, Block, Chain, both, inputs, rigid, steps
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -119,8 +119,10 @@ def test_two_forwards_then_two_backwards() -> None:
     both(Chain, loop, accumulate=2)
 
 
-def test_nothing_moves_for_a_larger_batch_whose_backward_is_that_of_a_smaller_one_too() -> None:
-    """Parameters of the first forward would lie elsewhere in its backward: they stay, and the step is refused."""
+def test_nothing_moves_for_a_larger_batch_whose_backward_is_that_of_a_smaller_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of the first forward would lie elsewhere in its backward: they stay, and the step is refused where their state
+    cannot give way."""
+    rigid(monkeypatch)
     model = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=42 * MIB, block_modes=["checkpoint"] * 8)
     with pytest.raises(protrain.BudgetError):

@@ -64,6 +64,7 @@ void ptn_python_leave(PyObject *object);
 PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
 PyObject *ptn_python_held(PyObject *object, PyObject *unused);
 PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
+PyObject *ptn_python_mark_yielded(PyObject *object, PyObject *unused);
 PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);

@@ -135,6 +135,7 @@ PyObject *ptn_python_held(PyObject *object, PyObject *unused) {
       {"ring_bytes", (long long)held.ring_bytes},
       {"gradient_bytes", (long long)held.gradient_bytes},
       {"stash_memory_bytes", (long long)stash.memory_bytes},
+      {"yielded_bytes", (long long)held.yielded_bytes},
   };
   if (!ADD(dict, figures)) Py_CLEAR(dict);
   return dict;
@@ -144,6 +145,12 @@ PyObject *ptn_python_mark(PyObject *object, PyObject *unused) {
   (void)unused;
   if (!ptn_python_engine(object)) return NULL;
   return PyLong_FromUnsignedLongLong(ptn_account_mark(ptn_python_account(object)));
+}
+
+PyObject *ptn_python_mark_yielded(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_engine(object);
+  return engine ? PyLong_FromUnsignedLongLong(ptn_engine_yielded(engine, true)) : NULL;
 }
 
 /* ---- the goal, and the stash around a forward ---- */

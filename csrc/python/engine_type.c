@@ -581,6 +581,14 @@ static PyObject *engine_read_ahead(PyObject *object, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
+static PyObject *engine_yield_states(PyObject *object, PyObject *arguments) {
+  ENGINE_OR_RETURN;
+  int on;
+  if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
+  ptn_engine_yield(engine, on != 0);
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_flush(PyObject *object, PyObject *unused) {
   ENGINE_OR_RETURN;
   (void)unused;
@@ -738,6 +746,7 @@ static PyMethodDef engine_methods[] = {
     {"gradient", engine_gradient, METH_VARARGS, NULL},
     {"spilled", engine_spilled, METH_VARARGS, NULL},
     {"read_ahead", engine_read_ahead, METH_VARARGS, NULL},
+    {"yield_states", engine_yield_states, METH_VARARGS, NULL},
     {"flush", engine_flush, METH_NOARGS, NULL},
     {"update_spilled", engine_update_spilled, METH_VARARGS, NULL},
     {"wait", engine_wait, METH_NOARGS, NULL},
@@ -755,6 +764,7 @@ static PyMethodDef engine_methods[] = {
     {"stats", ptn_python_stats, METH_NOARGS, NULL},
     {"held", ptn_python_held, METH_NOARGS, NULL},
     {"mark", ptn_python_mark, METH_NOARGS, NULL},
+    {"mark_yielded", ptn_python_mark_yielded, METH_NOARGS, NULL},
     {"set_goal", ptn_python_set_goal, METH_O, NULL},
     {"set_headroom", ptn_python_set_headroom, METH_VARARGS, NULL},
     {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},

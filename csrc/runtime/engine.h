@@ -102,6 +102,7 @@ typedef struct ptn_engine_held {
   uint64_t parameter_bytes, state_bytes; /* of chunks at home in memory; a master counts as state */
   uint64_t slot_bytes, ring_bytes;
   uint64_t gradient_bytes; /* given by ptn_engine_gradient */
+  uint64_t yielded_bytes; /* not among them: of state of chunks in memory, which gave way */
 } ptn_engine_held;
 
 ptn_status ptn_engine_create(ptn_engine **out, const ptn_engine_config *config);
@@ -267,7 +268,15 @@ bool ptn_engine_has_gradients(ptn_engine *engine);
 /* Hands owners of gradients back that are no longer needed. */
 void ptn_engine_collect(ptn_engine *engine);
 /* For the account's pressure: waits for an update under way, if any, so that its gradients go. must: also where no more wait than
- * may. */
+ * may, and state of chunks in memory may give way. On the driving thread. */
 bool ptn_engine_relieve(ptn_engine *engine, bool must);
+
+/* ---- state in memory that gives way (runtime/states.c) ---- */
+
+/* A step has begun, and where it lacks memory the state of chunks in memory may go to the disk; from ptn_engine_make_step or
+ * ptn_engine_drop on it may not. ptn_engine_make_step, or ptn_engine_to_memory with state, brings it back. Not over a device. */
+void ptn_engine_yield(ptn_engine *engine, bool on);
+/* Bytes that had given way at most since the last mark; mark: this is one. */
+uint64_t ptn_engine_yielded(ptn_engine *engine, bool mark);
 
 #endif

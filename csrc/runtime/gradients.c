@@ -328,7 +328,8 @@ static bool counts(const ptn_engine *engine, uint32_t number) {
 
 static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad, const ptn_update *update) {
   param *param = &engine->params[number];
-  const chunk *chunk = &engine->chunks[param->chunk];
+  chunk *chunk = &engine->chunks[param->chunk];
+  chunk->zero_state = chunk->zero_master = false;
   float *states[PTN_STATE_MAX] = {0};
   uint64_t offset_bytes = engine->widening * param->offset_bytes; /* in an fp32 array */
   for (uint32_t i = 0; i < engine->n_states; i++)
@@ -346,6 +347,7 @@ static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad,
 
 ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
   ptn_update update;
+  ptn_engine_yield(engine, false);
   PTN_TRY(prepare_in_memory(engine, number, grad_scale, &update));
   run_in_memory(engine, number, grad, &update);
   return PTN_OK;
@@ -358,6 +360,7 @@ static bool is_ours(const ptn_engine *engine, const ptn_memory_update *update) {
 
 ptn_status ptn_engine_make_step(ptn_engine *engine, const ptn_memory_update *updates, size_t count, float grad_scale) {
   size_t n_ours = 0;
+  ptn_engine_yield(engine, false);
   for (size_t i = 0; i < count; i++) n_ours += is_ours(engine, &updates[i]);
   ptn_update *prepared = n_ours > 0 ? malloc(count * sizeof *prepared) : NULL;
   ptn_status status = prepared || n_ours == 0 ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for the list of %zu updates", count);
@@ -424,6 +427,7 @@ void ptn_engine_read_ahead(ptn_engine *engine, bool on) {
 }
 
 void ptn_engine_drop(ptn_engine *engine) {
+  ptn_engine_yield(engine, false);
   ptn_lock(&engine->mutex);
   if (engine->lane_status == PTN_OK && (engine->n_jobs || engine->over.n_jobs)) { /* jobs that did not start need not */
     engine->lane_status = PTN_STEP;
@@ -498,5 +502,5 @@ bool ptn_engine_relieve(ptn_engine *engine, bool must) {
   }
   ptn_unlock(&engine->mutex);
   ptn_engine_collect(engine);
-  return useful;
+  return useful || (must && ptn_states_yield_some(engine));
 }

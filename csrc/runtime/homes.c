@@ -2,8 +2,8 @@
  *
  * Over a device homes in memory and on the host are device_homes.c's. A home on disk is an extent of parameters followed by the state
  * arrays and the master of bf16 parameters; a trained chunk has two of them, the one in use and its shadow, reserved together so that no
- * step fails for lack of space. A home in memory is a region for the parameters, one block for the state and one for the master, made
- * when they are first written or the first update needs them.
+ * step fails for lack of space. A home in memory is a region for the parameters, one block for the state and one for the master
+ * (states.c).
  */
 #include <stdlib.h>
 #include <string.h>
@@ -14,14 +14,6 @@
 #define RING_MOST_BYTES ((uint64_t)1 << 47) /* of parameters */
 
 bool ptn_engine_in_memory(const ptn_engine *engine, uint32_t chunk) { return engine->chunks[chunk].home == HOME_MEMORY; }
-
-static uint64_t state_bytes(const ptn_engine *engine, const chunk *chunk) {
-  return chunk->trained ? engine->n_states * engine->widening * chunk->param_bytes : 0;
-}
-
-static uint64_t master_bytes(const ptn_engine *engine, const chunk *chunk) {
-  return chunk->trained && engine->bf16 ? engine->widening * chunk->param_bytes : 0;
-}
 
 /* Locked. Jobs that are open, or were cancelled and not ended yet, are of no step. */
 static bool only_read_ahead(const ptn_engine *engine) {
@@ -46,52 +38,34 @@ void ptn_homes_release(ptn_engine *engine, chunk *chunk) {
   ptn_store_release(engine->store, &chunk->grads);
 }
 
+/* What was reserved behind `before` goes again. */
+static void release_new(ptn_engine *engine, chunk *chunk, ptn_extent before) {
+  if (before.bytes) chunk->extents[0] = (ptn_extent){0};
+  ptn_homes_release(engine, chunk);
+  chunk->extents[0] = before;
+}
+
 ptn_status ptn_homes_reserve(ptn_engine *engine, chunk *chunk) {
   uint64_t bytes = extent_bytes(engine, chunk);
+  ptn_extent before = chunk->extents[0];
   chunk->current = 0;
-  ptn_status status = ptn_store_reserve(engine->store, bytes, &chunk->extents[0]);
+  ptn_status status = before.bytes ? PTN_OK : ptn_store_reserve(engine->store, bytes, &chunk->extents[0]);
   if (status == PTN_OK && chunk->trained) status = ptn_store_reserve(engine->store, bytes, &chunk->extents[1]);
-  if (status != PTN_OK) ptn_homes_release(engine, chunk);
+  if (status != PTN_OK) release_new(engine, chunk, before);
   return status;
 }
 
-static ptn_status make_zeros(ptn_engine *engine, float **array, uint64_t bytes) {
-  if (*array || bytes == 0) return PTN_OK;
-  void *memory;
-  PTN_TRY(ptn_arena_alloc(engine->account, bytes, &memory));
-  memset(memory, 0, bytes);
-  *array = memory;
-  return PTN_OK;
-}
-
-static ptn_status make_states(ptn_engine *engine, chunk *chunk) {
-  PTN_TRY(make_zeros(engine, &chunk->states, state_bytes(engine, chunk)));
-  return make_zeros(engine, &chunk->master, master_bytes(engine, chunk));
-}
-
-static void free_states(chunk *chunk) {
-  ptn_arena_free(chunk->states);
-  ptn_arena_free(chunk->master);
-  chunk->states = chunk->master = NULL;
-}
-
-static ptn_status read_array(ptn_engine *engine, float **array, uint64_t offset, uint64_t bytes) {
-  PTN_TRY(make_zeros(engine, array, bytes));
-  return bytes ? ptn_store_transfer(engine->store, *array, offset, bytes, false) : PTN_OK;
-}
-
 static ptn_status read_home(ptn_engine *engine, chunk *chunk, ptn_region *region, bool with_state) {
-  uint64_t offset = chunk->extents[chunk->current].offset, master_offset = offset + array_offset(engine, chunk, engine->n_states);
+  uint64_t offset = chunk->extents[chunk->current].offset;
   PTN_TRY(ptn_store_transfer(engine->store, region->memory, offset, chunk->param_bytes, false));
-  if (!chunk->zero_state) PTN_TRY(read_array(engine, &chunk->states, offset + chunk->param_bytes, state_bytes(engine, chunk)));
-  if (!chunk->zero_master) PTN_TRY(read_array(engine, &chunk->master, master_offset, master_bytes(engine, chunk)));
-  return with_state ? make_states(engine, chunk) : PTN_OK;
+  PTN_TRY(ptn_states_read(engine, chunk));
+  return with_state ? ptn_states_make(engine, chunk) : PTN_OK;
 }
 
 ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_state) {
   chunk *chunk = &engine->chunks[number];
   if (engine->over.device) return ptn_over_move(engine, number, HOME_MEMORY, with_state);
-  if (chunk->home == HOME_MEMORY) return with_state ? make_states(engine, chunk) : PTN_OK;
+  if (chunk->home == HOME_MEMORY) return with_state ? ptn_states_make(engine, chunk) : PTN_OK;
   PTN_TRY(ptn_homes_quiet(engine, "a chunk cannot change its home"));
   if (chunk->slot >= 0) return ptn_fail(PTN_INVALID, "chunk %u has a slot and cannot move to memory", number);
   ptn_region *region;
@@ -99,13 +73,13 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
   ptn_status status;
   if (chunk->home == HOME_NOWHERE) {
     memset(region->memory, 0, chunk->param_bytes);
-    status = with_state ? make_states(engine, chunk) : PTN_OK;
+    status = with_state ? ptn_states_make(engine, chunk) : PTN_OK;
   } else {
     status = read_home(engine, chunk, region, with_state);
   }
   if (status != PTN_OK) {
     ptn_region_release(region);
-    free_states(chunk);
+    ptn_states_free(chunk);
     return status;
   }
   ptn_homes_release(engine, chunk);
@@ -114,28 +88,28 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
   return PTN_OK;
 }
 
+/* Of a chunk in memory. State that gave way is there already, in the first of its extents. */
+static ptn_status write_home(ptn_engine *engine, chunk *chunk) {
+  PTN_TRY(ptn_store_transfer(engine->store, chunk->params->memory, chunk->extents[0].offset, chunk->param_bytes, true));
+  return ptn_states_write(engine, chunk);
+}
+
 ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
   if (engine->over.device) return ptn_over_move(engine, number, HOME_DISK, false);
   PTN_TRY(ptn_homes_quiet(engine, "a chunk cannot change its home"));
   chunk *chunk = &engine->chunks[number];
   if (chunk->home == HOME_DISK) return PTN_OK;
+  ptn_extent before = chunk->extents[0];
   PTN_TRY(ptn_homes_reserve(engine, chunk));
   if (chunk->home == HOME_MEMORY) {
-    uint64_t offset = chunk->extents[0].offset;
-    ptn_status status = ptn_store_transfer(engine->store, chunk->params->memory, offset, chunk->param_bytes, true);
-    if (status == PTN_OK && chunk->states)
-      status = ptn_store_transfer(engine->store, chunk->states, offset + chunk->param_bytes, state_bytes(engine, chunk), true);
-    if (status == PTN_OK && chunk->master)
-      status = ptn_store_transfer(engine->store, chunk->master, offset + array_offset(engine, chunk, engine->n_states),
-                                  master_bytes(engine, chunk), true);
+    ptn_status status = write_home(engine, chunk);
     if (status != PTN_OK) {
-      ptn_homes_release(engine, chunk);
+      release_new(engine, chunk, before);
       return status;
     }
-    chunk->zero_state = !chunk->states;
-    chunk->zero_master = !chunk->master;
     ptn_region_release(chunk->params);
-    free_states(chunk);
+    ptn_states_free(chunk);
+    ptn_states_arrived(engine, chunk);
     chunk->params = NULL;
   }
   chunk->home = HOME_DISK;
@@ -267,12 +241,13 @@ static uint64_t counted_bytes(const void *memory, uint64_t bytes) { return memor
 
 void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out) {
   ptn_lock(&engine->mutex);
-  *out = (ptn_engine_held){.gradient_bytes = engine->job_bytes + (engine->n_owners ? engine->owner_bytes : 0)};
+  *out = (ptn_engine_held){.gradient_bytes = engine->job_bytes + (engine->n_owners ? engine->owner_bytes : 0),
+                           .yielded_bytes = engine->yielded_bytes};
   for (uint32_t i = 0; i < engine->n_chunks; i++) {
     const chunk *chunk = &engine->chunks[i];
     if (chunk->params) out->parameter_bytes += chunk->params->bytes;
-    out->state_bytes += counted_bytes(chunk->states, state_bytes(engine, chunk));
-    out->state_bytes += counted_bytes(chunk->master, master_bytes(engine, chunk));
+    out->state_bytes += counted_bytes(chunk->states, ptn_states_bytes(engine, chunk));
+    out->state_bytes += counted_bytes(chunk->master, ptn_master_bytes(engine, chunk));
     out->gradient_bytes += chunk->arrived_bytes;
   }
   for (uint32_t i = 0; i < engine->n_slots; i++)
@@ -374,31 +349,13 @@ typedef struct stretch {
 
 static bool is_master(const ptn_engine *engine, const stretch *part) { return part->array == 1 + engine->n_states; }
 
-static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
-  bool master = is_master(engine, part);
-  float **block = master ? &chunk->master : &chunk->states;
-  if (part->array > 0 && !*block) {
-    if (!write) {
-      memset(memory, 0, part->bytes);
-      return PTN_OK;
-    }
-    PTN_TRY(make_zeros(engine, block, master ? master_bytes(engine, chunk) : state_bytes(engine, chunk)));
-  }
-  char *home = part->array == 0 ? chunk->params->memory : *block;
-  if (part->array > 0 && !master) home += (part->array - 1) * engine->widening * chunk->param_bytes;
-  home += part->offset_bytes;
-  if (write) memcpy(home, memory, part->bytes);
-  else memcpy(memory, home, part->bytes);
-  return PTN_OK;
-}
-
 /* What was never written is zeros by a flag; the first parameter that gets some makes the others' zeros real. */
 static ptn_status write_zeros(ptn_engine *engine, chunk *chunk, bool master) {
   void *zeros;
   PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &zeros));
   memset(zeros, 0, BOUNCE_BYTES);
   uint64_t offset = chunk->extents[chunk->current].offset + array_offset(engine, chunk, master ? engine->n_states : 0);
-  uint64_t left = master ? master_bytes(engine, chunk) : state_bytes(engine, chunk);
+  uint64_t left = master ? ptn_master_bytes(engine, chunk) : ptn_states_bytes(engine, chunk);
   ptn_status status = PTN_OK;
   while (left && status == PTN_OK) {
     uint64_t part = ptn_min_u64(left, BOUNCE_BYTES);
@@ -430,6 +387,26 @@ static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stret
     ptn_unlock(&engine->mutex);
   }
   return status;
+}
+
+static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
+  bool master = is_master(engine, part), *zero = master ? &chunk->zero_master : &chunk->zero_state;
+  float **block = master ? &chunk->master : &chunk->states;
+  if (part->array > 0 && !*block) {
+    if (!write && chunk->yielded && !*zero) return transfer_on_disk(engine, chunk, part, memory, false);
+    if (!write) {
+      memset(memory, 0, part->bytes);
+      return PTN_OK;
+    }
+    PTN_TRY(ptn_states_make_one(engine, chunk, master));
+  }
+  char *home = part->array == 0 ? chunk->params->memory : *block;
+  if (part->array > 0 && !master) home += (part->array - 1) * engine->widening * chunk->param_bytes;
+  home += part->offset_bytes;
+  if (write && part->array > 0) *zero = false;
+  if (write) memcpy(home, memory, part->bytes);
+  else memcpy(memory, home, part->bytes);
+  return PTN_OK;
 }
 
 /* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. */

@@ -27,6 +27,7 @@ typedef struct chunk {
   ptn_region *params;
   float *states; /* n_states arrays, or NULL: zeros */
   float *master; /* the same */
+  uint64_t yielded; /* bytes that both had when they gave way; 0: they did not (states.c) */
   /* home on disk: the extent in use and its shadow hold parameters, then the state arrays, then the master */
   ptn_extent extents[2];
   /* home on the host: the set in use and, where it has one, the other; each laid out as an extent */
@@ -38,7 +39,7 @@ typedef struct chunk {
   uint32_t uploads; /* from the set in use, or from what it was, under way */
   int current;
   bool has_shadow; /* extents or host[1 - current] hold this step's update */
-  bool zero_state; /* the state of the current extent was never written: zeros */
+  bool zero_state; /* the state, in memory or of the current extent, was never written: zeros */
   bool zero_master; /* the same */
   ptn_extent grads; /* gradients on disk, laid out as the parameters */
   int32_t slot; /* -1: none */
@@ -267,6 +268,8 @@ struct ptn_engine {
   bool read_ahead;
   fenv_t arithmetic; /* of the thread that drives: how it rounds, and whether it flushes denormal numbers */
   bool any_shadow;
+  bool yields; /* state in memory gives way where a step lacks memory */
+  uint64_t yielded_bytes, most_yielded_bytes; /* that gave way: now, and at most since the last mark */
   int64_t wait_ns, update_ns;
   uint64_t loaded_bytes, loads, hits;
   engine_device over;
@@ -285,6 +288,17 @@ ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory,
 ptn_status ptn_homes_reserve(ptn_engine *engine, chunk *chunk);
 void ptn_homes_release(ptn_engine *engine, chunk *chunk);
 ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what); /* PTN_STEP in the middle of a step */
+
+/* states.c: of chunks at home in memory, on the CPU; on the driving thread */
+uint64_t ptn_states_bytes(const ptn_engine *engine, const chunk *chunk); /* of all its states; 0 where it is not trained */
+uint64_t ptn_master_bytes(const ptn_engine *engine, const chunk *chunk);
+ptn_status ptn_states_make(ptn_engine *engine, chunk *chunk); /* both are there, zeros where they were never written */
+ptn_status ptn_states_make_one(ptn_engine *engine, chunk *chunk, bool master); /* that one is; both where they gave way */
+ptn_status ptn_states_read(ptn_engine *engine, chunk *chunk); /* what its extent in use has of them; free them where it fails */
+ptn_status ptn_states_write(ptn_engine *engine, const chunk *chunk); /* to the first extent, but what was never written */
+void ptn_states_free(chunk *chunk);
+void ptn_states_arrived(ptn_engine *engine, chunk *chunk); /* they have not given way any more */
+bool ptn_states_yield_some(ptn_engine *engine); /* those of one chunk give way; false: none may, or the disk fails */
 
 /* gradients.c */
 ptn_status ptn_gradients_enqueue_some(ptn_engine *engine, bool *found); /* locked: a chunk that holds a part of its gradients */

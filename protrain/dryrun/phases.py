@@ -130,6 +130,24 @@ class DryRun:
         # A block that is used twice runs backward in the reverse order.
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
+    def kept_bytes(self, block_modes: Sequence[str]) -> int:
+        """What blocks of mode keep hold from forward to backward that they would not if they were recomputed."""
+        found = 0
+        for block, number, backward in self.calls():
+            if backward and block_modes[block] == "keep":
+                begin, end = self.phases[number], self.phases[number + 1]
+                kept = end.keep_entry_bytes - begin.keep_entry_bytes
+                found += max(kept - (end.checkpoint_entry_bytes - begin.checkpoint_entry_bytes), 0)
+        return found
+
+    def keeping_within(self, block_modes: Sequence[str], n_bytes: int) -> list[str]:
+        """The modes with as many blocks recomputed that are to be kept, the first ones, that others hold no more than this."""
+        modes = list(block_modes)
+        for number, mode in enumerate(block_modes):
+            if mode == "keep" and self.kept_bytes(modes) > n_bytes:
+                modes[number] = "checkpoint"
+        return modes
+
     def accesses_with(self, block_modes: Sequence[str]) -> list[int]:
         """The order in which a step reads chunks whose blocks have these modes. Where it is not known which accesses are those of
         a backward itself, it is the last to each chunk."""

@@ -7,7 +7,8 @@ memory blocks are kept, the last ones first, in a half of what is left.
 
 What the program around the model does is not foreseen, only guessed. Where it makes the loss that is cross entropy, and a first
 step leaves room for one that takes more. It holds the model's output while backward runs, until a step shows that it does not. It
-runs one forward before each backward. Whatever a step held, or was refused, beyond that counts in later plans.
+runs one forward before each backward, and what else it does with them is not known before a step was made: the first one leaves
+most of the room that there is. Whatever a step held, or was refused, beyond what was foreseen counts in later plans.
 
 What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too little room blocks that keep
 are recomputed, or the batch is refused. Plans by time come later (pacing.py).
@@ -42,6 +43,9 @@ from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
 ROOM_FOR_LOSS = (4, 2, 0)
+#: The first step leaves for what nobody has seen yet what the safest plan would, up to all gradients and so many times what a
+#: step holds whose blocks are all kept.
+FIRST_ROOM_TIMES = 2
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
@@ -76,6 +80,8 @@ class Fitter:
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self._unforeseen = Unforeseen()
         self._unseen_bytes = 0  # in each plan, of what no dry run sees
+        self._first_room_bytes = 0  # beside it, until a step was made, for the program to show what it does in one
+        self._is_first = True  # no step was made, nor refused
         self._held_before = 0  # when the step under way began
         self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
@@ -83,6 +89,7 @@ class Fitter:
         self._lost_times = 1  # as much as is lost between tensors where steps were refused
         self.within_bytes = 0
         self._several_hold = 0  # other forwards before a backward, before the last of them
+        self._several_kept = 0  # of blocks that were kept, in the steps that showed what these take
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
 
     # ---- deciding ----
@@ -107,7 +114,7 @@ class Fitter:
         wrapped = wrapped or self._wrapped
         settings = wrapped.settings
         if run is not None:
-            unknown_bytes += self._unseen_bytes
+            unknown_bytes += self._unseen_bytes + self._first_room_bytes
             run = run.with_loss(self._loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
@@ -121,12 +128,13 @@ class Fitter:
         elif run is None:
             n_persist = None if unknown_bytes else 0
 
-        def arranged(between_bytes: int) -> Arrangement:
+        def arranged(between_bytes: int, more_bytes: int = 0, modes: Sequence[str] | None = modes) -> Arrangement:
+            more_bytes += unknown_bytes + beside_bytes + between_bytes
             found = arrange(
                 wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
                 n_persist=n_persist, n_buffer=n_buffer, n_ahead=n_ahead, grads_outlive_backward=wrapped.grads_outlive_backward,
-                n_passes=settings.accumulate, unknown_bytes=unknown_bytes + beside_bytes + between_bytes, times=times,
-                machine=machine, host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
+                n_passes=settings.accumulate, unknown_bytes=more_bytes, times=times, machine=machine,
+                host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
                 footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
             )  # fmt: skip
@@ -140,6 +148,19 @@ class Fitter:
             found = found or arranged(between_bytes)
         except BudgetError as error:
             raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
+        more_bytes = run.kept_bytes(found.plan.block_modes) - self._several_kept if run is not None else 0
+        if run is not None and self._several_hold and more_bytes > 0 and settings.plan is None and not wrapped.compute.separate:
+            try:
+                found = arranged(between_bytes, more_bytes)
+            except BudgetError:
+                if modes is None:
+                    found = arranged(between_bytes, modes=run.keeping_within(found.plan.block_modes, self._several_kept))
+        if run is not None and (room := self._first_room_bytes):  # nobody means to fill it
+            peak_bytes = found.plan.peak_bytes - room
+            found = replace(
+                found, plan=replace(found.plan, peak_bytes=peak_bytes), needed_bytes=found.needed_bytes - room,
+                computed_bytes=found.computed_bytes - room,
+            )  # fmt: skip
         if settings.plan is not None:  # what was foretold stands
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)
@@ -201,10 +222,10 @@ class Fitter:
             if run is not None and self.measured:
                 best, largest = self._decide_measured(run), (None, shapes)
             elif run is not None:
-                best, largest = self._with_others(best, largest)
+                best, largest = self._with_others(self._with_first_room(run, best), largest)
             self.carry_out(best)
         except BaseException:
-            self._unseen_bytes = unseen_bytes
+            self._unseen_bytes, self._first_room_bytes = unseen_bytes, 0
             if self._homes.arrangement is not before:
                 with suppress(Error):  # the first one tells
                     self._homes.rearrange(before)
@@ -225,7 +246,7 @@ class Fitter:
         Raises:
             BudgetError: nothing fits.
         """
-        outside = run.outside_bytes if run is not None else 0
+        outside, self._first_room_bytes = run.outside_bytes if run is not None else 0, 0
         if outside and not self._loss.known:
             for times in ROOM_FOR_LOSS:
                 self._unseen_bytes = times * outside
@@ -238,6 +259,25 @@ class Fitter:
             return self.decide(run)
         except BudgetError as error:
             raise self._refusal(error, run, args, kwargs) from None
+
+    def _with_first_room(self, run: DryRun, best: Arrangement) -> Arrangement:
+        """The arrangement for the batch of the first step of all, where `best` would be that of the ones behind it: with room for
+        a program that runs several forwards before a backward, or goes through a backward again, to show it."""
+        settings = self._wrapped.settings
+        if not self._is_first or self.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
+            return best
+        most_bytes = FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(self._wrapped.layout.grad_bytes)
+        self._first_room_bytes = min(most_bytes, max(settings.memory_bytes - best.safest_bytes, 0))
+        try:
+            return self.decide(run)
+        except BudgetError:
+            self._first_room_bytes = 0
+            return best
+
+    def end_first(self) -> bool:
+        """A step was made, or refused: nothing is left for the first one any more. Returns whether something was."""
+        was, self._first_room_bytes, self._is_first = self._first_room_bytes, 0, False
+        return was > 0
 
     def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
         """Of this batch and those before the one that needs the most, which decides, with room for the others."""
@@ -356,11 +396,14 @@ class Fitter:
         """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
         before (None: not known). Where that was more than foreseen, and than the gradients that may wait beyond it, or the loss
         has left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
-        batches, run = list(batches), self._largest[0]
+        batches, run, roomy = list(batches), self._largest[0], self._first_room_bytes > 0
         if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
-            return None
+            return self.plan_without_first_room() if self.end_first() else None
         unseen_bytes, more_bytes = self._unseen_bytes, self._loss.more_than(run)
         fits, self._refused = True, 0
+        # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
+        pending_bytes = 0 if self._several_hold else self._homes.arrangement.pending_bytes
+        self._note_kept(run)
         whole = not self._several_hold and all(shapes == self._largest[1] for shapes in batches)
         if whole and not self._loss.known and self._loss.note_first(loss_bytes or 0, run):
             self._unseen_bytes = 0
@@ -369,16 +412,22 @@ class Fitter:
             self._loss.note_light(loss_bytes or 0, run)
         if unseen_bytes > self._unseen_bytes or self._loss.more_than(run) != more_bytes:
             fits = self._plan_as_now()
-        more = highest_bytes - self._homes.arrangement.needed_bytes - self._homes.arrangement.pending_bytes
+        more = highest_bytes - self._homes.arrangement.needed_bytes - pending_bytes
+        self.end_first()
         if more > 0:
             self._unseen_bytes += more
             fits = self._plan_as_now()
-        if fits and self._unseen_bytes >= unseen_bytes and self._loss.more_than(run) >= more_bytes:
+        if not roomy and fits and self._unseen_bytes >= unseen_bytes and self._loss.more_than(run) >= more_bytes:
             return None
+        return self.plan_without_first_room()
+
+    def plan_without_first_room(self) -> Batch | None:
+        """A step was made: plans are made anew, by what it has shown; returns the batch that decided. None: the plan in use
+        stays, which did."""
         try:
             return self._plan_again()
         except BudgetError:
-            return None  # the plan in use did
+            return None
 
     def learn_within(self, highest_bytes: int) -> Batch | None:
         """Forwards without gradients between the backward of a step and its end had so much in memory at most, or one was refused
@@ -416,7 +465,9 @@ class Fitter:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
+        self._note_kept(self._largest[0])
         more = needed_bytes - self._homes.arrangement.needed_bytes
+        self.end_first()
         if not self._learns() or more <= 0:
             return None
         self._unseen_bytes += self._loss.note_refused(more, self._largest[0]) << self._refused
@@ -447,11 +498,18 @@ class Fitter:
         step but what its plan leaves; from the next one on it is planned with."""
         self._several_hold = max(self._several_hold, self._held_bytes())
 
-    def note_refused_beside(self, needed_bytes: int) -> None:
-        """A forward without gradients was refused between a forward of a step and its backward: so much would have been in
-        memory. From the next step on that is planned with."""
+    def _note_kept(self, run: DryRun | None) -> None:
+        """A step was made, or refused, that shows what it takes beyond the plan in use. Where it had several forwards what the
+        first of them keeps is there until its own backward, the last of all: a plan that keeps more takes so much more."""
+        if self._several_hold and run is not None:
+            self._several_kept = max(self._several_kept, run.kept_bytes(self._homes.arrangement.plan.block_modes))
+
+    def note_beside(self, needed_bytes: int) -> None:
+        """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was
+        refused, or state gave way to it. From the next step on that is planned with."""
         more_bytes = needed_bytes - self._homes.arrangement.needed_bytes
         self._several_hold = max(self._several_hold, self._unseen_bytes + more_bytes)
+        self._note_kept(self._largest[0])
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
@@ -596,9 +654,10 @@ class Fitter:
         batch. And of those that it counts some may be to come: an optimizer without a kernel makes them in its first step."""
         arrangement, known, foreign = self._homes.arrangement, self._engine.held(), self._wrapped.foreign
         persistent = arrangement.static_bytes - arrangement.plan.slot_bytes - arrangement.plan.ring_bytes
-        more = known["parameter_bytes"] + known["state_bytes"] - persistent
+        more = known["parameter_bytes"] + known["state_bytes"] + known["yielded_bytes"] - persistent
         more = max(more, 0) if foreign is None else more + foreign.here_bytes
-        return self._wrapped.compute.held_bytes(self._engine) - self._wrapped.buffer_bytes - arrangement.static_bytes - more
+        live_bytes = self._wrapped.compute.held_bytes(self._engine) + known["yielded_bytes"]
+        return live_bytes - self._wrapped.buffer_bytes - arrangement.static_bytes - more
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:

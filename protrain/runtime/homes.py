@@ -9,11 +9,12 @@ fails too, before any parameter is used again (`settle`). Nothing is decided her
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 
 import torch
 
 from .. import _core
-from ..errors import Error
+from ..errors import BudgetError, DiskError, Error
 from ..planner.plans import Arrangement
 from ..planner.tiers import STAGING_PIECES
 from .residency import Residency
@@ -51,6 +52,7 @@ class Homes:
             DiskError, BudgetError: it could not be carried out; the one that was in use still is.
         """
         old = self.arrangement
+        self._engine.yield_states(False)
         same_slots = arrangement.slot_of_chunk == old.slot_of_chunk and arrangement.slot_bytes == old.slot_bytes
         same_stash = arrangement.stash_pool_bytes == old.stash_pool_bytes
         same_ring = arrangement.piece_bytes == old.piece_bytes and arrangement.n_pieces == old.n_pieces
@@ -63,6 +65,17 @@ class Homes:
             self._set_stash()
             return
         self._change(arrangement)
+
+    def yield_states(self) -> None:
+        """A step has begun: where it lacks memory the state of chunks in memory goes to the disk, and is back for the update."""
+        self._engine.yield_states(True)
+
+    def bring_states(self) -> None:
+        """Before a step: state that gave way in one that was not made is in memory again, where it has room."""
+        if self._engine.held()["yielded_bytes"]:
+            self._engine.yield_states(False)
+            with suppress(BudgetError, DiskError):  # it can wait for the update
+                self._to_memory(self.arrangement)
 
     def drop_own_slots(self) -> None:
         """Between steps: no chunk has a slot beside those of the arrangement any more.

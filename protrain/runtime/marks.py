@@ -1,7 +1,7 @@
 """The most that was in memory in the step under way, and what of it the program between the model and backward took.
 
 The arena tells the highest since its last mark, and so does each part of a step that wants to know its own; the step's is the
-highest of them all.
+highest of them all. Where state in memory gave way (csrc/runtime/states.c) what plans learn from is as if it had stayed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Marks:
     """Of one session; called on the thread that drives the step.
 
     highest_bytes: live at most since the step began, up to the last mark.
-    planned_bytes: the same, without an update that takes what memory there is.
+    planned_bytes: the same with state that gave way, and without an update that takes what memory there is.
     within_bytes: live at most in forwards without gradients that came behind a backward of the step, which are in none of the
         others but highest_bytes; of one that was refused, what would have been.
     loss_bytes: from when the model has returned to when backward is at its first block, at most, by how much more than at its
@@ -38,6 +38,7 @@ class Marks:
     def begin(self) -> None:
         """From here on it is another step."""
         self._engine.mark()
+        self._engine.mark_yielded()
         self._refused_bytes = self._at_output = self._since_output = 0
         self.highest_bytes = self.planned_bytes = self.within_bytes = 0
         self._updates, self._within, self.loss_bytes = False, False, None
@@ -46,11 +47,12 @@ class Marks:
         """The highest since the last mark."""
         refused_bytes, highest = self.refused_bytes, self._engine.mark()
         self.highest_bytes, self._untold = max(self.highest_bytes, highest), max(self._untold, highest)
+        wanted = highest + self._engine.mark_yielded()
         if self._within:
-            self.within_bytes = max(self.within_bytes, highest)
+            self.within_bytes = max(self.within_bytes, wanted)
             return highest
-        self._refused_bytes, self._since_output = refused_bytes, max(self._since_output, highest)
-        self.planned_bytes = max(self.planned_bytes, highest) if not self._updates else self.planned_bytes
+        self._refused_bytes, self._since_output = refused_bytes, max(self._since_output, wanted)
+        self.planned_bytes = max(self.planned_bytes, wanted) if not self._updates else self.planned_bytes
         return highest
 
     def tell(self) -> int:
@@ -87,7 +89,10 @@ class Marks:
     @property
     def refused_bytes(self) -> int:
         """What would have been live in the step with the largest request that was refused; 0: none was."""
-        return max(self._refused_bytes, self._engine.stats()["refused_bytes"])
+        refused_bytes = self._engine.stats()["refused_bytes"]
+        if refused_bytes:
+            refused_bytes += self._engine.held()["yielded_bytes"]
+        return max(self._refused_bytes, refused_bytes)
 
     def step_made(self, foretold_bytes: int) -> None:
         """A step is complete, of which so much was foretold."""
@@ -98,7 +103,8 @@ class Marks:
     def model_returned(self) -> None:
         """A forward of the whole model is over."""
         self.mark()
-        self._at_output = self._since_output = self._engine.held()["live_bytes"]
+        held = self._engine.held()
+        self._at_output = self._since_output = held["live_bytes"] + held["yielded_bytes"]
 
     def backward_begins(self) -> None:
         """A backward is at its first block."""

@@ -1,5 +1,5 @@
 /* The engine against a model in plain memory: random chunks, homes, orders, gradients, accumulation, drops, values written from
- * outside; in fp32 and in bf16 with a master; equal to the bit. */
+ * outside, state that gives way; in fp32 and in bf16 with a master; equal to the bit. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* threads */
 #include <stdlib.h>
@@ -61,6 +61,7 @@ typedef struct world {
   uint64_t goal_bytes; /* 0: none */
   bool in_use[CHUNKS]; /* as its guard was told */
   size_t n_beyond, n_more_waited; /* gradients made beyond it, and within it beside more than always may wait */
+  size_t n_yielded; /* state of chunks that gave way */
 } world;
 
 static void describe(world *w) {
@@ -173,6 +174,27 @@ static void *make_gradient(world *w, size_t bytes) {
   return made;
 }
 
+static uint64_t held_state_bytes(world *w, uint64_t *yielded_bytes) {
+  ptn_engine_held held;
+  ptn_engine_get_held(w->engine, &held);
+  *yielded_bytes = held.yielded_bytes;
+  return held.state_bytes;
+}
+
+/* As where a request finds no memory. Memory is lacked until some of the state in memory has given way, or all of it. */
+static void lack_memory(world *w) {
+  uint64_t before, after, most_bytes = ptn_engine_yielded(w->engine, false);
+  uint64_t live = live_bytes(w), state_bytes = held_state_bytes(w, &before);
+  for (bool useful = true, all = check_random(&seed) % 4 == 0; useful;) {
+    useful = ptn_engine_relieve(w->engine, true);
+    if (held_state_bytes(w, &after) < state_bytes && !all) break;
+  }
+  CHECK(held_state_bytes(w, &after) + after == state_bytes + before);
+  CHECK(live_bytes(w) + after <= live + before); /* gradients went, too */
+  CHECK(ptn_engine_yielded(w->engine, false) == ptn_max_u64(most_bytes, after));
+  w->n_yielded += after > before;
+}
+
 static void give_gradient(world *w, uint32_t number, ptn_gradient_use use) {
   twin *t = &w->twins[number];
   fill(t->grad, t->count);
@@ -219,18 +241,22 @@ static void make_step(world *w, float scale) {
   uint64_t before = ptn_engine_commits_count(w->engine);
   CHECK_OK(ptn_engine_make_step(w->engine, updates, count, scale));
   CHECK(ptn_engine_commits_count(w->engine) == before + 1);
+  (void)ptn_engine_yielded(w->engine, true);
 }
 
 static void one_step(world *w, int passes, bool late, float scale, bool skip) {
   for (int pass = 0; pass < passes; pass++) {
     ptn_engine_seek(w->engine, 0);
     ptn_engine_read_ahead(w->engine, check_random(&seed) % 4 > 0);
+    ptn_engine_yield(w->engine, check_random(&seed) % 2);
     for (uint32_t c = 0; c < CHUNKS; c++) look_at(w, c);
+    if (check_random(&seed) % 4 == 0) lack_memory(w);
     if (pass) CHECK_OK(ptn_engine_flush(w->engine));
     if (pass + 1 == passes) CHECK_OK(ptn_engine_set_hyper(w->engine, 0, &w->hyper));
     ptn_gradient_use use = pass + 1 == passes && !late ? PTN_GRADIENT_UPDATE : PTN_GRADIENT_SPILL;
     for (uint32_t c = CHUNKS; c-- > 0;) {
       look_at(w, c);
+      if (check_random(&seed) % 20 == 0) lack_memory(w);
       if (c < 6 && check_random(&seed) % 5 == 0) ptn_engine_read_ahead(w->engine, check_random(&seed) % 2);
       for (uint32_t i = PER_CHUNK; i-- > 0;) {
         uint32_t number = c * PER_CHUNK + i;
@@ -285,6 +311,10 @@ static void write_some(world *w) {
       for (uint64_t k = first; k < first + count; k++) t->master[k] = random_float();
       CHECK_OK(ptn_engine_transfer_part(w->engine, i, 1 + STATES, first, count, t->master + first, true));
     }
+    if (w->params[i].trained && check_random(&seed) % 8 == 0) {
+      for (uint64_t k = first; k < first + count; k++) t->states[1][k] = (random_float() + 1.0f) / 8;
+      CHECK_OK(ptn_engine_transfer_part(w->engine, i, 2, first, count, t->states[1] + first, true));
+    }
   }
 }
 
@@ -338,12 +368,18 @@ static void train(bool in_bf16) {
     check_all(&w);
     look_twice(&w);
     CHECK(owners_out == 0);
+    if (round % 5 == 1) {
+      one_step(&w, 1, false, 1.0f, true); /* what gave way in a step that is not made stays away */
+      check_all(&w);
+    }
     if (round % 3 == 0) write_some(&w);
     if (round % 4 == 3) move_homes(&w);
   }
   one_step(&w, 1, false, 1.0f, true);
   ptn_engine_destroy(w.engine);
-  CHECK(w.n_beyond > 0 && w.n_more_waited > 0);
+  CHECK(w.n_beyond > 0);
+  CHECK(w.n_more_waited > 0);
+  CHECK(w.n_yielded > 10);
   CHECK(owners_out == 0);
   ptn_account_stats stats;
   ptn_account_get_stats(w.account, &stats);

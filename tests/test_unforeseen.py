@@ -1,0 +1,124 @@
+"""What no dry run foresees: several forwards before a backward, a backward through a backward. A first step leaves room for it,
+and state in memory gives way, where the budget has any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain, inputs, rigid
+from torch import nn
+from twins import adamw
+
+import protrain
+
+ROWS = 512
+
+
+def three_forwards(model: Any, number: int) -> torch.Tensor:
+    return torch.stack([model(x) for x in inputs(3, ROWS, seed=number)]).sum()
+
+
+def gradient_penalty(model: Any, number: int) -> torch.Tensor:
+    x = inputs(1, ROWS, seed=number)[0].requires_grad_()
+    y = model(x, loss=False)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + (grad.norm(dim=1) - 1).square().mean()
+
+
+def now_and_then(model: Any, number: int) -> torch.Tensor:
+    return three_forwards(model, number) if number % 4 == 3 else model(inputs(1, ROWS, seed=number)[0])
+
+
+def train(model: nn.Module, optimizer: Any, loss_of: Callable[[Any, int], torch.Tensor], count: int) -> tuple[list[float], int]:
+    """Each step until it is made; the losses, and how many were refused."""
+    losses: list[float] = []
+    refused = 0
+    while len(losses) < count and refused < 8:
+        try:
+            loss = loss_of(model, len(losses))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        except protrain.BudgetError:
+            refused += 1
+        loss = None  # type: ignore[assignment]
+        optimizer.zero_grad()
+    return losses, refused
+
+
+def wrapped(loss_of: Callable[[Any, int], torch.Tensor], memory: int, count: int = 4) -> tuple[int, protrain.Status]:
+    """How many steps were refused of those that it takes to make so many, or to make none; with the values of plain torch."""
+    plain = Chain()
+    want, _ = train(plain, adamw(plain), loss_of, count)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    losses, refused = train(model, optimizer, loss_of, count)
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert losses == want[: len(losses)]
+    if len(losses) == count:
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    else:
+        assert refused == 8
+    assert status.peak_memory_bytes <= memory
+    return refused, status
+
+
+@pytest.mark.parametrize(("loss_of", "share"), [(three_forwards, 0.5), (three_forwards, 0.7), (gradient_penalty, 0.85)])
+def test_no_step_is_refused_where_the_safest_plan_has_room(
+    loss_of: Callable[[Any, int], torch.Tensor], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor later, when the plan is another one: what the first step showed is planned with."""
+    _, ample = wrapped(loss_of, 1 << 30)
+    memory = int(share * ample.peak_memory_bytes)
+    refused, _ = wrapped(loss_of, memory)
+    assert refused == 0
+    rigid(monkeypatch)
+    refused, _ = wrapped(loss_of, memory)
+    assert refused > 0, "the test has too much room"
+
+
+def test_state_gives_way_and_comes_back() -> None:
+    """In a loop that takes more now and then: the plan before it has filled the budget, and the one behind it leaves room."""
+    _, ample = wrapped(now_and_then, 1 << 30)
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=int(0.8 * ample.peak_memory_bytes))
+    session = protrain.session_of(model)
+    away = []
+    for number in range(8):
+        loss = now_and_then(model, number)
+        loss.backward()
+        away.append(session.engine.held()["yielded_bytes"])
+        optimizer.step()
+        assert session.engine.held()["yielded_bytes"] == 0
+        optimizer.zero_grad()
+    protrain.unwrap(model)
+    assert [number for number, n_bytes in enumerate(away) if n_bytes] == [3]
+
+
+def test_state_that_gave_way_in_a_step_that_is_not_made() -> None:
+    """It is looked at, saved and trained with as ever."""
+
+    def light(model: Any, number: int) -> torch.Tensor:
+        return now_and_then(model, number % 3)
+
+    _, ample = wrapped(now_and_then, 1 << 30)
+    plain = Chain()
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=int(0.8 * ample.peak_memory_bytes))
+    want, session = adamw(plain), protrain.session_of(model)
+    assert train(model, optimizer, light, 3) == train(plain, want, light, 3)
+    three_forwards(model, 3).backward()
+    assert session.engine.held()["yielded_bytes"] > 0
+    optimizer.zero_grad()
+    got, expected = optimizer.state_dict()["state"], want.state_dict()["state"]
+    for number, values in expected.items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(got[number][name]), torch.as_tensor(value)), (number, name)
+    assert session.engine.held()["yielded_bytes"] > 0, "looked at where it is"
+    assert train(model, optimizer, now_and_then, 4) == train(plain, want, now_and_then, 4)
+    protrain.unwrap(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
