@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import protrain
+from benchmarks.refusals import NO_FIRST_ROOM, NO_YIELDING, until_made
 from benchmarks.turns import Run, gpt2, keep_rows
-from protrain.runtime.fitting import Fitter
-from protrain.runtime.homes import Homes
 
 WIDTH, ROWS, N_STEPS, MOST_REFUSED = 512, (8, 64), 8, 8
 BUDGETS_MIB = (90, 100, 120, 160, 200, 240, 280)
@@ -100,11 +99,6 @@ LOOPS: dict[str, Callable[[Any, int], torch.Tensor]] = {
 }
 
 
-def _without(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(Fitter, "_with_first_room", lambda _self, _run, best: best))
-    stack.enter_context(patch.object(Homes, "yield_states", lambda _: None))
-
-
 def _train(loss_of: Callable[[Any, int], torch.Tensor], memory: int | None) -> tuple[list[float], int]:
     """The losses of the steps that were made, each until it was, and how often one was refused; fewer where one never was."""
     torch.manual_seed(0)
@@ -113,21 +107,18 @@ def _train(loss_of: Callable[[Any, int], torch.Tensor], memory: int | None) -> t
     with tempfile.TemporaryDirectory() as disk:
         if memory is not None:
             model, optimizer = protrain.wrap(model, optimizer, memory=memory, disk=disk)
-        losses: list[float] = []
-        refused = 0
-        while len(losses) < N_STEPS and refused <= MOST_REFUSED:
-            try:
-                loss = loss_of(model, len(losses))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            except protrain.BudgetError:
-                refused += 1
-            loss = None  # type: ignore[assignment]
-            optimizer.zero_grad()
+        losses, refused = until_made(model, optimizer, loss_of, N_STEPS, MOST_REFUSED + 1)
         if memory is not None:
             protrain.unwrap(model)
     return losses, refused
+
+
+def _without(kind: str) -> ExitStack:
+    """A context, in which what spares programs a refusal is left out where the kind says so."""
+    stack = ExitStack()
+    for change in (NO_FIRST_ROOM, NO_YIELDING) if kind == "without" else ():
+        stack.enter_context(patch.object(*change))
+    return stack
 
 
 def _measure_loop(name: str) -> dict[str, Any]:
@@ -136,9 +127,7 @@ def _measure_loop(name: str) -> dict[str, Any]:
     for mib in BUDGETS_MIB:
         found: dict[str, Any] = {"budget_mib": mib}
         for kind in ("with", "without"):
-            with ExitStack() as stack:
-                if kind == "without":
-                    _without(stack)
+            with _without(kind):
                 losses, refused = _train(loss_of, mib << 20)
             if losses != want[: len(losses)]:
                 raise SystemExit(f"{name}, {mib} MiB: other losses than plain torch's")
@@ -154,9 +143,7 @@ def _measure_ordinary(name: str) -> dict[str, Any]:
     seconds: dict[str, list[list[float]]] = {"with": [], "without": []}
     for _ in range(N_ROUNDS):
         for kind, found in seconds.items():
-            with ExitStack() as stack:
-                if kind == "without":
-                    _without(stack)
+            with _without(kind):
                 run = Run(make, memory, None)
                 for _ in range(N_FIRST):
                     run.step(ids)

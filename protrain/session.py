@@ -498,7 +498,7 @@ class Session:
                 self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
                 self._foresaw(self.fitter.learn_within(within_bytes))
             elif self.fitter.end_first():
-                self._foresaw(self.fitter.plan_without_first_room())
+                self._foresaw(self.fitter.plan_anew())
             if timed:
                 self.pacer.after_step(
                     self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,

@@ -13,8 +13,7 @@ from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, run
 
 import protrain
-from protrain.runtime.fitting import Fitter
-from protrain.runtime.homes import Homes
+from benchmarks.refusals import NO_FIRST_ROOM, NO_YIELDING
 from protrain.runtime.pacing import Pacer
 
 TIGHT = 20 * MIB  # the state of a Chain is 41 MiB
@@ -95,9 +94,9 @@ def rigid(monkeypatch: pytest.MonkeyPatch, *, first_room: bool = False, yields: 
     """Without what spares programs that no plan foresaw a refusal, or the one of the two: a first step leaves room for them, and
     state in memory gives way."""
     if not first_room:
-        monkeypatch.setattr(Fitter, "_with_first_room", lambda _self, _run, best: best)
+        monkeypatch.setattr(*NO_FIRST_ROOM)
     if not yields:
-        monkeypatch.setattr(Homes, "yield_states", lambda _: None)
+        monkeypatch.setattr(*NO_YIELDING)
 
 
 def steps(batches: list[torch.Tensor], loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = lambda model, x: model(x)) -> Loop:

@@ -13,6 +13,7 @@ from torch import nn
 from twins import adamw
 
 import protrain
+from benchmarks.refusals import until_made
 
 ROWS = 512
 
@@ -33,20 +34,7 @@ def now_and_then(model: Any, number: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, loss_of: Callable[[Any, int], torch.Tensor], count: int) -> tuple[list[float], int]:
-    """Each step until it is made; the losses, and how many were refused."""
-    losses: list[float] = []
-    refused = 0
-    while len(losses) < count and refused < 8:
-        try:
-            loss = loss_of(model, len(losses))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        except protrain.BudgetError:
-            refused += 1
-        loss = None  # type: ignore[assignment]
-        optimizer.zero_grad()
-    return losses, refused
+    return until_made(model, optimizer, loss_of, count, 8)
 
 
 def wrapped(loss_of: Callable[[Any, int], torch.Tensor], memory: int, count: int = 4) -> tuple[int, protrain.Status]:

@@ -148,8 +148,8 @@ class Fitter:
             found = found or arranged(between_bytes)
         except BudgetError as error:
             raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
-        more_bytes = run.kept_bytes(found.plan.block_modes) - self._several_kept if run is not None else 0
-        if run is not None and self._several_hold and more_bytes > 0 and settings.plan is None and not wrapped.compute.separate:
+        several = self._several_hold and settings.plan is None and not wrapped.compute.separate
+        if run and several and (more_bytes := run.kept_bytes(found.plan.block_modes) - self._several_kept) > 0:
             try:
                 found = arranged(between_bytes, more_bytes)
             except BudgetError:
@@ -398,7 +398,7 @@ class Fitter:
         has left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
         batches, run, roomy = list(batches), self._largest[0], self._first_room_bytes > 0
         if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
-            return self.plan_without_first_room() if self.end_first() else None
+            return self.plan_anew() if self.end_first() else None
         unseen_bytes, more_bytes = self._unseen_bytes, self._loss.more_than(run)
         fits, self._refused = True, 0
         # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
@@ -419,9 +419,9 @@ class Fitter:
             fits = self._plan_as_now()
         if not roomy and fits and self._unseen_bytes >= unseen_bytes and self._loss.more_than(run) >= more_bytes:
             return None
-        return self.plan_without_first_room()
+        return self.plan_anew()
 
-    def plan_without_first_room(self) -> Batch | None:
+    def plan_anew(self) -> Batch | None:
         """A step was made: plans are made anew, by what it has shown; returns the batch that decided. None: the plan in use
         stays, which did."""
         try:
