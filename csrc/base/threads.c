@@ -4,6 +4,8 @@
 #include "base/threads.h"
 
 #include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -14,6 +16,7 @@
 
 #include "base/bytes.h"
 
+#define LOOKS 16 /* at a lock that another has, before sleeping: each takes tens of nanoseconds */
 #define PROMPT_SLICE_NS 100000 /* the shortest that the kernel grants */
 #define MOST_PROCESSORS ((size_t)1 << 20)
 
@@ -21,30 +24,80 @@ static void must(int result) {
   if (result != 0) abort();
 }
 
-void ptn_mutex_create(ptn_mutex *mutex) { must(pthread_mutex_init(mutex, NULL)); }
-void ptn_mutex_destroy(ptn_mutex *mutex) { must(pthread_mutex_destroy(mutex)); }
-void ptn_lock(ptn_mutex *mutex) { must(pthread_mutex_lock(mutex)); }
+/* ---- locks ---- */
 
-bool ptn_try_lock(ptn_mutex *mutex) {
-  int result = pthread_mutex_trylock(mutex);
-  if (result != EBUSY) must(result);
-  return result == 0;
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
 }
 
-void ptn_unlock(ptn_mutex *mutex) { must(pthread_mutex_unlock(mutex)); }
+/* Until woken, or word is no longer expected, or the time has come (NULL: none); false where that came. */
+static bool sleep_while(_Atomic uint32_t *word, uint32_t expected, const struct timespec *until) {
+  int before = errno;
+  long result = syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, expected, until, NULL, FUTEX_BITSET_MATCH_ANY);
+  int failed = result == 0 ? 0 : errno;
+  if (failed != 0 && failed != EAGAIN && failed != EINTR && failed != ETIMEDOUT) abort();
+  errno = before;
+  return failed != ETIMEDOUT;
+}
+
+/* The word may be gone by now: whoever was woken may have ended what it is in. */
+static void wake(_Atomic uint32_t *word, int count) {
+  int before = errno;
+  (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count);
+  errno = before;
+}
+
+void ptn_mutex_create(ptn_mutex *mutex) {
+  atomic_init(&mutex->state, PTN_MUTEX_FREE);
+  PTN_TELL_LOCK(__tsan_mutex_create(mutex, __tsan_mutex_not_static));
+}
+
+void ptn_mutex_destroy(ptn_mutex *mutex) {
+  if (atomic_load_explicit(&mutex->state, memory_order_relaxed) != PTN_MUTEX_FREE) abort();
+  PTN_TELL_LOCK(__tsan_mutex_destroy(mutex, 0));
+}
+
+void ptn_mutex_await(ptn_mutex *mutex) {
+  for (int i = 0; i < LOOKS; i++) {
+    pause_briefly();
+    uint32_t state = atomic_load_explicit(&mutex->state, memory_order_relaxed);
+    if (state == PTN_MUTEX_AWAITED) break; /* others wait longer */
+    if (state == PTN_MUTEX_FREE && ptn_mutex_take(mutex)) return;
+  }
+  while (atomic_exchange_explicit(&mutex->state, PTN_MUTEX_AWAITED, memory_order_acquire) != PTN_MUTEX_FREE)
+    sleep_while(&mutex->state, PTN_MUTEX_AWAITED, NULL);
+}
+
+void ptn_mutex_wake(ptn_mutex *mutex, uint32_t state) {
+  if (state != PTN_MUTEX_AWAITED) abort(); /* nobody had it */
+  wake(&mutex->state, 1);
+}
 
 void ptn_condition_create(ptn_condition *condition) {
-  pthread_condattr_t attributes;
-  must(pthread_condattr_init(&attributes));
-  must(pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC));
-  must(pthread_cond_init(condition, &attributes));
-  must(pthread_condattr_destroy(&attributes));
+  atomic_init(&condition->sequence, 0);
+  atomic_init(&condition->waiting_count, 0);
 }
 
-void ptn_condition_destroy(ptn_condition *condition) { must(pthread_cond_destroy(condition)); }
-void ptn_wait(ptn_condition *condition, ptn_mutex *mutex) { must(pthread_cond_wait(condition, mutex)); }
-void ptn_signal(ptn_condition *condition) { must(pthread_cond_signal(condition)); }
-void ptn_broadcast(ptn_condition *condition) { must(pthread_cond_broadcast(condition)); }
+void ptn_condition_destroy(ptn_condition *condition) {
+  if (atomic_load_explicit(&condition->waiting_count, memory_order_relaxed) > 0) abort();
+}
+
+/* Whoever changes something under the mutex after this saw that it has to wait sees it counted, and moves the sequence. */
+static bool wait_until(ptn_condition *condition, ptn_mutex *mutex, const struct timespec *until) {
+  atomic_fetch_add_explicit(&condition->waiting_count, 1, memory_order_relaxed);
+  uint32_t sequence = atomic_load_explicit(&condition->sequence, memory_order_relaxed);
+  ptn_unlock(mutex);
+  bool woken = sleep_while(&condition->sequence, sequence, until);
+  ptn_lock(mutex);
+  atomic_fetch_sub_explicit(&condition->waiting_count, 1, memory_order_relaxed);
+  return woken;
+}
+
+void ptn_wait(ptn_condition *condition, ptn_mutex *mutex) { wait_until(condition, mutex, NULL); }
 
 bool ptn_wait_ns(ptn_condition *condition, ptn_mutex *mutex, int64_t ns) {
   struct timespec until;
@@ -52,10 +105,19 @@ bool ptn_wait_ns(ptn_condition *condition, ptn_mutex *mutex, int64_t ns) {
   int64_t total = until.tv_nsec + (ns > 0 ? ns : 0);
   until.tv_sec += (time_t)(total / 1000000000);
   until.tv_nsec = (long)(total % 1000000000);
-  int result = pthread_cond_timedwait(condition, mutex, &until);
-  if (result != ETIMEDOUT) must(result);
-  return result == 0;
+  return wait_until(condition, mutex, &until);
 }
+
+static void move_on(ptn_condition *condition, int count) {
+  if (atomic_load_explicit(&condition->waiting_count, memory_order_relaxed) == 0) return;
+  atomic_fetch_add_explicit(&condition->sequence, 1, memory_order_relaxed);
+  wake(&condition->sequence, count);
+}
+
+void ptn_signal(ptn_condition *condition) { move_on(condition, 1); }
+void ptn_broadcast(ptn_condition *condition) { move_on(condition, INT_MAX); }
+
+/* ---- threads and time ---- */
 
 ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(void *), void *argument) {
   sigset_t all, before;

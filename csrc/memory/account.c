@@ -12,7 +12,7 @@
 #include "base/bytes.h"
 #include "memory/slabs.h"
 
-ptn_mutex ptn_arena_mutex = PTHREAD_MUTEX_INITIALIZER;
+ptn_mutex ptn_arena_mutex;
 ptn_account_totals ptn_totals;
 
 static ptn_account nobody = {.open = true};

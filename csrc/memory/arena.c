@@ -165,12 +165,21 @@ void ptn_arena_free(void *block) {
   ptn_unlock(&ptn_arena_mutex);
 }
 
+static bool describe(const ptn_stretch *stretch, ptn_block *out) {
+  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use};
+  return stretch != NULL;
+}
+
 bool ptn_arena_find(const void *address, ptn_block *out) {
   ptn_lock(&ptn_arena_mutex);
-  const ptn_stretch *stretch = ptn_stretch_find((uintptr_t)address);
-  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use};
+  bool found = describe(ptn_stretch_find((uintptr_t)address), out);
   ptn_unlock(&ptn_arena_mutex);
-  return stretch != NULL;
+  return found;
+}
+
+bool ptn_arena_describe(const void *memory, ptn_block *out) {
+  uintptr_t address = (uintptr_t)memory;
+  return describe(stretch_at(ptn_map_get(address), address), out);
 }
 
 bool ptn_arena_hold(const ptn_block *block) {

@@ -97,6 +97,8 @@ typedef struct ptn_block {
 /* The block in use in which address lies, anywhere; false for small blocks and for memory that is not the arena's. The block may
  * be gone right after unless the caller knows that somebody has it. */
 bool ptn_arena_find(const void *address, ptn_block *out);
+/* The same of the block that begins there, where somebody has a hold all the while: takes no lock. */
+bool ptn_arena_describe(const void *memory, ptn_block *out);
 /* A block handed out has one hold. One more keeps it in use, and counted, until as many calls of ptn_arena_free. False, and
  * nothing changes, where the block that had this serial is gone. */
 bool ptn_arena_hold(const ptn_block *block);

@@ -225,6 +225,12 @@ static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *te
   return keep(self, tensor);
 }
 
+/* Of a page or more, of the arena. */
+static bool find_block(const ptn_tensor_facts *facts, ptn_block *block) {
+  if (facts->device_type != PTN_TORCH_CPU) return false;
+  return facts->block ? ptn_arena_describe(facts->block, block) : ptn_arena_find(facts->data, block);
+}
+
 static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   const saved_tensors_object *self = (saved_tensors_object *)object;
   PyTypeObject *wanted = (PyTypeObject *)self->tensor_type;
@@ -234,7 +240,7 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   ptn_block block;
   if (!read_facts(self, tensor, &facts)) return pack_static(self, tensor);
   if (self->over_device) return pack_over_device(self, tensor, &facts);
-  if (facts.device_type != PTN_TORCH_CPU || !ptn_arena_find(facts.data, &block)) return keep(self, tensor);
+  if (!find_block(&facts, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
   if (facts.lazy) return keep(self, tensor);
@@ -256,7 +262,7 @@ PyObject *ptn_saved_parameter(PyObject *hooks, PyObject *tensor) {
     if (!engine) return NULL;
     may_be = ptn_engine_in_slot(engine, facts.data);
   } else {
-    may_be = facts.device_type == PTN_TORCH_CPU && ptn_arena_find(facts.data, &block) && block.use == PTN_BLOCK_STATIC;
+    may_be = find_block(&facts, &block) && block.use == PTN_BLOCK_STATIC;
   }
   return may_be ? PyObject_CallFunctionObjArgs(self->saved_parameter, tensor, NULL) : Py_NewRef(Py_None);
 }

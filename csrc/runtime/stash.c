@@ -164,6 +164,7 @@ void ptn_stash_begin(ptn_stash *stash) {
     stash->backward = NULL;
     stash->turned = stash->hold_back = false;
     stash->near_number = INT32_MAX;
+    stash->puts.left_bytes = stash->gets.left_bytes = 0;
     stash->failure = PTN_OK; /* of a write that nobody was told of: its record stayed in memory, and that pass is over */
     if (!stash->current || stash->current->n_moments > 0) new_pass(stash); /* where it fails the pass before goes on */
     ptn_stash_write(stash, false);
@@ -314,7 +315,14 @@ static ptn_status report_failure(ptn_stash *stash) {
   return ptn_error_restore(&stash->failure_error);
 }
 
-static bool note_moment(pass *pass, uint64_t bytes) {
+static int64_t look_at(moment_clock *clock, uint64_t bytes, int32_t number) {
+  if (clock->left_bytes < bytes || clock->number != number)
+    *clock = (moment_clock){.now_ns = ptn_now_ns(), .left_bytes = ptn_max_u64(CLOCK_BYTES, bytes), .number = number};
+  clock->left_bytes -= bytes;
+  return clock->now_ns;
+}
+
+static bool note_moment(pass *pass, uint64_t bytes, int64_t now_ns) {
   if (pass->n_moments == pass->max_moments) {
     size_t more = pass->max_moments ? 2 * pass->max_moments : 64;
     ptn_stash_moment *grown = realloc(pass->moments, more * sizeof *grown);
@@ -322,7 +330,7 @@ static bool note_moment(pass *pass, uint64_t bytes) {
     pass->moments = grown;
     pass->max_moments = more;
   }
-  pass->moments[pass->n_moments++] = (ptn_stash_moment){.bytes = bytes, .put_ns = ptn_now_ns()};
+  pass->moments[pass->n_moments++] = (ptn_stash_moment){.bytes = bytes, .put_ns = now_ns};
   return true;
 }
 
@@ -334,7 +342,8 @@ static bool kept_by_rule(const ptn_stash *stash, const ptn_record *record) {
 static ptn_status make_record(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                               ptn_record **out) {
   ptn_record *record = take_record(stash);
-  if (!record || (!stash->current && !new_pass(stash)) || !note_moment(stash->current, block->bytes)) {
+  if (!record || (!stash->current && !new_pass(stash)) ||
+      !note_moment(stash->current, block->bytes, look_at(&stash->puts, block->bytes, number))) {
     if (record) give_record(stash, record);
     return ptn_fail(PTN_MEMORY, "no memory to note a saved tensor");
   }
@@ -503,7 +512,7 @@ static void note_asked(ptn_stash *stash, ptn_record *record) {
   pass *pass = record->pass;
   if (!record->asked) {
     record->asked = true;
-    if (!stash->closed) pass->moments[record->place].get_ns = ptn_now_ns();
+    if (!stash->closed) pass->moments[record->place].get_ns = look_at(&stash->gets, record->block.bytes, record->number);
     if (record->state == RECORD_IN_MEMORY || record->state == RECORD_QUEUED || record->state == RECORD_WRITING)
       stash->stats.forwarded_bytes += record->block.bytes;
   }

@@ -64,6 +64,14 @@ typedef struct traffic {
   double bytes_per_s; /* of the last window that tells; 0: not known yet */
 } traffic;
 
+/* When records of a block are put, or asked for: looked at once for so many bytes of them, in which a disk does not get far. */
+#define CLOCK_BYTES PTN_MIB
+typedef struct moment_clock {
+  int64_t now_ns;
+  uint64_t left_bytes; /* for which it still counts */
+  int32_t number; /* of the block */
+} moment_clock;
+
 #define STASH_BUCKETS 1024
 
 struct ptn_stash {
@@ -84,6 +92,7 @@ struct ptn_stash {
   pass *backward; /* whose records were asked for last */
   ptn_record *queue_first, *queue_last;
   uint64_t queued_bytes;
+  moment_clock puts, gets;
   traffic writes, reads;
   uint64_t ended_count; /* writes and reads */
   uint32_t reads_moving_count; /* of reads.in_flight_count: those that end without anybody's help */

@@ -124,7 +124,10 @@ extern "C" bool ptn_torch_facts(const void *tensor, ptn_tensor_facts *facts) {
   if (!is_usual(of) || !of.has_storage() || of.has_symbolic_sizes_strides()) return false;
   try {
     // Where it is about to be changed, so that a copy that was put off is made now.
-    char *memory = static_cast<char *>(of.unsafe_storage().unsafeGetStorageImpl()->mutable_data());
+    c10::StorageImpl *storage = of.unsafe_storage().unsafeGetStorageImpl();
+    char *memory = static_cast<char *>(storage->mutable_data());
+    const c10::DataPtr &pointer = storage->data_ptr();
+    facts->block = pointer.get_deleter() == &ptn_arena_free ? pointer.get_context() : nullptr;
     // Where it has no element its offset may be the end of its memory, where another's begins.
     const auto skipped = of.numel() == 0 ? 0 : static_cast<size_t>(of.storage_offset()) * of.itemsize();
     facts->data = memory ? memory + skipped : nullptr;

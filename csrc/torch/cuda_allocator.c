@@ -29,7 +29,7 @@ typedef struct gpu {
   ptn_account *account;
 } gpu;
 
-static ptn_mutex mutex = PTHREAD_MUTEX_INITIALIZER;
+static ptn_mutex mutex;
 static gpu gpus[GPUS_MAX];
 static segment *segments;
 

@@ -25,6 +25,7 @@ typedef struct ptn_counter ptn_counter; /* a hold on a version counter, which ma
 
 typedef struct ptn_tensor_facts {
   void *data; /* the first element; where there is none, the begin of its memory */
+  void *block; /* of the arena, that its memory has a hold on; NULL: it is not known to have one */
   const int64_t *sizes, *strides; /* elements; valid as long as the tensor is unchanged */
   int32_t ndim;
   int32_t device_type;
