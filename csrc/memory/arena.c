@@ -166,7 +166,7 @@ void ptn_arena_free(void *block) {
 }
 
 static bool describe(const ptn_stretch *stretch, ptn_block *out) {
-  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use};
+  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use, stretch};
   return stretch != NULL;
 }
 
@@ -198,6 +198,11 @@ bool ptn_arena_hold_more(const ptn_block *block) {
   bool lives = stretch && stretch->serial == block->serial;
   if (lives) atomic_fetch_add_explicit(&stretch->hold_count, 1, memory_order_relaxed);
   return lives;
+}
+
+void ptn_arena_fetch_soon(const ptn_block *block) {
+  ptn_map_fetch_soon((uintptr_t)block->memory);
+  ptn_fetch_soon(block->own, sizeof(ptn_stretch));
 }
 
 void ptn_arena_set_use(void *memory, ptn_block_use use) {

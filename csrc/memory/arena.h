@@ -92,6 +92,7 @@ typedef struct ptn_block {
   uint64_t bytes;  /* whole pages */
   uint64_t serial; /* no other block, earlier or later, has this one */
   ptn_block_use use;
+  const void *own; /* the arena's */
 } ptn_block;
 
 /* The block in use in which address lies, anywhere; false for small blocks and for memory that is not the arena's. The block may
@@ -106,6 +107,9 @@ bool ptn_arena_hold(const ptn_block *block);
 bool ptn_arena_hold_more(const ptn_block *block);
 /* Of the block that begins there, which is in use; ends with the block. Small blocks have no use: nothing changes. */
 void ptn_arena_set_use(void *memory, ptn_block_use use);
+
+/* Of a block that was found, and may be gone: what the arena knows of it is looked at soon (base/bytes.h). */
+void ptn_arena_fetch_soon(const ptn_block *block);
 
 /* The account that tensors made by torch belong to from now on, in every thread that is not set apart; NULL: none. Returns the
  * one before. */

@@ -37,6 +37,12 @@ static inline uintptr_t ptn_map_get(uintptr_t address) {
   return ptn_map_root[number][(address & (((uintptr_t)1 << PTN_MAP_LEAF_BITS) - 1)) / PTN_PAGE_BYTES];
 }
 
+static inline void ptn_map_fetch_soon(uintptr_t address) {
+  uintptr_t number = address >> PTN_MAP_LEAF_BITS;
+  if (number >= PTN_MAP_ROOT_COUNT || !ptn_map_root[number]) return;
+  ptn_fetch_soon(&ptn_map_root[number][(address & (((uintptr_t)1 << PTN_MAP_LEAF_BITS) - 1)) / PTN_PAGE_BYTES], 1);
+}
+
 static inline uintptr_t ptn_map_get_granule(uintptr_t address) {
   uintptr_t number = address >> PTN_MAP_LEAF_BITS;
   if (number >= PTN_MAP_ROOT_COUNT || !ptn_map_root[number]) return 0;

@@ -217,8 +217,9 @@ void ptn_stash_near(ptn_stash *stash, int32_t number) {
 
 static ptn_record *take_record(ptn_stash *stash) {
   ptn_record *record = stash->idle_records;
-  if (record) stash->idle_records = record->table_next;
-  else record = malloc(sizeof *record);
+  if (!record) return malloc(sizeof *record);
+  stash->idle_records = record->table_next;
+  ptn_record_fetch_soon(stash->idle_records);
   return record;
 }
 
@@ -528,10 +529,21 @@ static bool moves_on(const ptn_stash *stash, const ptn_record *record) {
   return !record->asked && stash->turned && record->pass->ahead;
 }
 
+/* Backward asks for them next: for the one before, which the last call has fetched, all that it leads to. */
+static void fetch_those_before(ptn_stash *stash, const ptn_record *record) {
+  const ptn_record *next = record->before;
+  if (!next) return;
+  ptn_fetch_soon(bucket(stash, next->serial), 1);
+  ptn_fetch_soon(next->owner, 1);
+  ptn_arena_fetch_soon(&next->block);
+  ptn_record_fetch_soon(next->before);
+}
+
 bool ptn_stash_get_at_once(ptn_record *record, bool first, void **memory) {
   ptn_stash *stash = record->stash;
   *memory = NULL;
   ptn_lock(&stash->mutex);
+  fetch_those_before(stash, record);
   if (record->status == PTN_OK && stash->failure == PTN_OK && !stash->closed && !moves_on(stash, record)) {
     note_asked(stash, record);
     if (record->state == RECORD_QUEUED) withdraw(stash, record);

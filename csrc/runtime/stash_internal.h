@@ -4,6 +4,7 @@
 #ifndef PTN_RUNTIME_STASH_INTERNAL_H
 #define PTN_RUNTIME_STASH_INTERNAL_H
 
+#include "base/bytes.h"
 #include "base/threads.h"
 #include "runtime/stash.h"
 
@@ -124,6 +125,9 @@ void ptn_stash_wait(ptn_stash *stash, ptn_trace_kind kind, int32_t number); /* f
 void ptn_record_let_go(ptn_record *record); /* the stash's hold on its block */
 void ptn_record_destroy(ptn_record *record); /* no use, nothing in flight; unlocks for a moment */
 void ptn_record_release_space(ptn_record *record); /* unlocks for a moment */
+
+/* Without the room for an error. NULL is allowed. */
+static inline void ptn_record_fetch_soon(const ptn_record *record) { ptn_fetch_soon(record, offsetof(ptn_record, io.error)); }
 
 static inline bool record_is_held(const ptn_record *record) {
   return record->state == RECORD_IN_MEMORY || record->state == RECORD_QUEUED || record->state == RECORD_WRITING ||

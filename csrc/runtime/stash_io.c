@@ -124,6 +124,7 @@ static bool may_write(const ptn_stash *stash, uint64_t begun_bytes) {
 }
 
 static void begin_write(ptn_stash *stash, ptn_record *record) {
+  ptn_record_fetch_soon(record->queue_after);
   ptn_stash_unqueue(stash, record);
   record->state = RECORD_WRITING;
   begin_io(record, write_done);
