@@ -483,29 +483,31 @@ class Session:
         self.marks.step_made(self._foretold_bytes())
         self.homes.adjust_headroom(self.marks.highest_bytes)
         saved_bytes = self.runner.saved_bytes()
-        if not self._awaited.any():
-            self._learn(saved_bytes, timed)
+        try:
+            if self._awaited.any():
+                self._foresaw(self.fitter.plan_beside_graphs())
+            else:
+                self._learn(saved_bytes, timed)
+        except (DiskError, BudgetError) as error:  # the step is made all the same
+            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
         self._tells = False
         self.marks.begin()
         self.engine.seek(0)
 
     def _learn(self, saved_bytes: dict[int, int], timed: bool) -> None:
         """What the step that was made shows, and the plans that follow from it."""
-        try:
-            self.fitter.learn_measured(max(self.marks.planned_bytes, self.marks.within_bytes), saved_bytes)
-            if self._tells:
-                within_bytes = self.marks.within_bytes
-                self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
-                self._foresaw(self.fitter.learn_within(within_bytes))
-            elif self.fitter.end_first():
-                self._foresaw(self.fitter.plan_anew())
-            if timed:
-                self.pacer.after_step(
-                    self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
-                    behind_backward=self.updates.behind_backward,
-                )  # fmt: skip
-        except (DiskError, BudgetError) as error:  # the step is made all the same
-            warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=7)
+        self.fitter.learn_measured(max(self.marks.planned_bytes, self.marks.within_bytes), saved_bytes)
+        if self._tells:
+            within_bytes = self.marks.within_bytes
+            self._foresaw(self.fitter.learn(self.marks.planned_bytes, self.marks.loss_bytes, self._batches))
+            self._foresaw(self.fitter.learn_within(within_bytes))
+        elif self.fitter.end_first():
+            self._foresaw(self.fitter.plan_anew())
+        if timed:
+            self.pacer.after_step(
+                self._batches, self.step_seconds, self.updates.seconds, self.updates.bytes,
+                behind_backward=self.updates.behind_backward,
+            )  # fmt: skip
 
     def forget(self) -> None:
         """Drop the gradients and updates of a step that is not made."""

@@ -110,3 +110,70 @@ def test_state_that_gave_way_in_a_step_that_is_not_made() -> None:
     assert train(model, optimizer, now_and_then, 4) == train(plain, want, now_and_then, 4)
     protrain.unwrap(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def retaining(model: Any, optimizer: Any, seen: Callable[[], object] = lambda: None) -> list[float]:
+    """Each step's graph stays until the next one has its own."""
+    losses = []
+    for x in inputs(5, ROWS):
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        seen()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("share", [0.6, 0.85, 1.0])
+def test_graphs_that_stay_leave_the_first_plan_behind(share: float) -> None:
+    """From the second step on plans use the memory that these leave."""
+    plain = Chain()
+    want = retaining(plain, adamw(plain))
+    peaks: list[int] = []
+    for _ in range(2):
+        memory = int(share * peaks[0]) if peaks else 1 << 30
+        model: Any = Chain()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        plans: list[protrain.Plan] = []
+        losses = retaining(model, optimizer, lambda model=model, plans=plans: plans.append(protrain.status(model).plan))
+        peaks.append(protrain.status(model).peak_memory_bytes)
+        protrain.unwrap(model)
+        assert losses == want and peaks[-1] <= memory
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    first, last = plans[0], plans[-1]
+    assert last == plans[1]
+    assert last.n_persist > first.n_persist or last.n_checkpoint < first.n_checkpoint
+
+
+@pytest.mark.parametrize("memory", [40 << 20, 50 << 20])
+def test_a_graph_that_stays_finds_chunks_that_came_to_memory(memory: int) -> None:
+    """It saved parameters that are not trained, which were on disk when it did, and goes backward again behind the step."""
+
+    def gradients(model: Any, optimizer: Any, seen: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
+        bias, found = model.blocks[0].up.bias, []
+        for x in inputs(3, ROWS):
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            seen()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen()
+            loss.backward()
+            found.append(bias.grad.clone())
+            optimizer.zero_grad()
+        return found
+
+    def make() -> Any:
+        model = Chain().requires_grad_(False)
+        model.blocks[0].up.bias.requires_grad_()
+        return model, torch.optim.AdamW([model.blocks[0].up.bias], fused=True)
+
+    want = gradients(*make())
+    model, optimizer = make()
+    model, optimizer = protrain.wrap(model, optimizer, memory=memory)
+    plans: list[protrain.Plan] = []
+    got = gradients(model, optimizer, lambda: plans.append(protrain.status(model).plan))
+    protrain.unwrap(model)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert plans[1].n_persist > plans[0].n_persist, "nothing moved"

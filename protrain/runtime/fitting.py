@@ -429,6 +429,30 @@ class Fitter:
         except BudgetError:
             return None
 
+    def plan_beside_graphs(self) -> Batch | None:
+        """The first step was made, and graphs of it are alive whose backward may come, as may be in each step from here on: plans are
+        made anew with what they hold, once, unless a chunk would leave memory, where they may have saved its parameters. A backward
+        that retained its graph leaves what was recomputed in it too. Returns the batch that decided."""
+        run, now = self._largest[0], self._homes.arrangement
+        if not self.end_first() or run is None or not self._learns():
+            return None
+        self.note_several()
+        all_kept = run.kept_bytes(("keep",) * len(now.plan.block_modes))
+        if self._several_hold < all_kept:
+            self._note_kept(run)
+        else:
+            self._several_kept = max(self._several_kept, all_kept)
+        self._unseen_bytes = max(self._unseen_bytes, self._several_hold)
+        try:
+            best, largest = self._with_others(self.decide(run), self._largest)
+            if best.plan.n_persist < now.plan.n_persist:
+                return None
+            self.carry_out(best)
+        except BudgetError:
+            return None
+        self._largest = largest
+        return largest
+
     def learn_within(self, highest_bytes: int) -> Batch | None:
         """Forwards without gradients between the backward of a step and its end had so much in memory at most, or one was refused
         that would have had. Where the plan in use has no room for what they take, plans are made anew; returns the batch that
