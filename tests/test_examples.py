@@ -17,10 +17,10 @@ import pytest
 from ahead import Ahead
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NEEDS = {"lora": ["peft"], "sft": ["peft", "trl", "datasets"]}
+NEEDS = {"lora": ["peft"], "sft": ["peft", "trl", "datasets"], "lightning_trainer": ["pytorch_lightning"]}
 
 
-NAMES = ["plain_loop", "trainer", "accelerate_loop", "lora", "sft", "vision"]
+NAMES = ["plain_loop", "trainer", "accelerate_loop", "lightning_trainer", "lora", "sft", "vision"]
 AMPLE = ("--memory", "1GiB")
 
 
@@ -94,5 +94,5 @@ NEEDED_BY: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
-        "plain_loop", "trainer", "accelerate_loop", "lora", "sft", "vision", "resume",
+        "plain_loop", "trainer", "accelerate_loop", "lightning_trainer", "lora", "sft", "vision", "resume",
     }  # fmt: skip

@@ -229,6 +229,50 @@ def test_gradients_dropped_one_by_one_where_plans_change() -> None:
     both(Chain, loop)
 
 
+class Around(nn.Module):
+    """Holds a wrapped model, as Lightning's modules do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_gradients_dropped_by_a_module_around() -> None:
+    """Which is sent to where it is before, as trainers do at their end."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        around, figures = Around(model), []
+        for x in inputs(4):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            around.cpu().float().to("cpu")
+            around.zero_grad()
+            figures.append(loss.item())
+        return figures
+
+    both(Chain, loop)
+
+
+def test_a_module_around_drops_nothing_of_a_step_under_way() -> None:
+    """Nor does it fill gradients that have left memory with zeros, nor does a conversion hide that they have."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    around, (x,) = Around(model), inputs(1)
+    model(x).backward()
+    with pytest.raises(protrain.StepError, match="has left memory"):
+        around.zero_grad()
+    optimizer.step()
+    around.cpu()
+    with pytest.raises(protrain.StepError, match="has left memory"):
+        around.zero_grad(set_to_none=False)
+    with pytest.raises(protrain.StepError, match="has left memory"):
+        _ = [p.grad for p in model.parameters()]
+    around.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    protrain.unwrap(model)
+
+
 def test_a_closure() -> None:
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
         def closure(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ changed, and what a program holds is its own."""
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from nets import TIGHT, Chain, both, inputs, steps
 from safetensors.torch import load_file, save_file
 from torch import nn
-from twins import MIB, adamw, bits
+from torch.utils._pytree import tree_leaves
+from twins import MIB, adafactor, adamw, bits
 
 import protrain
 from protrain.api import session_of
@@ -37,6 +39,14 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(self.up(x)).square().mean()
         return y
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def bits_of(optimizer: Any) -> list[bytes]:
+    return [bits(torch.as_tensor(value)) for value in tree_leaves(optimizer.state_dict()["state"])]
 
 
 def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
@@ -416,16 +426,48 @@ def test_weights_of_numbers_that_stand_for_others_are_refused(tmp_path: Path) ->
         protrain.wrap(model, adamw(model), memory=AMPLE, weights=tmp_path)
 
 
-def test_the_state_of_a_wrapped_optimizer_is_not_found_empty() -> None:
+@pytest.mark.parametrize("make", [adamw, adafactor, sgd])
+def test_the_state_of_a_wrapped_optimizer_has_names_and_no_values(make: Callable[..., Any]) -> None:
+    """Those of plain torch, and what looks through it to move it to a device changes nothing."""
+    plain: Any = Chain()
+    want = make(plain)
     model: Any = Chain()
-    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    model, optimizer = protrain.wrap(model, make(model), memory=TIGHT)
+    assert not optimizer.state
+    assert model.head.weight not in optimizer.state
+    assert len(optimizer.state[model.head.weight]) == 0
+    steps(inputs(1))(plain, want, True)
     steps(inputs(1))(model, optimizer, False)
-    with pytest.raises(protrain.PlanError, match=r"optimizer\.state: .* state_dict\(\) gives copies of it"):
-        _ = optimizer.state[model.head.weight]
-    with pytest.raises(protrain.PlanError, match=r"load_state_dict\(\) takes another"):
-        optimizer.state = {}
-    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    expected = {name: set(want.state[p]) for name, p in plain.named_parameters()}
+    assert {name: set(optimizer.state[p]) for name, p in model.named_parameters()} == expected
+    assert len(optimizer.state) == len(expected)
+    before = bits_of(optimizer)
+    for entry in optimizer.state.values():
+        for name, value in entry.items():
+            entry[name] = value
+    assert bits_of(optimizer) == before
+    entry = optimizer.state[model.head.weight]
+    name = next(iter(entry))
+
+    def set_value() -> None:
+        entry[name] = torch.zeros(1)
+
+    def set_entry() -> None:
+        optimizer.state[model.head.weight] = {}
+
+    refused: list[Callable[[], Any]] = [
+        lambda: entry[name].shape, lambda: entry.pop(name), set_value, set_entry, optimizer.state.clear,
+        lambda: setattr(optimizer, "state", {}),
+    ]  # fmt: skip
+    for call in refused:
+        with pytest.raises(
+            protrain.PlanError, match=r"optimizer\.state: .* state_dict\(\) gives copies of it, and load_state_dict"
+        ):
+            call()
+    assert bits_of(optimizer) == before
     protrain.unwrap(model)
+    with pytest.raises(protrain.PlanError, match="unwrapped"):
+        _ = optimizer.state
 
 
 def dampened(model: nn.Module) -> torch.optim.Optimizer:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +58,7 @@ ADDRESSES: set[Any] = {
     torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage,
 } | _getters("__cuda_array_interface__")  # fmt: skip
 
+_ZERO_GRAD_CODE = nn.Module.zero_grad.__code__
 _PARAMETER_CODE = nn.Parameter.__new__.__code__
 
 #: Calls that walk a graph to its inputs.
@@ -96,6 +100,26 @@ class Owner(Protocol):
         """An owned copy of the parameter's values, in no budget."""
 
 
+_conversions = threading.local()
+
+
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """In this thread nobody is refused a look at a gradient that has left memory: what looks converts nothing."""
+    before = getattr(_conversions, "overlooks", False)
+    _conversions.overlooks = True
+    try:
+        yield
+    finally:
+        _conversions.overlooks = before
+
+
+def _drops_gradients(frame: FrameType) -> bool:
+    """Whether it is that of a `zero_grad` of torch's modules, which looks at each gradient before it sets it to None: as a module
+    has it that holds a wrapped model."""
+    return frame.f_code is _ZERO_GRAD_CODE and bool(frame.f_locals.get("set_to_none"))
+
+
 class ChunkTensor:
     """Mixed into the two classes below: whose parameter this is, or is a view of, and which."""
 
@@ -112,7 +136,9 @@ class ChunkTensor:
         found = list(_chunk_tensors(args)) + list(_chunk_tensors(kwargs.values()))
         owner, number = found[0]._protrain
         if func in (_GRAD_GET, _GRAD_SET):
-            owner.check_grad_access(number, func == _GRAD_SET and args[1] is None)
+            if not getattr(_conversions, "overlooks", False):
+                drops = args[1] is None if func == _GRAD_SET else _drops_gradients(sys._getframe(1))
+                owner.check_grad_access(number, drops)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func == _DATA_SET and isinstance(args[0], ChunkParameter):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..base.reading import given_as
 from ..errors import PlanError, StepError
 from .footprint import HOOKS, MODES, Footprint, check_class, check_independent, measure, own_mode
+from .stateview import StateView, refuse_state
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -202,16 +203,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Refused: it would be empty, whatever the state is, and what is done to it would change nothing."""
-        raise PlanError(
-            "optimizer.state: a wrapped optimizer's state lies where its parameters do; state_dict() gives copies of it, and "
-            "load_state_dict() takes another"
-        )
+        """Which parameters have state, and its names. Values are refused, and so is setting any: `state_dict()` gives copies.
+
+        Raises:
+            PlanError: the model was unwrapped.
+        """
+        return StateView(self._open().states.names)
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._session is not None:  # torch's own constructor sets an empty one
-            _ = self.state
+            refuse_state()
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         """Refused: a pickle, and a copy of what it would hold, is of the whole model's state at once."""

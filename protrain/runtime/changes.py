@@ -18,7 +18,7 @@ from .. import _core
 from ..base.counting import uncounted
 from ..errors import PlanError, StepError
 from ..model.compiled import CALL
-from ..model.parameters import DisableTorchFunction
+from ..model.parameters import DisableTorchFunction, without_gradients
 from ..model.precision import has_master
 from ..model.recording import refuse_recording
 from ..model.strides import dense_strides
@@ -250,7 +250,8 @@ def guard(
                 raise PlanError(f"a wrapped {type(module).__name__} cannot be put into shared memory: {_AGAIN}")
             if found.device != probe.device or (dtype == own and found.dtype != dtype):
                 raise PlanError(f"the {type(module).__name__} cannot become {found.dtype} on {found.device}: {_KEPT}")
-        return type(module)._apply(module, fn, recurse)
+        with without_gradients():  # as it changes neither type nor device
+            return type(module)._apply(module, fn, recurse)
 
     def reduce(_protocol: Any = None) -> NoReturn:
         raise PlanError(

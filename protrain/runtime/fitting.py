@@ -430,9 +430,9 @@ class Fitter:
             return None
 
     def plan_beside_graphs(self) -> Batch | None:
-        """The first step was made, and graphs of it are alive whose backward may come, as may be in each step from here on: plans are
-        made anew with what they hold, once, unless a chunk would leave memory, where they may have saved its parameters. A backward
-        that retained its graph leaves what was recomputed in it too. Returns the batch that decided."""
+        """The first step was made, and graphs of it are alive whose backward may come, as may be in each step from here on. Plans
+        are made anew with what these hold, once, unless a chunk would leave memory, where they may have saved parameters. Where
+        a backward retained its graph what was recomputed is in it too. Returns the batch that decided."""
         run, now = self._largest[0], self._homes.arrangement
         if not self.end_first() or run is None or not self._learns():
             return None

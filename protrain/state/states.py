@@ -71,15 +71,14 @@ class States:
         value = value or self._values.get
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
-        place, names = 0, state_names(wrapped.kind, wrapped.n_states)
+        place = 0
         for group in wrapped.groups:
             used = n_states_of(hyper_of(wrapped.kind, group))
             for offset, p in enumerate(group["params"]):
                 number = wrapped.number_of[id(p)]
-                steps = self._engine.steps(number)
-                if wrapped.layout.entries[number].group < 0 or (steps == 0 and not wrapped.master_array):
+                known, steps = self._arrays_of(number), self._engine.steps(number)
+                if known is None:
                     continue
-                known = names if steps or wrapped.kind is not torch.optim.SGD else ()  # a buffer that no step has made is none
                 if used < len(known) and known == ADAM_STATE and not self._values.get(number, len(known)).any():
                     known = known[:-1]  # amsgrad is off, and nothing tells that it was ever on
                 entry = {name: value(number, 1 + array) for array, name in enumerate(known)}
@@ -93,6 +92,28 @@ class States:
             )
             place += len(group["params"])
         return {"state": state, "param_groups": packed}
+
+    def _arrays_of(self, number: int) -> tuple[str, ...] | None:
+        """By name, those of a kernel that one parameter has beside its master; None: it has no state."""
+        wrapped, steps = self._wrapped, self._engine.steps(number)
+        if wrapped.layout.entries[number].group < 0 or (steps == 0 and not wrapped.master_array):
+            return None
+        if not steps and wrapped.kind is torch.optim.SGD:  # a buffer that no step has made is none
+            return ()
+        return state_names(wrapped.kind, wrapped.n_states)
+
+    def names(self) -> dict[torch.Tensor, list[str]]:
+        """Of the state of each parameter that has some, in the optimizer's order; amsgrad's where wrap knew of it."""
+        wrapped, foreign = self._wrapped, self._wrapped.foreign
+        if foreign is not None:
+            return {wrapped.params[number]: list(tree) for number, tree in foreign.described().items()}
+        found: dict[torch.Tensor, list[str]] = {}
+        for p in (p for group in wrapped.groups for p in group["params"]):
+            arrays = self._arrays_of(wrapped.number_of[id(p)])
+            if arrays is not None:
+                step = ["step"] if wrapped.kind is not torch.optim.SGD else []
+                found[p] = [*step, *arrays, *(["master"] if wrapped.master_array else [])]
+        return found
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
         """Takes what `optimizer` gives, and plain torch's. If it fails after its first value, the state is half loaded.
