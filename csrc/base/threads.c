@@ -102,7 +102,7 @@ void ptn_wait(ptn_condition *condition, ptn_mutex *mutex) { wait_until(condition
 bool ptn_wait_ns(ptn_condition *condition, ptn_mutex *mutex, int64_t ns) {
   struct timespec until;
   clock_gettime(CLOCK_MONOTONIC, &until);
-  int64_t total = until.tv_nsec + (ns > 0 ? ns : 0);
+  int64_t total = ptn_min_i64(ptn_max_i64(ns, 0), INT64_MAX - until.tv_nsec) + until.tv_nsec;
   until.tv_sec += (time_t)(total / 1000000000);
   until.tv_nsec = (long)(total % 1000000000);
   return wait_until(condition, mutex, &until);

@@ -149,6 +149,34 @@ static void all_are_told(void) {
   ptn_mutex_destroy(&at.mutex);
 }
 
+static void *open_later(void *argument) {
+  gate *at = argument;
+  stay(20000000);
+  ptn_lock(&at->mutex);
+  at->open = true;
+  ptn_signal(&at->opened);
+  ptn_unlock(&at->mutex);
+  return NULL;
+}
+
+/* The largest number of nanoseconds there is ends at no moment that a clock could show. */
+static void time_never_runs_out(void) {
+  static const int64_t long_ns[] = {INT64_MAX, INT64_MAX - 999999999, INT64_MAX / 2};
+  for (size_t i = 0; i < sizeof long_ns / sizeof *long_ns; i++) {
+    gate at = {0};
+    pthread_t thread;
+    ptn_mutex_create(&at.mutex);
+    ptn_condition_create(&at.opened);
+    CHECK_OK(ptn_thread_start(&thread, "test", open_later, &at));
+    ptn_lock(&at.mutex);
+    while (!at.open) CHECK(ptn_wait_ns(&at.opened, &at.mutex, long_ns[i]));
+    ptn_unlock(&at.mutex);
+    ptn_thread_join(thread);
+    ptn_condition_destroy(&at.opened);
+    ptn_mutex_destroy(&at.mutex);
+  }
+}
+
 static void time_runs_out(void) {
   ptn_condition never;
   ptn_condition_create(&never);
@@ -196,6 +224,7 @@ int main(void) {
   must_abort(destroy_what_is_taken);
 #endif
   time_runs_out();
+  time_never_runs_out();
   one_has_it_at_a_time();
   whoever_waits_is_told();
   all_are_told();
