@@ -166,8 +166,10 @@ void ptn_arena_free(void *block) {
 }
 
 static bool describe(const ptn_stretch *stretch, ptn_block *out) {
-  if (stretch) *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, stretch->use, stretch};
-  return stretch != NULL;
+  if (!stretch) return false;
+  ptn_block_use use = atomic_load_explicit(&stretch->use, memory_order_relaxed);
+  *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, use, stretch};
+  return true;
 }
 
 bool ptn_arena_find(const void *address, ptn_block *out) {
@@ -210,7 +212,7 @@ void ptn_arena_set_use(void *memory, ptn_block_use use) {
   ptn_lock(&ptn_arena_mutex);
   uintptr_t word = ptn_map_get(address);
   ptn_stretch *stretch = stretch_at(word, address);
-  if (stretch) stretch->use = use;
+  if (stretch) atomic_store_explicit(&stretch->use, use, memory_order_relaxed);
   else if (!(word & PTN_MAP_SLAB)) must_live(NULL, address, "set the use of");
   ptn_unlock(&ptn_arena_mutex);
 }

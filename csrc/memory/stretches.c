@@ -27,6 +27,7 @@
  */
 #include "memory/stretches.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -378,7 +379,7 @@ ptn_status ptn_stretch_take(size_t bytes, ptn_account *owner, ptn_stretch **out)
   stretch->owner = owner;
   stretch->serial = ++last_serial;
   stretch->hold_count = 1;
-  stretch->use = PTN_BLOCK_PLAIN;
+  atomic_store_explicit(&stretch->use, PTN_BLOCK_PLAIN, memory_order_relaxed);
   ptn_stretch_sums.live_bytes += bytes;
   *out = stretch;
   return PTN_OK;

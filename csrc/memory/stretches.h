@@ -24,7 +24,7 @@ typedef struct ptn_stretch {
   ptn_account *owner;                /* live, as the next three */
   uint64_t serial;                   /* never 0 */
   _Atomic uint32_t hold_count;       /* changed without the lock too, but only from and to more than 0 */
-  ptn_block_use use;
+  _Atomic ptn_block_use use;         /* changed with the lock, read without it too */
   size_t marked_bytes;               /* from begin: the granules that begin there are its own in the page map */
   ptn_fit_node by_bytes;             /* dirty: in the tree of dirty stretches */
   ptn_fit_node by_run;               /* first of a run of free stretches: in the tree of runs */

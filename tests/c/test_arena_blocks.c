@@ -35,6 +35,13 @@ static bool finds_nothing(const void *address) {
   return !ptn_arena_find(address, &found);
 }
 
+/* What whoever has a hold is told of the block that begins there, without a lock, is what is found with it. */
+static bool is_described(const ptn_block *block) {
+  ptn_block told;
+  return ptn_arena_describe(block->memory, &told) && told.memory == block->memory && told.bytes == block->bytes &&
+         told.serial == block->serial && told.own == block->own;
+}
+
 static ptn_block block_at(const void *address) {
   ptn_block found;
   CHECK(ptn_arena_find(address, &found));
@@ -60,7 +67,10 @@ static void other_memory_is_not_found(void) {
   CHECK(heap);
   const void *others[] = {
       &here, small, almost, almost + 4000, heap, heap + 70000, NULL, (void *)UINTPTR_MAX, (void *)((uintptr_t)1 << 47)};
-  for (size_t i = 0; i < sizeof others / sizeof *others; i++) CHECK(finds_nothing(others[i]));
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+    ptn_block told;
+    CHECK(finds_nothing(others[i]) && !ptn_arena_describe(others[i], &told));
+  }
   ptn_block made_up = {.memory = small, .bytes = 64, .serial = 1};
   CHECK(!ptn_arena_hold(&made_up));
   made_up.memory = &here;
@@ -210,7 +220,7 @@ static void check_held(const ptn_block *block) {
   const uint64_t *words = block->memory;
   CHECK(words[0] == block->serial && words[words_of(block) - 1] == block->serial);
   ptn_block found = block_at((const char *)block->memory + block->bytes / 2);
-  CHECK(found.memory == block->memory && found.serial == block->serial);
+  CHECK(found.memory == block->memory && found.serial == block->serial && is_described(block));
 }
 
 static void *hold_and_free(void *argument) {
@@ -248,7 +258,8 @@ static ptn_block shared;
 
 static void *hold_many(void *argument) {
   for (int round = 0; round < round_count; round++) {
-    CHECK(ptn_arena_hold(&shared) && ptn_arena_hold_more(&shared));
+    CHECK(ptn_arena_hold(&shared) && ptn_arena_hold_more(&shared) && is_described(&shared));
+    ptn_arena_set_use(shared.memory, round % 2 ? PTN_BLOCK_STATIC : PTN_BLOCK_PLAIN); /* while others are told of it */
     CHECK(block_at((char *)shared.memory + round % 1000).serial == shared.serial);
     ptn_arena_free(shared.memory);
     ptn_arena_free(shared.memory);
