@@ -11,6 +11,7 @@
  * its extent is reserved from QUEUED on until it is destroyed, or until it is known that it will not be written; a record with
  * no use is gone, or in flight and marked dropped; a pass is freed when it has no record and is neither current nor asked.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -304,8 +305,10 @@ void ptn_record_destroy(ptn_record *record) {
   stash->references--; /* never the last: the caller has one, or a request in flight keeps close waiting */
 }
 
-void ptn_record_set_owner(ptn_record *record, void *owner) { record->owner = owner; }
-void *ptn_record_owner(const ptn_record *record) { return record->owner; }
+void ptn_record_set_owner(ptn_record *record, void *owner) {
+  atomic_store_explicit(&record->owner, owner, memory_order_release);
+}
+void *ptn_record_owner(const ptn_record *record) { return atomic_load_explicit(&record->owner, memory_order_acquire); }
 uint64_t ptn_record_bytes(const ptn_record *record) { return record->block.bytes; }
 
 /* ---- put ---- */
@@ -534,7 +537,7 @@ static void fetch_those_before(ptn_stash *stash, const ptn_record *record) {
   const ptn_record *next = record->before;
   if (!next) return;
   ptn_fetch_soon(bucket(stash, next->serial), 1);
-  ptn_fetch_soon(next->owner, 1);
+  ptn_fetch_soon(atomic_load_explicit(&next->owner, memory_order_relaxed), 1);
   ptn_arena_fetch_soon(&next->block);
   ptn_record_fetch_soon(next->before);
 }
@@ -587,7 +590,7 @@ void *ptn_record_drop(ptn_record *record, bool asked) {
       record->state = RECORD_ON_DISK;
     }
   } else {
-    owner = record->owner;
+    owner = ptn_record_owner(record);
     if (record->state == RECORD_WRITING || record->state == RECORD_READING) {
       record->dropped = true;
       remove_from_table(stash, record);

@@ -38,7 +38,7 @@ struct ptn_record {
   bool unchecked; /* its block came from the disk, and was not compared yet */
   ptn_extent extent;
   ptn_status status; /* of the last read, until somebody was told; io.error tells */
-  void *owner;
+  _Atomic(void *) owner; /* set without the lock, while others may look at the record */
   ptn_record *before, *after; /* in its pass, by the last put */
   ptn_record *queue_before, *queue_after;
   ptn_record *table_next; /* also among those that may be used again */

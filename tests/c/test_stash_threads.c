@@ -100,6 +100,33 @@ static void the_same_blocks(void) {
   }
 }
 
+static _Atomic bool looked;
+
+static void *look_ahead(void *argument) {
+  ptn_record *behind = put_and_free(&here, BYTES, 2);
+  void *memory;
+  bool asked = ptn_stash_get_at_once(behind, true, &memory);
+  if (asked) ptn_arena_free(memory);
+  atomic_store_explicit(&looked, true, memory_order_relaxed); /* nothing of it orders the two threads */
+  ptn_record_drop(behind, asked);
+  return argument;
+}
+
+/* Who asks for a record looks ahead to the one before, whose owner may be set just then. */
+static void an_owner_is_set_late(void) {
+  world_open(&here, (world_options){0});
+  ptn_stash_begin(here.stash);
+  ptn_record *record = put_and_free(&here, BYTES, 1);
+  pthread_t thread;
+  atomic_store(&looked, false);
+  CHECK_OK(ptn_thread_start(&thread, "worker", look_ahead, NULL));
+  ptn_record_set_owner(record, &owner);
+  while (!atomic_load_explicit(&looked, memory_order_relaxed)) nap_briefly();
+  ptn_thread_join(thread);
+  CHECK(ptn_record_owner(record) == &owner && ptn_record_drop(record, false) == &owner);
+  world_close(&here);
+}
+
 /* First to put makes the record; all keep their use until everybody has put. */
 static void *put_all(void *argument) {
   uintptr_t me = (uintptr_t)argument;
@@ -329,6 +356,7 @@ static void closed_while_others_put(void) {
 int main(int count, char **words) {
   static const test_case cases[] = {
       {"the_same_blocks", the_same_blocks},
+      {"an_owner_is_set_late", an_owner_is_set_late},
       {"who_puts_first", who_puts_first},
       {"memory_short_for_all", memory_short_for_all},
       {"somebody_meddles", somebody_meddles},
