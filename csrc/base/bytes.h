@@ -20,7 +20,7 @@ static inline int64_t ptn_max_i64(int64_t a, int64_t b) { return a > b ? a : b; 
 /* What is going to be read or written soon, by whoever meanwhile moves so many bytes that no cache would have it then. Nothing is
  * touched: it may be anything, also no memory. */
 static inline void ptn_fetch_soon(const void *begin, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += PTN_LINE_BYTES) __builtin_prefetch((const char *)begin + at, 1);
+  for (size_t at = 0; at < bytes; at += PTN_LINE_BYTES) __builtin_prefetch((const void *)((uintptr_t)begin + at), 1);
 }
 
 #endif
