@@ -251,6 +251,58 @@ def test_any_view_comes_back(hooks: Any, kind: str, result: bool) -> None:
     assert torch.equal(got, sent)
 
 
+def over(storage: torch.UntypedStorage, skipped: int = 0) -> torch.Tensor:
+    """All that lies in a storage from an element on."""
+    count = storage.nbytes() // 4 - skipped
+    return torch.empty(0).set_(storage, skipped, (count,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def resized(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """All of its storage, which had these sizes one after the other."""
+    for size in sizes:
+        tensor.untyped_storage().resize_(size)
+    return over(tensor.untyped_storage()).fill_(2)
+
+
+def copied_late_with_its_source_gone(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage takes over what it shared."""
+    copy = torch._lazy_clone(tensor.clone())
+    gc.collect()
+    return copy[5:]
+
+
+# How a tensor came to its memory, and whether that is a block of the arena: who gives it back, and how, tells of it.
+STORAGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "set to": (lambda t: over(t.untyped_storage(), 1000), True),
+    "a part": (lambda t: over(t.untyped_storage()[3 * 4096 : 40 * 4096]), True),
+    "longer": (lambda t: t.resize_(2 * t.numel()).fill_(3), True),
+    "shorter": (lambda t: t.resize_(t.numel() // 2), True),
+    "emptied and filled": (lambda t: resized(t, 0, 1 << 20), True),
+    "of an array": (lambda t: torch.from_numpy(t.numpy()[50:]), True),
+    "handed through": (torch.utils.dlpack.from_dlpack, True),
+    "taken over": (copied_late_with_its_source_gone, True),
+    "another's": (lambda t: torch.empty(3).set_(t + 1), True),  # type: ignore[call-overload]
+    "shared": (lambda t: t.share_memory_(), False),
+    "shared storage": (lambda t: over(t.untyped_storage().share_memory_()), False),
+    "of bytes": (lambda t: torch.frombuffer(bytearray(t.numpy().tobytes()), dtype=torch.float32), False),
+    "empty": (lambda t: resized(t, 0), False),
+    "short": (lambda t: t[0, :5].clone(), False),
+}
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_any_storage_comes_back(hooks: Any, kind: str) -> None:
+    stash, _ = hooks
+    make_it, stashed = STORAGES[kind]
+    tensor = make_it(torch.randn(64, 1024))
+    sent, saved = tensor.clone(), stash.pack(tensor)
+    assert saved.stashed == stashed
+    del tensor
+    others = [torch.zeros(64, 1024) for _ in range(4)]  # where it lay, if nobody has a hold on that
+    assert torch.equal(stash.unpack(saved), sent)
+    del others
+
+
 def test_an_empty_view_is_not_of_the_memory_behind_it(hooks: Any) -> None:
     """It begins where its own tensor ends, and there another may lie, whose changes are not its."""
     stash, _ = hooks
