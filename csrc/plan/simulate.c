@@ -74,6 +74,16 @@ void ptn_simulation_destroy(ptn_simulation *run) {
 
 /* ---- time ---- */
 
+static void move(ptn_simulation *run, int f, double bytes) {
+  run->flows[f].left -= bytes;
+  if (f == PTN_FLOW_STASH_WRITE) run->written_bytes += bytes, run->tally.written_bytes += bytes;
+  if (f == PTN_FLOW_STASH_READ) {
+    run->course.saved[run->reading].read_bytes += bytes;
+    run->ahead_bytes += bytes;
+    run->tally.read_bytes += bytes;
+  }
+}
+
 void ptn_simulation_settle(ptn_simulation *run) {
   if (run->dirty) return;
   run->dirty = true;
@@ -84,14 +94,7 @@ void ptn_simulation_settle(ptn_simulation *run) {
   for (int f = 0; f < PTN_N_FLOWS; f++) {
     ptn_flow *flow = &run->flows[f];
     if (!flow->active) continue;
-    double moved = ptn_least(flow->rate * elapsed_ns, flow->left);
-    flow->left -= moved;
-    if (f == PTN_FLOW_STASH_WRITE) run->written_bytes += moved, run->tally.written_bytes += moved;
-    if (f == PTN_FLOW_STASH_READ) {
-      run->course.saved[run->reading].read_bytes += moved;
-      run->ahead_bytes += moved;
-      run->tally.read_bytes += moved;
-    }
+    move(run, f, ptn_least(flow->rate * elapsed_ns, flow->left));
   }
   for (int i = 0; i < PTN_N_LANES; i++) run->tally.busy_ns[i] += run->lanes.busy[i] * elapsed_ns;
   if (run->runs) run->tally.drag_ns += elapsed_ns * (1 - run->lanes.compute_speed);
@@ -252,7 +255,7 @@ static void pass_time(ptn_simulation *run) {
     ptn_flow *flow = &run->flows[f];
     if (!(flow->end_ns <= next_ns)) continue;
     ptn_simulation_settle(run);
-    flow->left = 0;
+    move(run, f, flow->left); /* which rounding left: all of it, where the clock's last digit is longer than the flow */
     if (f == PTN_FLOW_FETCH) ptn_fetch_end(run);
     if (f == PTN_FLOW_UPDATE) ptn_job_end(run);
   }

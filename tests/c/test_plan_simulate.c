@@ -529,6 +529,12 @@ static void extremes(void) {
   CHECK(simulate().step_ns == 7 * MS); /* all hidden */
   for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = INT64_MAX / 2;
   CHECK(simulate().step_ns == PTN_NEVER_NS);
+  begin_stash(2, 0); /* years of compute, beside which what the stash moves takes less than the clock's last digit */
+  for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = (int64_t)1 << 57;
+  profile.lanes[PTN_DISK_READ] = profile.lanes[PTN_DISK_WRITE] = speed(1e15);
+  found = simulate();
+  CHECK(found.step_ns == (int64_t)7 << 57 && waits_of(&found) == 0);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 2 * SAVED_BYTES && found.moved_bytes[PTN_DISK_WRITE] == 2 * SAVED_BYTES);
 }
 
 static void refused(void) {
