@@ -146,6 +146,7 @@ def test_what_devices_share_is_divided(tmp_path: Path) -> None:
         ("bf16 = 70e12", "bf16 = 1e-300", r"\[device.flops_per_second\] bf16 is 1e-300; it must be 1 or more"),
         ("overlap = 1.5", "overlap = 0.5", r"\[disk\] overlap is 0.5; it must be 1 to 2"),
         ("upload_seconds_per_byte = 0.0", "upload_seconds_per_byte = -1", r"\[drag\] upload_seconds_per_byte is -1; .*0 or more"),
+        ("upload_seconds_per_byte = 0.0", "upload_seconds_per_byte = 1", r"\[drag\] upload_seconds_per_byte is 1; .*most 1e-06"),
         ("reserved_bytes = 0", "reserved_bytes = 1_000_000_000", r"\[device\] reserved_bytes is 1000000000; it must be less"),
         ('name = "two"', "name = 2", r"name is 2; give a name in quotes"),
         ("[gather]\nbytes_per_second = 7e9\n", "", r"the file lacks \[gather\], which 2 devices need"),

@@ -657,6 +657,7 @@ def test_a_plan_for_hardware_that_is_not_here(tiny: Path, monkeypatch: pytest.Mo
         (["--hardware", name, "--devices", 999], "999"),
         (["--hardware", name, "--memory", "900GiB"], "--memory 900 GiB is more than"),
         (["--hardware", name, "--host-memory", "9000TiB"], "--host-memory"),
+        (["--hardware", "cpu", "--host-memory", "1MiB"], "leave the option out"),
         (["--hardware", "abacus"], "abacus"),
         (["--hardware", name, "--batch", 1 << 31], f"--hardware '{name}', --batch {1 << 31}, --seq 32: a step of this batch "),
         (["--batch", 1 << 31], f"--batch {1 << 31}, --seq 32: the tokens alone take 512 GiB, and "),

@@ -295,6 +295,10 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
         device = replace(hardware.device, memory_bytes=hardware.device.memory_bytes + missing)
         return plan_for(profile, replace(hardware, device=device), memory=budget, host_memory=words.host_memory)
 
+    if words.host_memory is not None and hardware.host is None:
+        raise CommandError(
+            f"--host-memory: {hardware.name} has no host beside its device, which computes out of --memory; leave the option out"
+        )
     for option, given, there in (
         ("--memory", words.memory, hardware.device_bytes),
         ("--host-memory", words.host_memory, hardware.host_bytes),

@@ -204,7 +204,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "overlap": (lambda value: 1 <= value <= 2, "1 to 2"),
 }
 _COUNT = (lambda value: value >= 1, "1 or more")
-_DRAG = (lambda value: value >= 0, "0 or more")
+#: The planner takes no more: a core that looks at each byte for a microsecond (csrc/plan/request.c).
+_DRAG = (lambda value: 0 <= value <= 1e-6, "0 or more, at most 1e-06")
 
 
 class _Reader:
