@@ -576,6 +576,23 @@ def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupt_in_code_that_is_made_from_text_is_the_exit_code_too(tmp_path: Path, name: str, code: int) -> None:
+    """As a dataclass is while it is imported: Python would end the process by SIGINT when all is over."""
+    text = f"import os, signal; os.kill(os.getpid(), signal.{name}); print(os.getpid())"
+    (tmp_path / "probe.py").write_text(
+        "from protrain.cli import main\n"
+        f"main.commands.invoke = lambda context: exec({text!r})\n"
+        "main.sys.argv[1:] = ['doctor']\n"
+        "main.main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "probe"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+        timeout=HUNG_SECONDS,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
 def test_what_a_process_of_bench_refuses_is_told_as_a_training_tells_it(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Ctrl-C: the process ends with 130 within seconds, whatever it is doing, and leaves nothing behind.
 
-A first SIGINT raises KeyboardInterrupt in the main thread, which unwinds as any exception does. Two things can keep that
+A first SIGINT raises a KeyboardInterrupt in the main thread, which unwinds as any exception does. Two things can keep that
 from ending the process: a long call outside Python (a tokenizer's training, a backward pass) delays the handler, and a
 library's callback may swallow the exception. So the fact is remembered (`pressed`), and a watching thread, woken by the
 signal itself and not by its handler, ends the process after a grace of a few seconds, having removed the folders
@@ -18,6 +18,12 @@ import time
 from types import FrameType
 
 GRACE_SECONDS = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A class of its own: where Python's is raised in code that is made from text, as imports make dataclasses, `python -m` ends by
+    SIGINT and not with the exit code, whoever caught it."""
+
 
 _received: list[int] = []
 _pipe: list[int] = []
@@ -51,7 +57,7 @@ def install() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if not _received:
         _received.append(number)
-        raise KeyboardInterrupt
+        raise Interrupted
 
 
 def _watch(reader: int) -> None:
