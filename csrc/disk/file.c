@@ -162,9 +162,12 @@ static ptn_status grow(ptn_file *file, uint64_t bytes) {
                 " bytes and this process may write files of %llu (ulimit -f); raise that limit",
                 more_bytes, file->folder, bytes, (unsigned long long)limit.rlim_cur);
   struct statfs about;
-  uint64_t free_bytes = fstatfs(file->fd, &about) == 0 ? (uint64_t)about.f_bfree * (uint64_t)about.f_bsize : UINT64_MAX;
+  bool known = fstatfs(file->fd, &about) == 0;
+  /* As df tells it: without what the filesystem holds back, for root or for itself. */
+  uint64_t free_bytes = known ? (uint64_t)about.f_bavail * (uint64_t)about.f_bsize : UINT64_MAX;
+  uint64_t most_bytes = known && geteuid() == 0 ? (uint64_t)about.f_bfree * (uint64_t)about.f_bsize : free_bytes;
   /* Asked first, since fallocate would fill the disk to the brim, for everyone, before it fails. */
-  if (more_bytes > free_bytes) return fail_growth(file, ENOSPC, more_bytes, free_bytes);
+  if (more_bytes > most_bytes) return fail_growth(file, ENOSPC, more_bytes, free_bytes);
   int failure = bytes > INT64_MAX ? EFBIG : reserve(file->fd, file->bytes, bytes);
   if (failure == 0) {
     file->bytes = bytes;

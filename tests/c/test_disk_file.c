@@ -26,6 +26,8 @@ static struct {
   int pwrite_errno, pread_errno;
   bool pwrite_short, pread_wrong;
   uint32_t filesystem; /* pretend to be this one */
+  uint64_t free_pages; /* of the disk, where it is not zero; none of them for others than root */
+  uid_t user;          /* root, where nothing is told */
 } tell;
 
 static int failed(int sys_errno) {
@@ -54,8 +56,14 @@ int openat(int fd, const char *path, int flags, ...) {
 int fstatfs(int fd, struct statfs *out) {
   int result = (int)syscall(SYS_fstatfs, fd, out);
   if (tell.filesystem) out->f_type = (__fsword_t)tell.filesystem;
+  if (tell.free_pages) {
+    out->f_bsize = (__fsword_t)PTN_PAGE_BYTES;
+    out->f_bfree = tell.free_pages;
+    out->f_bavail = 0;
+  }
   return result;
 }
+uid_t geteuid(void) { return tell.user; }
 ssize_t pwrite(int fd, const void *memory, size_t bytes, off_t offset) {
   if (tell.pwrite_errno) return failed(tell.pwrite_errno);
   return syscall(SYS_pwrite64, fd, memory, tell.pwrite_short ? bytes / 2 / 512 * 512 : bytes, offset);
@@ -224,6 +232,26 @@ static void a_full_disk_is_an_error_and_changes_nothing(void) {
   ptn_file_close(&file);
 }
 
+/* What a filesystem holds back is not told to be free, and is asked for by root alone. */
+static void space_that_is_held_back_is_not_free(void) {
+  ptn_file file;
+  CHECK_OK(ptn_file_open(&file, folder, false));
+  for (uid_t user = 0; user < 2; user++) {
+    tell.user = user;
+    tell.free_pages = 2 * PTN_MIB / PTN_PAGE_BYTES;
+    tell.fallocate_errno = ENOSPC;
+    tell.fallocate_times = 1;
+    fails_to_grow(&file, PTN_MIB, ENOSPC);
+    CHECK(strstr(ptn_last_error()->message, "; 0 bytes are free there"));
+    CHECK(tell.fallocate_times == (user == 0 ? 0 : 1));
+  }
+  tell.user = 0;
+  tell.fallocate_times = 0;
+  CHECK_OK(ptn_file_resize(&file, PTN_MIB));
+  memset(&tell, 0, sizeof tell);
+  ptn_file_close(&file);
+}
+
 static void interruptions_are_no_errors(void) {
   ptn_file file;
   CHECK_OK(ptn_file_open(&file, folder, false));
@@ -261,6 +289,7 @@ int main(void) {
   unusable_folders_are_refused();
   folders_without_nameless_files_work();
   a_full_disk_is_an_error_and_changes_nothing();
+  space_that_is_held_back_is_not_free();
   interruptions_are_no_errors();
   space_is_written_where_it_cannot_be_reserved();
   return 0;
