@@ -549,6 +549,23 @@ def test_options_before_a_command_are_wrong_words() -> None:
 
 
 def test_the_command_refuses_a_peer_that_is_not_there(tiny: str, disk: Path) -> None:
-    result = CliRunner().invoke(commands, ["bench", "--quick", "--peers", "nobody", "--model", tiny, "--disk", str(disk)])
+    words = ["--peers", "nobody", "--model", tiny, "--seq", "32", "--disk", str(disk)]
+    result = CliRunner().invoke(commands, ["bench", "--quick", *words])
     assert isinstance(result.exception, CommandError)
     assert str(result.exception).startswith("no peer 'nobody'; give some of ")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model", "nothing"], "no model 'nothing'; give a folder"),
+        (["--model", "gpt2-bytes", "--seq", "999999"], "--seq 999999 is longer than the model's longest sequence of "),
+    ],
+)
+def test_a_model_that_cannot_be_run_is_refused_before_a_process_is_started(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "compare", None)
+    result = CliRunner().invoke(commands, ["bench", "--quick", *words])
+    assert isinstance(result.exception, CommandError), result.exception
+    assert str(result.exception).startswith(line)

@@ -43,7 +43,15 @@ class Words:
 
 def run(words: Words) -> None:
     """Compare, print, write. Raises CommandError."""
+    from protrain.cli.model import longest_sequence, read_config
+
     check_report(words.report)
+    config, _ = read_config(words.model_name)
+    longest = longest_sequence(config)
+    if longest is not None and words.seq > longest:
+        raise CommandError(
+            f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
+        )
     if not (BENCHMARKS / "peers" / "runner.py").is_file():
         raise CommandError(
             "the comparison is part of a checkout, and this protrain is installed without it; bench step works here"
