@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,12 @@ def test_a_host_and_its_link_come_together(tmp_path: Path) -> None:
 
 
 def test_hardware_is_a_name_or_a_file_that_is_there(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PlanError, match=r"hardware is 'b200', which cannot be read: No such.*a100x4, cpu, rtx3090x4, v100x8"):
         load_hardware("b200")
+    for endless in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(PlanError, match=r"which cannot be read: it is no regular file; give the path of a TOML file"):
+            load_hardware(endless)
     with pytest.raises(PlanError, match=r"n_devices is 3; .*two\.toml has 2, give 1 to 2"):
         read(tmp_path, TEXT, n_devices=3)
     with pytest.raises(PlanError, match=r"cpu\.toml: \[device.flops_per_second\] has no fp16, only bf16, fp32"):

@@ -458,6 +458,8 @@ def refused(*arguments: object) -> str:
     [
         (["--profile", "nowhere.json"], "nowhere.json"),
         (["--profile", "full"], "full"),
+        (["--profile", "pipe"], "--profile 'pipe' cannot be read: it is no regular file; give a file"),
+        (["--profile", "/dev/zero"], "--profile '/dev/zero' cannot be read: it is no regular file; give a file"),
         (["--profile", "bytes"], "bytes"),
         (["--profile", "plan.json"], "--profile 'plan.json': this JSON is no profile"),
         (["--profile", "empty.json"], "--profile 'empty.json': this JSON is no profile"),
@@ -471,6 +473,7 @@ def test_a_profile_that_cannot_be_planned_from_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "plan.json").write_text(plan_of(["keep"], None).to_json())
     (tmp_path / "profile.json").write_text(profile_of().to_json())

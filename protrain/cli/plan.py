@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from protrain.base.reading import open_file
 from protrain.cli.words import CommandError, check_file, check_picture, naming, size_text, writing
 from protrain.errors import BudgetError, PlanError
 
@@ -207,14 +208,13 @@ def _from_file(words: Words, name: str) -> Source:
     from protrain.planner.profiles import Profile
 
     try:
-        with open(name, encoding="utf-8") as file:
-            text = file.read()
+        with open_file(name) as file:
+            text = file.read().decode()
     except UnicodeDecodeError:
         raise CommandError(f"--profile {name!r} is no text; give a file that --save-profile wrote") from None
-    except OSError as error:
-        raise CommandError(
-            f"--profile {name!r} cannot be read: {error.strerror}; give a file that --save-profile wrote"
-        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"--profile {name!r} cannot be read: {reason}; give a file that --save-profile wrote") from None
     try:
         profile = Profile.from_json(text)
     except PlanError as error:

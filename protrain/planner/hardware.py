@@ -35,7 +35,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..base.reading import MOST_INT, shown
+from ..base.reading import MOST_INT, open_file, shown
 from ..errors import PlanError
 from .profiles import Machine, Speed
 
@@ -308,10 +308,12 @@ def load_hardware(name: str | Path, *, n_devices: int | None = None) -> Hardware
         content, source = (resources.files("protrain") / "machines" / f"{text}.toml").read_bytes(), f"{text}.toml"
     else:
         try:
-            content, source = Path(name).read_bytes(), text
-        except OSError as error:
+            with open_file(text) as file:
+                content, source = file.read(), text
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise PlanError(
-                f"hardware is {text!r}, which cannot be read: {error.strerror}; give the path of a TOML file, "
+                f"hardware is {text!r}, which cannot be read: {reason}; give the path of a TOML file, "
                 f"or one of {', '.join(shipped)}"
             ) from None
     try:
