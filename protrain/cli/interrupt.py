@@ -21,8 +21,8 @@ GRACE_SECONDS = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A class of its own: where Python's is raised in code that is made from text, as imports make dataclasses, `python -m` ends by
-    SIGINT and not with the exit code, whoever caught it."""
+    """A class of its own: where Python's is raised in code that is made from text, as imports make dataclasses, `python -m` ends
+    by SIGINT and not with the exit code, whoever caught it."""
 
 
 _received: list[int] = []
