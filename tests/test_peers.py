@@ -415,7 +415,8 @@ def test_an_interrupted_comparison_is_written_and_ends_as_ctrl_c_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "compare", lambda *_: {**found, "interrupted": True})
-    result = CliRunner().invoke(commands, ["bench", "--model", tiny, "--disk", str(disk), "--out", str(tmp_path / "out")])
+    words = ["--model", tiny, "--seq", "32", "--disk", str(disk), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(commands, ["bench", *words])
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     written = json.loads((tmp_path / "out" / "peers.json").read_text())
