@@ -305,9 +305,7 @@ void ptn_record_destroy(ptn_record *record) {
   stash->references--; /* never the last: the caller has one, or a request in flight keeps close waiting */
 }
 
-void ptn_record_set_owner(ptn_record *record, void *owner) {
-  atomic_store_explicit(&record->owner, owner, memory_order_release);
-}
+void ptn_record_set_owner(ptn_record *record, void *owner) { atomic_store_explicit(&record->owner, owner, memory_order_release); }
 void *ptn_record_owner(const ptn_record *record) { return atomic_load_explicit(&record->owner, memory_order_acquire); }
 uint64_t ptn_record_bytes(const ptn_record *record) { return record->block.bytes; }
 
