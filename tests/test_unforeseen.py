@@ -112,8 +112,13 @@ def test_state_that_gave_way_in_a_step_that_is_not_made() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def retaining(model: Any, optimizer: Any, seen: Callable[[], object] = lambda: None) -> list[float]:
-    """Each step's graph stays until the next one has its own."""
+def retaining(
+    model: Any,
+    optimizer: Any,
+    seen: Callable[[], object] = lambda: None,
+    behind: Callable[[torch.Tensor], object] = lambda _loss: None,
+) -> list[float]:
+    """Each step's graph stays until the next one has its own. seen: before each update; behind: with the loss, after it."""
     losses = []
     for x in inputs(5, ROWS):
         loss = model(x)
@@ -121,6 +126,7 @@ def retaining(model: Any, optimizer: Any, seen: Callable[[], object] = lambda: N
         seen()
         optimizer.step()
         optimizer.zero_grad()
+        behind(loss)
         losses.append(loss.item())
     return losses
 
@@ -152,17 +158,15 @@ def test_a_graph_that_stays_finds_chunks_that_came_to_memory(memory: int) -> Non
     """It saved parameters that are not trained, which were on disk when it did, and goes backward again behind the step."""
 
     def gradients(model: Any, optimizer: Any, seen: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
-        bias, found = model.blocks[0].up.bias, []
-        for x in inputs(3, ROWS):
-            loss = model(x)
-            loss.backward(retain_graph=True)
-            seen()
-            optimizer.step()
-            optimizer.zero_grad()
+        found: list[torch.Tensor] = []
+
+        def go_back(loss: torch.Tensor) -> None:
             seen()
             loss.backward()
-            found.append(bias.grad.clone())
+            found.append(model.blocks[0].up.bias.grad.clone())
             optimizer.zero_grad()
+
+        retaining(model, optimizer, seen, go_back)
         return found
 
     def make() -> Any:

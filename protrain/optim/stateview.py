@@ -6,7 +6,7 @@ there to be had: a copy could be changed, which would change nothing, and those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any, NoReturn
 
 from ..errors import PlanError
@@ -89,5 +89,15 @@ class StateView(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._names())
 
+    def items(self) -> ItemsView[Any, Any]:
+        return self._entries().items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._entries().values()
+
+    def _entries(self) -> dict[Any, _Entry]:
+        """All of them, with the names of all asked for once and not for each."""
+        return {parameter: _Entry(names) for parameter, names in self._names().items()}
+
     def __repr__(self) -> str:
-        return repr(dict(self.items()))
+        return repr(self._entries())
