@@ -102,8 +102,10 @@ static ptn_status give_when_room(ptn_account *account, size_t bytes, ptn_status 
     ptn_status status = missing_bytes == 0 ? give(owner, bytes, out) : PTN_BUDGET;
     ptn_unlock(&ptn_arena_mutex);
     if (missing_bytes == 0) return status;
-    if (pressure && !refused && pressure(context, missing_bytes, must)) continue;
     if (refused) return refuse(owner, bytes);
+    bool freed = false;
+    if (pressure) PTN_TRY(pressure(context, missing_bytes, must, &freed));
+    if (freed) continue;
     refused = must; /* other threads may have freed memory meanwhile: one more look */
     must = true;
   }

@@ -29,10 +29,11 @@
 
 typedef struct ptn_account ptn_account;
 
-/* Frees memory that can be done without (bytes are missing), returns true when it did something worth a retry. Called
- * with no lock of the arena held, on the thread that allocates; it may wait, and may free blocks. must: the request is refused
- * unless something is freed; without it the request only passes the account's goal. */
-typedef bool (*ptn_pressure)(void *context, uint64_t missing_bytes, bool must);
+/* Frees memory that can be done without (bytes are missing); *freed: whether it did something worth a retry. Called with
+ * no lock of the arena held, on the thread that allocates; it may wait, and may free blocks. must: the request is refused
+ * unless something is freed; without it the request only passes the account's goal. What it fails with is what the request is
+ * refused with: something else than the budget stands in the way, as a disk to which nothing can be written. */
+typedef ptn_status (*ptn_pressure)(void *context, uint64_t missing_bytes, bool must, bool *freed);
 
 typedef struct ptn_account_stats {
   uint64_t limit_bytes;
@@ -58,7 +59,7 @@ ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_press
 /* Blocks may outlive their account: they are then counted nowhere but in the arena. */
 void ptn_account_destroy(ptn_account *account);
 void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
-/* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that returns false,
+/* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that frees nothing,
  * and is then met up to the limit. */
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes);
 /* NULL is allowed: false. */
@@ -76,7 +77,7 @@ ptn_status ptn_account_charge(ptn_account *account, uint64_t bytes);
 void ptn_account_discharge(ptn_account *account, uint64_t bytes);
 
 /* bytes is at least 1. account NULL: counted in no budget. On PTN_BUDGET and PTN_MEMORY *out is NULL and nothing changed;
- * before PTN_BUDGET the account's pressure has been asked until it returned false. */
+ * before PTN_BUDGET the account's pressure has been asked until it freed nothing. What that fails with is returned. */
 ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out);
 /* Gives up one hold, and the block with its last. NULL is allowed. */
 void ptn_arena_free(void *block);

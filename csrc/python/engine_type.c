@@ -61,15 +61,20 @@ static void end(engine_object *self) {
 }
 
 /* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
-static bool relieve(void *context, uint64_t missing_bytes, bool must) {
+static ptn_status relieve(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   engine_object *self = context;
   (void)missing_bytes;
-  if (!pthread_equal(self->driver, pthread_self())) return false;
+  if (!pthread_equal(self->driver, pthread_self())) return PTN_OK;
   self->calls++;
   ptn_engine *engine = self->engine;
-  bool useful = engine && (ptn_stash_relieve(ptn_engine_stash(engine), must) || ptn_engine_relieve(engine, must));
+  ptn_status status = PTN_OK;
+  if (engine) {
+    ptn_stash *stash = ptn_engine_stash(engine);
+    *freed = ptn_stash_relieve(stash, must) || ptn_engine_relieve(engine, must);
+    if (must && !*freed) status = ptn_stash_tell_failure(stash);
+  }
   if (--self->calls == 0) end(self);
-  return useful;
+  return status;
 }
 
 void ptn_python_enter(PyObject *object) { ((engine_object *)object)->calls++; }

@@ -311,7 +311,7 @@ uint64_t ptn_record_bytes(const ptn_record *record) { return record->block.bytes
 
 /* ---- put ---- */
 
-static ptn_status report_failure(ptn_stash *stash) {
+ptn_status ptn_stash_report_failure(ptn_stash *stash) {
   if (stash->failure == PTN_OK) return PTN_OK;
   stash->failure = PTN_OK;
   return ptn_error_restore(&stash->failure_error);
@@ -421,8 +421,8 @@ ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *c
   *out = NULL;
   *fresh = false;
   ptn_lock(&stash->mutex);
-  ptn_status status =
-      stash->closed ? ptn_fail(PTN_STEP, "a tensor was saved for a model that is not wrapped any more") : report_failure(stash);
+  ptn_status status = stash->closed ? ptn_fail(PTN_STEP, "a tensor was saved for a model that is not wrapped any more")
+                                    : ptn_stash_report_failure(stash);
   ptn_record *record = status == PTN_OK ? look_up(stash, block->serial, counter, version) : NULL;
   if (record) {
     record->uses++;
@@ -561,7 +561,7 @@ ptn_status ptn_stash_get(ptn_record *record, bool first, void **memory) {
   ptn_stash *stash = record->stash;
   *memory = NULL;
   ptn_lock(&stash->mutex);
-  ptn_status status = stash->closed ? PTN_OK : report_failure(stash);
+  ptn_status status = stash->closed ? PTN_OK : ptn_stash_report_failure(stash);
   if (status == PTN_OK) {
     note_asked(stash, record);
     if (first) record->waiting--;

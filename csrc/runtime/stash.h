@@ -88,6 +88,8 @@ uint64_t ptn_record_bytes(const ptn_record *record);
  * read again later. On a thread of the store, and of one that is about to submit
  * reads, it does nothing. */
 bool ptn_stash_relieve(ptn_stash *stash, bool must);
+/* For the account's pressure, where nothing gave way: what this pass could not write or read and nobody was told of yet, once. */
+ptn_status ptn_stash_tell_failure(ptn_stash *stash);
 /* What operations take while backward runs, in bytes; what is kept and what is read ahead leave so much room. recompute_bytes: what
  * the recomputation of a block takes; only what is near is read ahead into that. */
 void ptn_stash_set_headroom(ptn_stash *stash, uint64_t headroom_bytes, uint64_t recompute_bytes);

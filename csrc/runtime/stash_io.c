@@ -404,6 +404,14 @@ static void wait_for_one(ptn_stash *stash) {
     ptn_stash_wait(stash, PTN_TRACE_MEMORY, -1);
 }
 
+ptn_status ptn_stash_tell_failure(ptn_stash *stash) {
+  if (must_not_wait) return PTN_OK; /* who asks is not who made the request */
+  ptn_lock(&stash->mutex);
+  ptn_status status = stash->closed ? PTN_OK : ptn_stash_report_failure(stash);
+  ptn_unlock(&stash->mutex);
+  return status;
+}
+
 bool ptn_stash_relieve(ptn_stash *stash, bool must) {
   if (must_not_wait) return false;
   bool something = true;

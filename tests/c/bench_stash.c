@@ -161,9 +161,10 @@ static void compute(double seconds) {
 /* ---- a pass ---- */
 
 static int64_t inside_ns; /* of the stash, on the computing thread */
-static bool press(void *context, uint64_t missing_bytes, bool must) {
+static ptn_status press(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   (void)missing_bytes;
-  return ptn_stash_relieve(*(ptn_stash **)context, must);
+  *freed = ptn_stash_relieve(*(ptn_stash **)context, must);
+  return PTN_OK;
 }
 
 static uint64_t record_bytes(int number, uint64_t given_bytes) {

@@ -56,14 +56,14 @@ static inline ptn_status stash_ask(ptn_record *record, bool first, void **memory
 
 /* ---- the world ---- */
 
-static inline bool world_press(void *context, uint64_t missing_bytes, bool must) {
+static inline ptn_status world_press(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   world *world = context;
   CHECK(missing_bytes > 0);
   atomic_fetch_add(&world->pressed_count, 1);
   if (must) atomic_fetch_add(&world->must_count, 1);
-  bool relieved = world->stash && ptn_stash_relieve(world->stash, must);
-  if (!relieved) atomic_fetch_add(&world->refused_count, 1);
-  return relieved;
+  *freed = world->stash && ptn_stash_relieve(world->stash, must);
+  if (!*freed) atomic_fetch_add(&world->refused_count, 1);
+  return world->stash && must && !*freed ? ptn_stash_tell_failure(world->stash) : PTN_OK;
 }
 
 static inline void world_open(world *world, world_options options) {

@@ -95,18 +95,20 @@ static void intervals_have_their_own_peak(void) {
 typedef struct hoard {
   void *blocks[4];
   int held, asked, asked_for_goal;
+  bool fails; /* once nothing is left */
   uint64_t missing_bytes;
 } hoard;
 
-static bool give_one(void *context, uint64_t missing_bytes, bool must) {
+static ptn_status give_one(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   hoard *mine = context;
   mine->asked++;
   mine->asked_for_goal += !must;
   mine->missing_bytes = missing_bytes;
-  if (mine->held == 0) return false;
+  if (mine->held == 0) return mine->fails ? ptn_fail(PTN_DISK, "nothing can be written") : PTN_OK;
   ptn_arena_free(mine->blocks[--mine->held]);
   ptn_arena_free(take(NULL, 3 * PTN_PAGE_BYTES)); /* the arena's lock is free */
-  return true;
+  *freed = true;
+  return PTN_OK;
 }
 
 static void pressure_is_asked_until_it_can_do_no_more(void) {
@@ -119,6 +121,20 @@ static void pressure_is_asked_until_it_can_do_no_more(void) {
   CHECK(ptn_arena_alloc(limited, 9 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET);
   CHECK(mine.held == 0 && mine.asked == 5 && stats_of(limited).refused_count == 1);
   CHECK(mine.asked_for_goal == 0);
+  ptn_arena_free(block);
+  ptn_account_destroy(limited);
+}
+
+static void what_pressure_fails_with_refuses_the_request(void) {
+  hoard mine = {.held = 1, .fails = true};
+  ptn_account *limited;
+  CHECK_OK(ptn_account_create(&limited, 2 * PTN_PAGE_BYTES, give_one, &mine));
+  mine.blocks[0] = take(limited, PTN_PAGE_BYTES);
+  void *block = take(limited, 2 * PTN_PAGE_BYTES), *refused;
+  CHECK(mine.asked == 1 && mine.held == 0);
+  CHECK(ptn_arena_alloc(limited, 1, &refused) == PTN_DISK && !refused && strstr(ptn_last_error()->message, "written"));
+  CHECK(ptn_account_charge(limited, 1) == PTN_DISK && mine.asked == 3);
+  CHECK(stats_of(limited).refused_count == 0 && stats_of(limited).live_bytes == 2 * PTN_PAGE_BYTES);
   ptn_arena_free(block);
   ptn_account_destroy(limited);
 }
@@ -466,6 +482,7 @@ int main(void) {
   a_limit_holds_to_the_byte();
   intervals_have_their_own_peak();
   pressure_is_asked_until_it_can_do_no_more();
+  what_pressure_fails_with_refuses_the_request();
   a_goal_asks_first_and_never_refuses();
   a_goal_and_a_limit_are_asked_in_turn();
   room_is_what_is_left_until_goal_or_limit();

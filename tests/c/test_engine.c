@@ -148,10 +148,11 @@ static void look_twice(world *w) {
   }
 }
 
-static bool relieve(void *context, uint64_t missing_bytes, bool must) {
+static ptn_status relieve(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   world *w = context;
   (void)missing_bytes;
-  return w->engine && ptn_engine_relieve(w->engine, must);
+  *freed = w->engine && ptn_engine_relieve(w->engine, must);
+  return PTN_OK;
 }
 
 static uint64_t live_bytes(const world *w) {

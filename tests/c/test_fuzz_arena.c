@@ -35,18 +35,17 @@ static void give_up(held *block) {
 }
 
 /* Gives up to three blocks of the account up, as the stash does. */
-static bool press(void *context, uint64_t missing_bytes, bool must) {
+static ptn_status press(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   int account = (int)((ptn_account **)context - life.accounts);
   CHECK(missing_bytes > 0);
-  if (!must && chance(2)) return false;
-  bool useful = false;
+  if (!must && chance(2)) return PTN_OK;
   for (uint64_t count = chance(4), i = chance(BLOCKS); count > 0; count--, i = (i + 1) % BLOCKS) {
     held *block = &life.blocks[i];
     if (!block->memory || block->account != account) continue;
     while (block->memory) give_up(block);
-    useful = true;
+    *freed = true;
   }
-  return useful;
+  return PTN_OK;
 }
 
 static void open_account(int i) {

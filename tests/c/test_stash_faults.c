@@ -208,6 +208,31 @@ static void a_dead_disk_under_pressure(void) {
   close_here();
 }
 
+/* A request that is refused because nothing could be written is refused with that, which then is told; the next with the budget. */
+static void a_dead_disk_is_why_a_request_is_refused(void) {
+  world_open(&here, (world_options){.limit_bytes = 4 * BYTES});
+  faulty_tell_of(&here.disk, FAULTY_WRITES, FAULT_ERRNO, EIO, 1, 2);
+  ptn_stash_begin(here.stash);
+  ptn_record *records[2];
+  faulty_close(&here.disk);
+  for (uint64_t i = 0; i < 2; i++) records[i] = put_and_free(&here, BYTES, i + 1);
+  faulty_open(&here.disk);
+  world_settle(&here);
+  tensor extra;
+  CHECK(tensor_try(&here, 3 * BYTES, 3, &extra) == PTN_DISK && ptn_last_error()->sys_errno == EIO);
+  CHECK(tensor_try(&here, 3 * BYTES, 3, &extra) == PTN_BUDGET);
+  CHECK_OK(tensor_try(&here, 2 * BYTES, 3, &extra));
+  tensor_free(&extra);
+  ptn_stash_end(here.stash);
+  for (uint64_t i = 2; i-- > 0;) {
+    void *memory;
+    CHECK_OK(stash_ask(records[i], true, &memory));
+    ptn_arena_free(memory);
+    CHECK(ptn_record_drop(records[i], true) == NULL);
+  }
+  close_here();
+}
+
 /* Nobody asks for what failed: dropped, or closed, with the failure untold. */
 static void a_failure_that_nobody_hears_of(void) {
   for (int way = 0; way < 4; way++) {
@@ -310,6 +335,7 @@ int main(int count, char **words) {
       {"wrong_bytes_are_never_handed_out", wrong_bytes_are_never_handed_out},
       {"a_dead_disk", a_dead_disk},
       {"a_dead_disk_under_pressure", a_dead_disk_under_pressure},
+      {"a_dead_disk_is_why_a_request_is_refused", a_dead_disk_is_why_a_request_is_refused},
       {"a_failure_that_nobody_hears_of", a_failure_that_nobody_hears_of},
       {"a_failure_is_not_told_a_pass_later", a_failure_is_not_told_a_pass_later},
       {"what_changed_unseen_is_noticed", what_changed_unseen_is_noticed},
