@@ -5,8 +5,9 @@ object of its own, in the order the data flows:
 
     runtime/wrapped.py     what was wrapped, which all others share
     runtime/hooks.py       what is put into the model, so that a step is noticed
-    runtime/fitting.py     an arrangement for each batch, that keeps to the budget; pacing.py changes it by measured times
-    runtime/homes.py       carrying an arrangement out
+    runtime/fitting.py     an arrangement for each batch, as steps show what they take; pacing.py changes it by measured times
+    runtime/deciding.py    an arrangement for what was foreseen, that keeps to the budget
+    runtime/carrying.py    whether it has room beside what else is in memory; homes.py carries it out
     runtime/evaluation.py  an arrangement for forwards without gradients, where training's leaves them no room
     runtime/residency.py   where each parameter lies, and that it lies there when it is looked at
     runtime/running.py     blocks and operations
@@ -42,6 +43,8 @@ from .runtime import changes
 from .runtime.arranging import first_arrangement
 from .runtime.awaited import Awaited
 from .runtime.batches import Batch, Shapes
+from .runtime.carrying import Carrier
+from .runtime.deciding import Decider
 from .runtime.evaluation import Evaluation
 from .runtime.fitting import Fitter
 from .runtime.gradients import Gradients
@@ -77,9 +80,11 @@ class Session:
         self.residency = Residency(wrapped, self.engine, self, device_clock)
         self.runner = Runner(wrapped, self.engine, self.residency, self.clock, arrangement.plan.block_modes)
         self.homes = Homes(wrapped, self.engine, self.residency, self.runner, arrangement)
-        self.fitter = Fitter(wrapped, self.engine, self.homes)
-        self.evaluation = Evaluation(wrapped, self.homes, self.fitter)
-        self.pacer = Pacer(wrapped, self.homes, self.fitter, self.clock)
+        self.decider = Decider(wrapped, self.homes)
+        self.carrier = Carrier(wrapped, self.engine, self.homes)
+        self.fitter = Fitter(wrapped, self.engine, self.homes, self.decider, self.carrier)
+        self.evaluation = Evaluation(wrapped, self.homes, self.carrier, self.fitter.foresees)
+        self.pacer = Pacer(wrapped, self.homes, self.decider, self.carrier, self.clock)
         self.updates = Updates(wrapped, self.engine, self.residency, device_clock)
         self.gradients = Gradients(wrapped, self.engine, self.residency, self.updates, self.clock)
         self.turn = threading.RLock()
@@ -244,18 +249,18 @@ class Session:
             if begins:
                 now = self.homes.arrangement
                 room_bytes = self.wrapped.settings.memory_bytes - now.plan.peak_bytes + now.between_bytes
-                self.wrapped.compute.make_whole(self.engine, room_bytes, *self.fitter.recomputed_bytes())
+                self.wrapped.compute.make_whole(self.engine, room_bytes, *self.decider.recomputed_bytes())
                 self._tells = True
                 self._held_before = self.fitter.begin_step()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
-            self.runner.begin_pass(self.fitter.measured)
+            self.runner.begin_pass(self.decider.measured)
             self.clock.begin_pass()
             self.engine.read_ahead(self.wrapped.settings.accumulate == 1 and self.updates.behind_backward)
             self.homes.yield_states()
         else:
             self._tells = self._is_within_step()
-            if self._tells and not self.fitter.within_bytes:  # what is seen first is its own: no gradient waits for its update
+            if self._tells and not self.decider.within_bytes:  # what is seen first is its own: no gradient waits for its update
                 with suppress(DiskError, StepError):  # step() tells of it
                     self.engine.wait()
             if may_move and not torch.is_grad_enabled():
@@ -568,11 +573,11 @@ class Session:
         is counted, is in no measured peak either, and not in this."""
         found, memory_bytes = self.homes.arrangement, self.homes.stash_goal_bytes or self.wrapped.settings.memory_bytes
         if self.foreign is None:
-            return max(found.plan.peak_bytes - self._outside_bytes(), self.fitter.within_peak_bytes(found))
-        computed_bytes, held_bytes = self.fitter.without_update()
+            return max(found.plan.peak_bytes - self._outside_bytes(), self.decider.within_peak_bytes(found))
+        computed_bytes, held_bytes = self.decider.without_update()
         computed_bytes -= self.foreign.made_bytes(found.plan.n_persist)
         copies_bytes = self.foreign.highest_bytes(found, memory_bytes, held_bytes)
-        return max(max(computed_bytes, copies_bytes) - self._outside_bytes(), self.fitter.within_peak_bytes(found))
+        return max(max(computed_bytes, copies_bytes) - self._outside_bytes(), self.decider.within_peak_bytes(found))
 
     def _outside_bytes(self) -> int:
         """Of the batch, what was made while nothing was counted. Those of later passes are made while the step counts; and where
@@ -581,7 +586,7 @@ class Session:
             return 0
         if self._held_before is None or self.wrapped.settings.accumulate > 1 or self.wrapped.compute.separate:
             return 0
-        batches = [run.batch_bytes if run is not None else 0 for _, run in self.fitter.dry_runs]
+        batches = [run.batch_bytes if run is not None else 0 for _, run in self.decider.dry_runs]
         return max(min(batches, default=0) - self._held_before, 0)
 
     def watch_memory(self) -> MemorySamples:

@@ -24,7 +24,7 @@ def _all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each step the plan is another one, as one by time may be: no chunk stays in memory."""
 
     def after_step(pacer: Pacer, *_: Any, **__: Any) -> None:
-        pacer._homes.rearrange(pacer._fitter.emptied())
+        pacer._homes.rearrange(pacer._carrier.emptied())
 
     monkeypatch.setattr(Pacer, "after_step", after_step)
 

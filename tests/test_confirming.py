@@ -347,7 +347,7 @@ def test_waits_that_were_not_foretold_say_how_fast_the_disk_is(
     carried = pacer._machine()
     assert carried is not None
     assert carried.disk_write.idle_bytes_per_second == pacer._disk_factor * 1e11
-    pacer.begin(session_of(model).fitter.dry_runs[0][1], ())  # a longer batch
+    pacer.begin(session_of(model).decider.dry_runs[0][1], ())  # a longer batch
     assert pacer._disk_factor == 1.0
     protrain.unwrap(model)
 
@@ -380,8 +380,8 @@ def test_the_disk_is_taken_to_be_as_fast_as_explains_the_waits(
         found = replace(forecast(0.5, 0.0), wait_seconds={"chunk": 0.1 * 1e11 / machine.disk_read.bytes_per_second})
         return SimpleNamespace(plan=SimpleNamespace(forecast=found))
 
-    monkeypatch.setattr(session.fitter, "decide", decide)
-    run = session.fitter.dry_runs[0][1]
+    monkeypatch.setattr(session.decider, "decide", decide)
+    run = session.decider.dry_runs[0][1]
     assert run is not None
     session.pacer._learn_disk(run, [work], Sum(0.5, 0.0, seen), 0.0, 0)
     assert session.pacer._disk_factor == pytest.approx(factor, rel=2 / 2**pacing.HALVINGS)

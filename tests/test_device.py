@@ -524,7 +524,7 @@ def test_a_step_that_the_allocator_refused_is_planned_with_more_room(device: Sta
     model, optimizer = protrain.wrap(model, adamw(model), memory=100 * MIB, host_memory=1 << 30)
     session, x = protrain.session_of(model), inputs(1, rows=2048)[0]
     steps([x])(model, optimizer, False)
-    one_range = device.overhead.between(session.fitter.recomputed_bytes()[0])
+    one_range = device.overhead.between(session.decider.recomputed_bytes()[0])
     left = [session.homes.arrangement.between_bytes]
     while len(left) < 8:
         refuses[0] = True

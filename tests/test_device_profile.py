@@ -150,7 +150,7 @@ def test_times_are_the_devices_without_its_waits(
         optimizer.step()
         optimizer.zero_grad()
     session = protrain.session_of(model)
-    (_, foreseen), *_ = session.fitter.dry_runs
+    (_, foreseen), *_ = session.decider.dry_runs
     assert foreseen is not None
     check_times(foreseen, session.pacer._times.phases, modes)
     assert device.now_ns - before > 2 * 2 * 8 * 7 * MS  # there were waits
@@ -195,7 +195,7 @@ def test_a_plan_without_training_is_that_of_training(
     trained = train(chain_of(device), 3, fresh_disk, memory=TIGHT, host_memory=host)
     session = protrain.session_of(trained)
     timed = replace(machine(link), step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
-    best = session.fitter.decide(session.pacer._run, times=found.times, machine=timed).plan
+    best = session.decider.decide(session.pacer._run, times=found.times, machine=timed).plan
     assert plan == best
     assert plan.step_seconds == pytest.approx(best.step_seconds, rel=1e-6)
     assert protrain.status(trained).plan.step_seconds < 1.03 * plan.step_seconds  # it moves no homes for less than 2 %

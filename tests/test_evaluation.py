@@ -424,7 +424,7 @@ def test_an_evaluation_within_steps_counts_in_every_plan(gpt2: Any, token_batche
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     train(model, optimizer, ids)
     session = session_of(model)
-    assert session.fitter.within_peak_bytes(session.homes.arrangement) == 0
+    assert session.decider.within_peak_bytes(session.homes.arrangement) == 0
     largest = 0
     for rows in (2, 6, 4):  # as much as the largest of them
         loss_of(model, ids).backward()
@@ -433,8 +433,8 @@ def test_an_evaluation_within_steps_counts_in_every_plan(gpt2: Any, token_batche
         optimizer.zero_grad()
         train(model, optimizer, ids)
         found = session.homes.arrangement
-        assert session.fitter.within_peak_bytes(found) <= BUDGET
-        beside = session.fitter.within_peak_bytes(found) - found.static_bytes
+        assert session.decider.within_peak_bytes(found) <= BUDGET
+        beside = session.decider.within_peak_bytes(found) - found.static_bytes
         assert rows == 4 or beside > largest
         largest = max(largest, beside)
     protrain.unwrap(model)

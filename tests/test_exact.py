@@ -407,7 +407,7 @@ def test_homes_that_move_in_step(gpt2: Any, token_batches: Any) -> None:
             if number == 1 and not plain:
                 session = protrain.session_of(model)
                 assert session.homes.arrangement.plan.n_persist == session.homes.arrangement.plan.n_chunks
-                session.homes.rearrange(session.fitter.decide(None))
+                session.homes.rearrange(session.decider.decide(None))
                 assert session.homes.arrangement.plan.n_persist == 0
                 with pytest.raises(protrain.StepError, match="zero_grad"):
                     loss_of(model, ids).backward()

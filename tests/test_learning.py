@@ -161,7 +161,7 @@ def test_a_batch_that_is_refused_before_it_begins_is_not_planned_for(monkeypatch
     model, optimizer = protrain.wrap(model, adamw(model), memory=memory, block_modes=["keep"] * 4)
     session = protrain.session_of(model)
     losses = train(model, optimizer, mean, given[:1])
-    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _found: False)
+    monkeypatch.setattr(session.carrier, "can_carry_out", lambda _found: False)
     with pytest.raises(protrain.BudgetError, match="of earlier steps are still in memory"):
         model(batches(1, 258)[0])
     monkeypatch.undo()
@@ -607,7 +607,7 @@ def test_lengths_that_grow_with_every_step_are_not_all_planned_for_for_ever() ->
     model: Any = Scores()
     model, optimizer = protrain.wrap(model, adamw(model), memory=smallest() * 3 // 2)
     losses = train(model, optimizer, plain, given)
-    status, known = protrain.status(model), [shapes for shapes, _ in protrain.session_of(model).fitter.dry_runs]
+    status, known = protrain.status(model), [shapes for shapes, _ in protrain.session_of(model).decider.dry_runs]
     protrain.unwrap(model)
     assert losses == expected(plain, given)
     assert status.peak_memory_bytes <= smallest() * 3 // 2

@@ -175,7 +175,7 @@ def test_a_backward_that_failed_leaves_room_for_the_plan(gpt2: Any, token_batche
         optimizer.step()
         optimizer.zero_grad()
     assert protrain.status(model).plan.forecast is not None
-    held = session.fitter.held_bytes(0)  # the last graph went with the next forward, or goes now
+    held = session.carrier.held_bytes(0)  # the last graph went with the next forward, or goes now
     assert held < MIB
     protrain.unwrap(model)
 
@@ -209,7 +209,7 @@ def test_gradients_do_not_outlive_a_chunk_that_leaves_memory(gpt2: Any, token_ba
             optimizer.step()
             if number == 2 and not plain:
                 session = session_of(model)
-                run = session.fitter.dry_runs[0][1]
+                run = session.decider.dry_runs[0][1]
                 found = arrange(session.layout, 8, session.wrapped.n_states, 1 << 30, run, modes=["keep"] * 8, n_persist=0)
                 session.homes.rearrange(found)
             optimizer.zero_grad()
@@ -224,11 +224,11 @@ def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, 
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
     session = session_of(model)
-    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _arrangement: False)
+    monkeypatch.setattr(session.carrier, "can_carry_out", lambda _arrangement: False)
     batches = token_batches(5, batch=4)
     with pytest.raises(protrain.BudgetError, match="no room"):
         step(model, optimizer, batches[0])
-    monkeypatch.setattr(session.fitter, "can_carry_out", lambda _arrangement: session.steps == 0)
+    monkeypatch.setattr(session.carrier, "can_carry_out", lambda _arrangement: session.steps == 0)
     for ids in batches[:2]:
         step(model, optimizer, ids)
     first = protrain.status(model).plan

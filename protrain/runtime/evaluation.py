@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRunError
 from ..planner.plans import Arrangement
-from .fitting import Fitter
+from .carrying import Carrier
+from .foreseeing import Foreseer
 from .homes import Homes
 from .running import inside_transform
 from .wrapped import Wrapped
@@ -95,8 +96,8 @@ class _Known:
 class Evaluation:
     """Of one session; called between two steps, on the thread that drives them."""
 
-    def __init__(self, wrapped: Wrapped, homes: Homes, fitter: Fitter) -> None:
-        self._wrapped, self._homes, self._fitter = wrapped, homes, fitter
+    def __init__(self, wrapped: Wrapped, homes: Homes, carrier: Carrier, foresees: Foreseer) -> None:
+        self._wrapped, self._homes, self._carrier, self._foresees = wrapped, homes, carrier, foresees
         self._before: Arrangement | None = None  # of training, while there is another one
         self._emptied = False
         self._kinds: dict[tuple[Any, ...], _Known] = {}
@@ -114,7 +115,7 @@ class Evaluation:
         before = self._homes.arrangement
         need_bytes = self._need_bytes(args, kwargs, batch, self.leave_room)
         if need_bytes is not None and (self._homes.arrangement is not before or not self._has_room(need_bytes)):
-            self._change(self._fitter.with_room(self._fitter.held_bytes(0) + need_bytes))
+            self._change(self._carrier.with_room(self._carrier.held_bytes(0) + need_bytes))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See that a forward of this batch will have room in eval mode, as far as a dry run can tell. Between two steps.
@@ -129,7 +130,7 @@ class Evaluation:
         finally:
             self.end()
         if need_bytes is not None:
-            self._fitter.with_room(need_bytes + SMALL_UNSEEN_BYTES)  # numbers that the program will hold then
+            self._carrier.with_room(need_bytes + SMALL_UNSEEN_BYTES)  # numbers that the program will hold then
 
     def need_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What a forward of this batch holds at once, where a step is under way, for which nothing can move; 0: not known."""
@@ -140,7 +141,7 @@ class Evaluation:
         """Every chunk is away, whatever was foreseen. Returns whether that is new."""
         if self._emptied:
             return False
-        self._change(self._fitter.emptied(), emptied=True)
+        self._change(self._carrier.emptied(), emptied=True)
         return True
 
     def end(self) -> None:
@@ -151,7 +152,7 @@ class Evaluation:
             DiskError: a chunk could not be moved.
         """
         if self._before is not None:
-            self._fitter.carry_out(self._before)
+            self._carrier.carry_out(self._before)
             self._before, self._emptied = None, False
 
     def forget(self) -> None:
@@ -165,7 +166,7 @@ class Evaluation:
 
     def _has_room(self, need_bytes: float) -> bool:
         memory_bytes = self._wrapped.settings.memory_bytes
-        return need_bytes <= memory_bytes and self._fitter.used_bytes(math.ceil(need_bytes)) + need_bytes <= memory_bytes
+        return need_bytes <= memory_bytes and self._carrier.used_bytes(math.ceil(need_bytes)) + need_bytes <= memory_bytes
 
     def _need_bytes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: _Batch, make_room: Callable[[], object] | None
@@ -175,7 +176,7 @@ class Evaluation:
         if batch.shapes not in known.needs and known.possible:
             evaluates = batch.kind[0] == AS_EVAL
             try:
-                found = self._fitter.foresees.forward_bytes(args, kwargs, evaluates=evaluates, make_room=make_room)
+                found = self._foresees.forward_bytes(args, kwargs, evaluates=evaluates, make_room=make_room)
                 known.note(batch, found + SMALL_UNSEEN_BYTES)
             except DryRunError:
                 known.possible = False

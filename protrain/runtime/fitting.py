@@ -11,33 +11,29 @@ runs one forward before each backward, and what else it does with them is not kn
 most of the room that there is. Whatever a step held, or was refused, beyond what was foreseen counts in later plans.
 
 What is in memory beside states and slots, because a user holds on to it, counts: where it leaves too little room blocks that keep
-are recomputed, or the batch is refused. Plans by time come later (pacing.py).
+are recomputed, or the batch is refused. What room is left for decides deciding.py, what is carried out carrying.py; plans by time
+come later (pacing.py).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import _core
-from ..base.sizes import format_bytes
-from ..device.overhead import AMPLE_TIMES
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
-from ..planner.planning import arrange
-from ..planner.plans import Arrangement, Plan
-from ..planner.profiles import Machine, Times
+from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
-from ..planner.tiers import host_room
-from .arranging import anew_of, arranged_away, placed
+from .arranging import anew_of
 from .batches import Batch, Shapes, Words, covers, tensors_of
+from .carrying import Carrier
+from .deciding import Decider
 from .foreseeing import Foreseer
 from .homes import Homes
-from .losses import Losses
-from .otherhooks import release_failed_backward
 from .unforeseen import Unforeseen, with_more
 from .wrapped import Wrapped
 
@@ -52,12 +48,6 @@ LEAST_OUTPUT_SHARE = 0.02
 HELD_BYTES = 1 << 20
 
 
-def _needs_more(one: Arrangement, other: Arrangement, memory_bytes: int) -> bool:
-    """Of two batches in this budget; where one of them has to swap, by what that cannot do without."""
-    least = max(one.safest_bytes, other.safest_bytes) > memory_bytes
-    return one.smallest_bytes > other.smallest_bytes if least else one.safest_bytes > other.safest_bytes
-
-
 def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
     """Whether a batch was foreseen to hold no more than another one, by what both hold at most."""
     if one is None or other is None:
@@ -68,123 +58,23 @@ def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
 
 
 class Fitter:
-    """Of one session. planned: whether a batch was planned for; dry_runs: the batches that were, and what was foreseen;
-    words: what batches are known by; foresees: their dry runs; within_bytes: what forwards between backward and step() had in
-    memory beside chunks and their gradients, at most."""
+    """Of one session. planned: whether a batch was planned for; words: what batches are known by; foresees: their dry runs."""
 
-    def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes) -> None:
-        self._wrapped, self._engine, self._homes = wrapped, engine, homes
+    def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes, decider: Decider, carrier: Carrier) -> None:
+        self._wrapped, self._homes, self._decider, self._carrier = wrapped, homes, decider, carrier
         self.planned = False
         self.words = Words()
         self.foresees = Foreseer(wrapped, engine)
-        self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self._unforeseen = Unforeseen()
-        self._unseen_bytes = 0  # in each plan, of what no dry run sees
-        self._first_room_bytes = 0  # beside it, until a step was made, for the program to show what it does in one
         self._is_first = True  # no step was made, nor refused
         self._held_before = 0  # when the step under way began
-        self._loss = Losses()
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
-        self._lost_times = 1  # as much as is lost between tensors where steps were refused
-        self.within_bytes = 0
-        self._several_hold = 0  # other forwards before a backward, before the last of them
-        self._several_kept = 0  # of blocks that were kept, in the steps that showed what these take
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
-
-    # ---- deciding ----
-
-    def decide(
-        self,
-        run: DryRun | None,
-        unknown_bytes: int = 0,
-        *,
-        times: Times | None = None,
-        machine: Machine | None = None,
-        as_now: bool = False,
-        like: Plan | None = None,
-        wrapped: Wrapped | None = None,
-    ) -> Arrangement:
-        """The arrangement for what a dry run foresaw; like: with the decisions of this plan, as_now: of the one in use; wrapped:
-        as it would be in another budget.
-
-        Raises:
-            BudgetError: nothing fits.
-        """
-        wrapped = wrapped or self._wrapped
-        settings = wrapped.settings
-        if run is not None:
-            unknown_bytes += self._unseen_bytes + self._first_room_bytes
-            run = run.with_loss(self._loss.more_than(run))
-        modes: Sequence[str] | None = settings.block_modes
-        given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
-        beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
-        between_bytes = wrapped.compute.overhead.between(run.checkpoint_peak_bytes) * self._lost_times if run is not None else 0
-        beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
-        n_persist, n_buffer, n_ahead = None, 0, 0
-        if given is not None:
-            modes, n_persist = modes or given.block_modes, given.n_persist
-            n_buffer, n_ahead = given.n_buffer, given.n_ahead
-        elif run is None:
-            n_persist = None if unknown_bytes else 0
-
-        def arranged(between_bytes: int, more_bytes: int = 0, modes: Sequence[str] | None = modes) -> Arrangement:
-            more_bytes += unknown_bytes + beside_bytes + between_bytes
-            found = arrange(
-                wrapped.layout, len(wrapped.blocks), wrapped.state_arrays, settings.memory_bytes, run, modes=modes,
-                n_persist=n_persist, n_buffer=n_buffer, n_ahead=n_ahead, grads_outlive_backward=wrapped.grads_outlive_backward,
-                n_passes=settings.accumulate, unknown_bytes=more_bytes, times=times, machine=machine,
-                host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
-                ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
-                footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
-            )  # fmt: skip
-            return replace(found, between_bytes=between_bytes)
-
-        found: Arrangement | None = None
-        if between_bytes and given is None and times is None:  # homes are to move once more: better no range that is one then
-            with suppress(BudgetError):
-                found = arranged(AMPLE_TIMES * between_bytes)
-        try:
-            found = found or arranged(between_bytes)
-        except BudgetError as error:
-            raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
-        several = self._several_hold and settings.plan is None and not wrapped.compute.separate
-        if run and several and (more_bytes := run.kept_bytes(found.plan.block_modes) - self._several_kept) > 0:
-            try:
-                found = arranged(between_bytes, more_bytes)
-            except BudgetError:
-                if modes is None:
-                    found = arranged(between_bytes, modes=run.keeping_within(found.plan.block_modes, self._several_kept))
-        if run is not None and (room := self._first_room_bytes):  # nobody means to fill it
-            peak_bytes = found.plan.peak_bytes - room
-            found = replace(
-                found, plan=replace(found.plan, peak_bytes=peak_bytes), needed_bytes=found.needed_bytes - room,
-                computed_bytes=found.computed_bytes - room,
-            )  # fmt: skip
-        if settings.plan is not None:  # what was foretold stands
-            plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
-            found = replace(found, plan=plan)
-        return placed(found, wrapped)
-
-    def without_update(self) -> tuple[int, int]:
-        """Of an optimizer without a kernel: the peak of a step under the plan in use before its update, and what is in memory
-        beside states and slots in that."""
-        now = self._homes.arrangement
-        runs = [run for _, run in self.dry_runs if run is not None]
-        if not runs or self.measured:
-            return now.computed_bytes, self._wrapped.buffer_bytes
-        computed_bytes = now.computed_bytes
-        with suppress(BudgetError):  # what was learned since has no room beside it
-            computed_bytes = max(self.decide(run, as_now=True).computed_bytes for run in runs)
-        return computed_bytes, max(run.fixed_bytes + run.left_bytes for run in runs)
-
-    def _host_room(self) -> int:
-        wrapped = self._wrapped
-        return host_room(wrapped.layout, wrapped.state_arrays, wrapped.settings.host_bytes)
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
         """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
-        for known, other in self.dry_runs:
+        for known, other in self._decider.dry_runs:
             if run is not None and run == other and tensors_of(known) == tensors_of(shapes):
                 self.words.note_same(shapes, known)
                 return True
@@ -193,10 +83,8 @@ class Fitter:
     def knows(self, shapes: Shapes) -> bool:
         """Whether a batch of these shapes needs no more than one that was planned for. Of a model that cannot be foreseen words
         are not looked at: a first step under the safest plan for each would take time."""
-        alone = tuple(tensors_of(shapes))
-        return any(
-            covers(known, shapes) if run is not None else covers(tuple(tensors_of(known)), alone) for known, run in self.dry_runs
-        )
+        alone, known = tuple(tensors_of(shapes)), self._decider.dry_runs
+        return any(covers(one, shapes) if run is not None else covers(tuple(tensors_of(one)), alone) for one, run in known)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch | None:
         """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided. None: it
@@ -206,7 +94,7 @@ class Fitter:
             BudgetError: no plan fits, or what else is in memory leaves it no room; the plan in use stays.
             DiskError: a chunk could not be moved; likewise.
         """
-        before, unseen_bytes = self._homes.arrangement, self._unseen_bytes
+        before, unseen_bytes = self._homes.arrangement, self._decider.unseen_bytes
         try:
             run: DryRun | None = self._foresee(args, kwargs)
         except DryRunError as error:
@@ -219,13 +107,13 @@ class Fitter:
             return None
         try:
             best, largest = self._first(run, args, kwargs), (run, shapes)
-            if run is not None and self.measured:
+            if run is not None and self._decider.measured:
                 best, largest = self._decide_measured(run), (None, shapes)
             elif run is not None:
-                best, largest = self._with_others(self._with_first_room(run, best), largest)
-            self.carry_out(best)
+                best, largest = self._decider.with_others(self._with_first_room(run, best), largest)
+            self._carrier.carry_out(best)
         except BaseException:
-            self._unseen_bytes, self._first_room_bytes = unseen_bytes, 0
+            self._decider.unseen_bytes, self._decider.first_room_bytes = unseen_bytes, 0
             if self._homes.arrangement is not before:
                 with suppress(Error):  # the first one tells
                     self._homes.rearrange(before)
@@ -237,8 +125,10 @@ class Fitter:
     def _add(self, shapes: Shapes, run: DryRun | None) -> None:
         """This batch was planned for. What it covers comes to no plan any more, unless it takes more: where lengths grow with
         every step there would be ever more to plan for."""
-        kept = [(known, other) for known, other in self.dry_runs if not (covers(shapes, known) and _is_within(other, run))]
-        self.dry_runs = [*kept, (shapes, run)]
+        kept = [
+            (known, other) for known, other in self._decider.dry_runs if not (covers(shapes, known) and _is_within(other, run))
+        ]
+        self._decider.dry_runs = [*kept, (shapes, run)]
 
     def _first(self, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arrangement:
         """The arrangement for a batch alone; the first one leaves room for a loss that nobody has seen yet.
@@ -246,17 +136,17 @@ class Fitter:
         Raises:
             BudgetError: nothing fits.
         """
-        outside, self._first_room_bytes = run.outside_bytes if run is not None else 0, 0
-        if outside and not self._loss.known:
+        outside, self._decider.first_room_bytes = run.outside_bytes if run is not None else 0, 0
+        if outside and not self._decider.loss.known:
             for times in ROOM_FOR_LOSS:
-                self._unseen_bytes = times * outside
+                self._decider.unseen_bytes = times * outside
                 with suppress(BudgetError):
-                    return self.decide(run)
-        known = max((run.outside_bytes for _, run in self.dry_runs if run is not None), default=0)
+                    return self._decider.decide(run)
+        known = max((run.outside_bytes for _, run in self._decider.dry_runs if run is not None), default=0)
         if outside > known > 0:
-            self._unseen_bytes = -(-self._unseen_bytes * outside // known)
+            self._decider.unseen_bytes = -(-self._decider.unseen_bytes * outside // known)
         try:
-            return self.decide(run)
+            return self._decider.decide(run)
         except BudgetError as error:
             raise self._refusal(error, run, args, kwargs) from None
 
@@ -264,84 +154,26 @@ class Fitter:
         """The arrangement for the batch of the first step of all, where `best` would be that of the ones behind it: with room for
         a program that runs several forwards before a backward, or goes through a backward again, to show it."""
         settings = self._wrapped.settings
-        if not self._is_first or self.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
+        if not self._is_first or self._decider.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
             return best
         most_bytes = FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(self._wrapped.layout.grad_bytes)
-        self._first_room_bytes = min(most_bytes, max(settings.memory_bytes - best.safest_bytes, 0))
+        self._decider.first_room_bytes = min(most_bytes, max(settings.memory_bytes - best.safest_bytes, 0))
         try:
-            return self.decide(run)
+            return self._decider.decide(run)
         except BudgetError:
-            self._first_room_bytes = 0
+            self._decider.first_room_bytes = 0
             return best
 
     def end_first(self) -> bool:
         """A step was made, or refused: nothing is left for the first one any more. Returns whether something was."""
-        was, self._first_room_bytes, self._is_first = self._first_room_bytes, 0, False
+        was, self._decider.first_room_bytes, self._is_first = self._decider.first_room_bytes, 0, False
         return was > 0
-
-    def _with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:
-        """Of this batch and those before the one that needs the most, which decides, with room for the others."""
-        also, others = largest[0], [(known, other) for known, other in self.dry_runs if other is not largest[0]]
-        if not others and self._lacks_within(best) <= 0:
-            return best, largest
-        for known, other in others:
-            again = self.decide(other)
-            if _needs_more(again, best, self._wrapped.settings.memory_bytes):
-                best, largest = again, (other, known)
-        return self.decide_for_all(largest[0], also), largest
-
-    def decide_for_all(
-        self,
-        run: DryRun | None,
-        also: DryRun | None = None,
-        *,
-        times: Times | None = None,
-        machine: Machine | None = None,
-        as_now: bool = False,
-        unknown_bytes: int = 0,
-        like: Plan | None = None,
-    ) -> Arrangement:
-        """The arrangement for what a dry run foresaw, as `decide`, in which there is room for every batch that was planned for,
-        and for this one. unknown_bytes: where none did.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        budget, more, attempts = self._wrapped.settings.memory_bytes, unknown_bytes, 0
-        others = [other for other in (also, *(known for _, known in self.dry_runs)) if other is not None and other is not run]
-        if self._wrapped.settings.plan is not None:
-            others = []
-        while True:
-            found, lacks = self.decide(run, more, times=times, machine=machine, as_now=as_now, like=like), 0
-            for other in others:
-                try:
-                    again = self.decide(other, like=found.plan)
-                except BudgetError as error:
-                    lacks = max(lacks, error.smallest_bytes - budget)
-                else:  # beside the slots that are there
-                    lacks = max(lacks, again.needed_bytes - again.static_bytes + found.static_bytes - budget)
-            lacks = max(lacks, self._lacks_within(found))
-            if lacks <= 0:
-                return found
-            more += lacks if attempts < 16 else max(lacks, more)
-            attempts += 1
-
-    def recomputed_bytes(self) -> tuple[int, int]:
-        """What a step holds at most where all blocks are recomputed, and of small tensors in any, of the batches foreseen; none
-        where a batch was not: plans are made from what steps take then, and one range would take what is left of the budget."""
-        runs = [run for _, run in self.dry_runs if run is not None and not self.measured]
-        return max((run.checkpoint_peak_bytes for run in runs), default=0), max((run.small_peak_bytes for run in runs), default=0)
 
     # ---- batches that no dry run foresaw ----
 
-    @property
-    def measured(self) -> bool:
-        """Whether there is one: then plans are made from what steps took."""
-        return any(run is None for _, run in self.dry_runs)
-
     def learn_measured(self, highest_bytes: int, saved_bytes: dict[int, int]) -> None:
         """A step was made that had so much in memory at most; blocks that were recomputed have saved so much."""
-        if not self.planned or not self.measured:
+        if not self.planned or not self._decider.measured:
             return
         more = self._unforeseen.note_step(self._beside_known(highest_bytes), saved_bytes)
         if not more and not self._unforeseen.shows:
@@ -352,21 +184,21 @@ class Fitter:
             except BudgetError:
                 self._unforeseen.forget_refused()
                 found = self._decide_measured()
-            self.carry_out(found)
+            self._carrier.carry_out(found)
             self._unforeseen.shows = False
 
     def _refused_measured(self, needed_bytes: int) -> Batch:
         """A step was not made that would have had so much in memory: the next one is under the safest plan again."""
         self._unforeseen.note_refused(self._beside_known(needed_bytes))
         with suppress(BudgetError):
-            self.carry_out(self.decide(None))
+            self._carrier.carry_out(self._decider.decide(None))
         return self._largest
 
     def _beside_known(self, n_bytes: int) -> int:
         """Of so much in memory, what kept blocks do not save and chunks do not take in the arrangement in use: of those here
         also the gradients, until step()."""
         found = self._homes.arrangement
-        return n_bytes - self._chunk_bytes(found) - self._unforeseen.kept_bytes(found.plan)
+        return n_bytes - self._decider.chunk_bytes(found) - self._unforeseen.kept_bytes(found.plan)
 
     def _decide_measured(self, also: DryRun | None = None) -> Arrangement:
         """By what steps took; blocks are kept where all chunks are in memory.
@@ -375,49 +207,49 @@ class Fitter:
             BudgetError: not even the chunks can all be away.
         """
         settings, beside_bytes = self._wrapped.settings, self._unforeseen.beside_bytes
-        found = self.decide_for_all(None, also, unknown_bytes=beside_bytes)
+        found = self._decider.decide_for_all(None, also, unknown_bytes=beside_bytes)
         plan = found.plan
         if plan.n_persist < plan.n_chunks or settings.plan is not None or settings.block_modes is not None:
             return found
         kept = self._unforeseen.keeping(plan, settings.memory_bytes)
         saved_bytes = with_more(self._unforeseen.kept_bytes(kept))
         with suppress(BudgetError):  # a batch that was foreseen may have no room then
-            return self.decide_for_all(None, also, unknown_bytes=beside_bytes + saved_bytes, like=kept)
+            return self._decider.decide_for_all(None, also, unknown_bytes=beside_bytes + saved_bytes, like=kept)
         return found
 
     # ---- what steps tell ----
 
     def begin_step(self) -> int:
         """What a program holds now it may let go of before the step is at its highest; returns how much it is."""
-        self._held_before = self._held_bytes()
+        self._held_before = self._carrier.held_now_bytes()
         return self._held_before
 
     def learn(self, highest_bytes: int, loss_bytes: int | None, batches: Iterable[Shapes]) -> Batch | None:
         """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
         before (None: not known). Where that was more than foreseen, and than the gradients that may wait beyond it, or the loss
         has left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
-        batches, run, roomy = list(batches), self._largest[0], self._first_room_bytes > 0
+        batches, run, roomy = list(batches), self._largest[0], self._decider.first_room_bytes > 0
         if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
             return self.plan_anew() if self.end_first() else None
-        unseen_bytes, more_bytes = self._unseen_bytes, self._loss.more_than(run)
+        unseen_bytes, more_bytes = self._decider.unseen_bytes, self._decider.loss.more_than(run)
         fits, self._refused = True, 0
         # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
-        pending_bytes = 0 if self._several_hold else self._homes.arrangement.pending_bytes
+        pending_bytes = 0 if self._decider.several_hold else self._homes.arrangement.pending_bytes
         self._note_kept(run)
-        whole = not self._several_hold and all(shapes == self._largest[1] for shapes in batches)
-        if whole and not self._loss.known and self._loss.note_first(loss_bytes or 0, run):
-            self._unseen_bytes = 0
+        whole = not self._decider.several_hold and all(shapes == self._largest[1] for shapes in batches)
+        if whole and not self._decider.loss.known and self._decider.loss.note_first(loss_bytes or 0, run):
+            self._decider.unseen_bytes = 0
         # Where blocks swap a step tells nothing: what they write leaves memory while the loss is made.
-        if whole and self._loss.known and not {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes):
-            self._loss.note_light(loss_bytes or 0, run)
-        if unseen_bytes > self._unseen_bytes or self._loss.more_than(run) != more_bytes:
+        if whole and self._decider.loss.known and not {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes):
+            self._decider.loss.note_light(loss_bytes or 0, run)
+        if unseen_bytes > self._decider.unseen_bytes or self._decider.loss.more_than(run) != more_bytes:
             fits = self._plan_as_now()
         more = highest_bytes - self._homes.arrangement.needed_bytes - pending_bytes
         self.end_first()
         if more > 0:
-            self._unseen_bytes += more
+            self._decider.unseen_bytes += more
             fits = self._plan_as_now()
-        if not roomy and fits and self._unseen_bytes >= unseen_bytes and self._loss.more_than(run) >= more_bytes:
+        if not roomy and fits and self._decider.unseen_bytes >= unseen_bytes and self._decider.loss.more_than(run) >= more_bytes:
             return None
         return self.plan_anew()
 
@@ -438,45 +270,29 @@ class Fitter:
             return None
         self.note_several()
         all_kept = run.kept_bytes(("keep",) * len(now.plan.block_modes))
-        if self._several_hold < all_kept:
+        if self._decider.several_hold < all_kept:
             self._note_kept(run)
         else:
-            self._several_kept = max(self._several_kept, all_kept)
-        self._unseen_bytes = max(self._unseen_bytes, self._several_hold)
+            self._decider.several_kept = max(self._decider.several_kept, all_kept)
+        self._decider.unseen_bytes = max(self._decider.unseen_bytes, self._decider.several_hold)
         try:
-            best, largest = self._with_others(self.decide(run), self._largest)
-            if best.plan.n_persist < now.plan.n_persist:
-                return None
-            self.carry_out(best)
+            return self._plan_again(now.plan.n_persist)
         except BudgetError:
             return None
-        self._largest = largest
-        return largest
 
     def learn_within(self, highest_bytes: int) -> Batch | None:
         """Forwards without gradients between the backward of a step and its end had so much in memory at most, or one was refused
         that would have had. Where the plan in use has no room for what they take, plans are made anew; returns the batch that
         decided."""
-        if highest_bytes and not self.measured and self._learns():
-            self.within_bytes = max(self.within_bytes, highest_bytes - self._chunk_bytes(self._homes.arrangement))
-            if self._lacks_within(self._homes.arrangement) > 0:
+        if highest_bytes and not self._decider.measured and self._learns():
+            beside_bytes = highest_bytes - self._decider.chunk_bytes(self._homes.arrangement)
+            self._decider.within_bytes = max(self._decider.within_bytes, beside_bytes)
+            if self._decider.lacks_within(self._homes.arrangement) > 0:
                 try:
                     return self._plan_again()
                 except BudgetError:  # no plan has
-                    self.within_bytes = 0
+                    self._decider.within_bytes = 0
         return None
-
-    def within_peak_bytes(self, found: Arrangement) -> int:
-        """What is in memory at most in forwards without gradients between backward and step(), by those that were."""
-        return self._chunk_bytes(found) + self.within_bytes if self.within_bytes else 0
-
-    def _lacks_within(self, found: Arrangement) -> int:
-        settings = self._wrapped.settings
-        return self.within_peak_bytes(found) - settings.memory_bytes if settings.plan is None else 0
-
-    def _chunk_bytes(self, found: Arrangement) -> int:
-        """What chunks take, with the gradients of those in memory."""
-        return found.static_bytes + sum(self._wrapped.layout.grad_bytes[: found.plan.n_persist])
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
@@ -485,7 +301,7 @@ class Fitter:
         Raises:
             BudgetError: nothing fits any more. What was learned is forgotten, for the next step to show it again.
         """
-        if self.measured:
+        if self._decider.measured:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
@@ -494,13 +310,13 @@ class Fitter:
         self.end_first()
         if not self._learns() or more <= 0:
             return None
-        self._unseen_bytes += self._loss.note_refused(more, self._largest[0]) << self._refused
+        self._decider.unseen_bytes += self._decider.loss.note_refused(more, self._largest[0]) << self._refused
         self._refused += 1
         try:
             return self._plan_again()
         except BudgetError as error:
             refused = self._refusal(error, self._largest[0], args, kwargs)
-            self._unseen_bytes = self._refused = 0
+            self._decider.unseen_bytes = self._refused = 0
             raise refused from None
 
     def _lose_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
@@ -509,36 +325,36 @@ class Fitter:
         Raises:
             BudgetError: nothing fits any more. The next step is tried with what was left before.
         """
-        self._lost_times *= 2
+        self._decider.lost_times *= 2
         try:
             return self._plan_again()
         except BudgetError as error:
             refused = self._refusal(error, self._largest[0], args, kwargs)
-            self._lost_times = 1
+            self._decider.lost_times = 1
             raise refused from None
 
     def note_several(self) -> None:
         """Another forward of a step begins whose backward comes with that of those before. What they hold has no room in this
         step but what its plan leaves; from the next one on it is planned with."""
-        self._several_hold = max(self._several_hold, self._held_bytes())
+        self._decider.several_hold = max(self._decider.several_hold, self._carrier.held_now_bytes())
 
     def _note_kept(self, run: DryRun | None) -> None:
         """A step was made, or refused, that shows what it takes beyond the plan in use. Where it had several forwards what the
         first of them keeps is there until its own backward, the last of all: a plan that keeps more takes so much more."""
-        if self._several_hold and run is not None:
-            self._several_kept = max(self._several_kept, run.kept_bytes(self._homes.arrangement.plan.block_modes))
+        if self._decider.several_hold and run is not None:
+            self._decider.several_kept = max(self._decider.several_kept, run.kept_bytes(self._homes.arrangement.plan.block_modes))
 
     def note_beside(self, needed_bytes: int) -> None:
         """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was
         refused, or state gave way to it. From the next step on that is planned with."""
         more_bytes = needed_bytes - self._homes.arrangement.needed_bytes
-        self._several_hold = max(self._several_hold, self._unseen_bytes + more_bytes)
+        self._decider.several_hold = max(self._decider.several_hold, self._decider.unseen_bytes + more_bytes)
         self._note_kept(self._largest[0])
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
         is about to be made of. Where that is worth it, a batch like the last is foreseen anew, and planned for."""
-        shapes, planned = self.words.batch_of(args, kwargs), [known for known, _ in self.dry_runs]
+        shapes, planned = self.words.batch_of(args, kwargs), [known for known, _ in self._decider.dry_runs]
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
         if little or not self.foresees.holds_output or planned != [shapes] or not self._learns():
             return None
@@ -548,8 +364,8 @@ class Fitter:
         except DryRunError:
             return None
         if (before := self._largest[0]) is not None:
-            self._loss.note_anew(before, run)
-        self.dry_runs, self._largest = [(shapes, run)], (run, shapes)
+            self._decider.loss.note_anew(before, run)
+        self._decider.dry_runs, self._largest = [(shapes, run)], (run, shapes)
         with suppress(BudgetError):  # something else is in memory
             self._plan_again()
         return self._largest
@@ -566,23 +382,23 @@ class Fitter:
     def plan_later(self) -> Batch | None:
         """Between steps: plan for what came in the last one; returns the batch that decides where plans may be others now. Where
         nothing fits what came it is forgotten."""
-        new, before = self._later, self._unseen_bytes
-        dry_runs, self._later = self.dry_runs, []
+        new, before = self._later, self._decider.unseen_bytes
+        dry_runs, self._later = self._decider.dry_runs, []
         for shapes, run in new:
             self._add(shapes, run)
         if self._learns():
-            self._unseen_bytes = max(before, self._several_hold)
-        if not new and self._unseen_bytes == before:
+            self._decider.unseen_bytes = max(before, self._decider.several_hold)
+        if not new and self._decider.unseen_bytes == before:
             return None
-        for unseen_bytes in (self._unseen_bytes, before if self._loss.known else self._several_hold):
-            self._unseen_bytes = unseen_bytes
+        for unseen_bytes in (self._decider.unseen_bytes, before if self._decider.loss.known else self._decider.several_hold):
+            self._decider.unseen_bytes = unseen_bytes
             with suppress(BudgetError):
                 return None if not new and self._plan_as_now() else self._plan_again()
-        self._unseen_bytes, self.dry_runs = before, dry_runs
+        self._decider.unseen_bytes, self._decider.dry_runs = before, dry_runs
         return None
 
     def _learns(self) -> bool:
-        runs = [run for _, run in self.dry_runs]
+        runs = [run for _, run in self._decider.dry_runs]
         foreseen = [run.outside_bytes for run in runs if run is not None]
         if self._wrapped.settings.plan is not None or self._wrapped.compute.separate or not runs or len(foreseen) < len(runs):
             return False
@@ -592,24 +408,28 @@ class Fitter:
         """Whether the decisions in use can stand; what is foretold of memory is put right."""
         now = self._homes.arrangement.plan
         try:
-            found = self.decide_for_all(self._largest[0], as_now=True)
+            found = self._decider.decide_for_all(self._largest[0], as_now=True)
         except BudgetError:
             return False
         self._homes.rearrange(replace(found, plan=replace(found.plan, step_seconds=now.step_seconds, forecast=now.forecast)))
         return True
 
-    def _plan_again(self) -> Batch:
+    def _plan_again(self, least_persist: int = 0) -> Batch | None:
+        """Plans are made anew, by what is known now; returns the batch that decided. None: fewer chunks than least_persist would
+        stay in memory, so the plan in use does."""
         largest = self._largest
-        if self.measured:
+        if self._decider.measured:
             best = self._decide_measured()
         else:
-            best, largest = self._with_others(self.decide(largest[0]), largest)
-        self.carry_out(best)
+            best, largest = self._decider.with_others(self._decider.decide(largest[0]), largest)
+        if best.plan.n_persist < least_persist:
+            return None
+        self._carrier.carry_out(best)
         self._largest = largest
         return largest
 
     def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-        return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self.emptied()))
+        return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self._carrier.emptied()))
 
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:
         """With a smallest budget that works for who wraps the model anew."""
@@ -617,71 +437,14 @@ class Fitter:
             return error
 
         def arranged(other: Wrapped) -> Arrangement:
-            return self.decide(self.foresees.step_within(other, args, kwargs), wrapped=other)
+            return self._decider.decide(self.foresees.step_within(other, args, kwargs), wrapped=other)
 
         return refuse(error, "a step of this batch", anew=anew_of(self._wrapped, arranged))
 
     def forget_batches(self) -> None:
         """The next batch is planned for anew."""
-        self.dry_runs.clear()
+        self._decider.dry_runs.clear()
         self.words.forget_same()
-
-    # ---- room for other things ----
-
-    def with_room(self, room_bytes: int) -> Arrangement:
-        """As many chunks in memory as so much beside them leaves room for.
-
-        Raises:
-            BudgetError: not even with all of them away there is as much.
-        """
-
-        def arranged(wrapped: Wrapped) -> Arrangement:
-            beside_bytes = wrapped.compute.overhead.of(wrapped.settings.memory_bytes)
-            return arranged_away(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes, None)
-
-        try:
-            return placed(arranged(self._wrapped), self._wrapped)
-        except BudgetError as error:
-            anew = anew_of(self._wrapped, arranged)
-            raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, anew) from None
-
-    def emptied(self) -> Arrangement:
-        """Nothing stays in memory but what is in use; as it is where the states take less there than away."""
-        budget = self._wrapped.settings.memory_bytes
-        room = budget
-        try:
-            arranged_away(self._wrapped, room)
-        except BudgetError as error:
-            room -= error.smallest_bytes - budget  # what the states take at least
-        if room < 0:
-            return self._homes.arrangement
-        return placed(arranged_away(self._wrapped, room), self._wrapped)
-
-    # ---- what else is in memory ----
-
-    def held_bytes(self, room: int) -> int:
-        """What is in memory beside states and slots. Where it is more than `room`, a backward that failed may have left it."""
-        held = self._held_bytes()
-        if held <= room:
-            return held
-        release_failed_backward()
-        return self._held_bytes()
-
-    def used_bytes(self, room: int) -> int:
-        """What the arrangement in use takes, all of it, and what is in memory beside. `room`: for what has to find room then."""
-        static_bytes = self._homes.arrangement.static_bytes
-        beside_bytes = self.held_bytes(self._wrapped.settings.memory_bytes - static_bytes - room)
-        return max(static_bytes + beside_bytes, self._wrapped.compute.held_bytes(self._engine))
-
-    def _held_bytes(self) -> int:
-        """States may be there that the arrangement in use does not count: those of a checkpoint that was loaded before the first
-        batch. And of those that it counts some may be to come: an optimizer without a kernel makes them in its first step."""
-        arrangement, known, foreign = self._homes.arrangement, self._engine.held(), self._wrapped.foreign
-        persistent = arrangement.static_bytes - arrangement.plan.slot_bytes - arrangement.plan.ring_bytes
-        more = known["parameter_bytes"] + known["state_bytes"] + known["yielded_bytes"] - persistent
-        more = max(more, 0) if foreign is None else more + foreign.here_bytes
-        live_bytes = self._wrapped.compute.held_bytes(self._engine) + known["yielded_bytes"]
-        return live_bytes - self._wrapped.buffer_bytes - arrangement.static_bytes - more
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:
@@ -689,31 +452,6 @@ class Fitter:
         settings = self._wrapped.settings
         if "keep" not in self._homes.arrangement.plan.block_modes:
             return False
-        foreseen = max((run.fixed_bytes for _, run in self.dry_runs if run is not None), default=0)
+        foreseen = max((run.fixed_bytes for _, run in self._decider.dry_runs if run is not None), default=0)
         room = settings.memory_bytes - self._homes.arrangement.needed_bytes + foreseen
-        return self.held_bytes(room) > room and settings.block_modes is None
-
-    def can_carry_out(self, arrangement: Arrangement) -> bool:
-        """Whether homes and slots can be this now, with what else is in memory."""
-        room = self._wrapped.settings.memory_bytes - arrangement.static_bytes
-        return self.held_bytes(room) <= room
-
-    def carry_out(self, arrangement: Arrangement) -> None:
-        """Homes and slots are this now.
-
-        Raises:
-            BudgetError: what else is in memory leaves it no room; the one in use stays.
-            DiskError: a chunk could not be moved; likewise.
-        """
-        if not self.can_carry_out(arrangement):
-            self._refuse_held(arrangement)
-        self._homes.rearrange(arrangement)
-
-    def _refuse_held(self, arrangement: Arrangement) -> NoReturn:
-        held, budget = self.held_bytes(0), self._wrapped.settings.memory_bytes
-        needed = held + arrangement.static_bytes
-        raise BudgetError(
-            f"{format_bytes(held)} of earlier steps are still in memory, beside which this batch's plan has no room: it needs "
-            f"{format_bytes(needed)}, the budget is {format_bytes(budget)}; drop what holds them (losses, outputs, graphs)",
-            needed_bytes=needed, budget_bytes=budget, smallest_bytes=needed,
-        )  # fmt: skip
+        return self._carrier.held_bytes(room) > room and settings.block_modes is None

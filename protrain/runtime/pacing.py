@@ -47,7 +47,8 @@ from ..profiling.device_clock import DeviceClock
 from ..profiling.observed import DiskWork, disk_work, drag_seconds, least, observe, of_whole, without_drag
 from ..profiling.timeline import Raw, StepTrace
 from .batches import Shapes, covers, elements
-from .fitting import Fitter
+from .carrying import Carrier
+from .deciding import Decider
 from .homes import Homes
 from .wrapped import Wrapped
 
@@ -76,8 +77,8 @@ UPDATE_BYTES_PER_SECOND = 1e10
 class Pacer:
     """Of one session; called on the thread that drives the step."""
 
-    def __init__(self, wrapped: Wrapped, homes: Homes, fitter: Fitter, clock: BlockClock) -> None:
-        self._wrapped, self._homes, self._fitter, self._clock = wrapped, homes, fitter, clock
+    def __init__(self, wrapped: Wrapped, homes: Homes, decider: Decider, carrier: Carrier, clock: BlockClock) -> None:
+        self._wrapped, self._homes, self._decider, self._carrier, self._clock = wrapped, homes, decider, carrier, clock
         self._run: DryRun | None = None
         self._shapes: Shapes | None = None  # of the batch that was planned for
         self._times: Times | None = None
@@ -188,7 +189,7 @@ class Pacer:
         def foretold(part: float) -> float:
             self._disk_factor = min(max(before * whole**part, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
             machine = self._timed_machine(update_seconds, update_bytes)
-            forecast = self._fitter.decide(run, times=self._times, machine=machine, as_now=True).plan.forecast
+            forecast = self._decider.decide(run, times=self._times, machine=machine, as_now=True).plan.forecast
             return sum(forecast.wait_seconds.values()) if forecast is not None else 0.0
 
         least, most = 0.0, 1.0
@@ -351,15 +352,15 @@ class Pacer:
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int, waited: float | None = None) -> None:
         """waited: seconds of a step by the plan in use. As far as they are not those foretold, waits of other plans are not known
         either, and one must be better by more than that."""
-        fitter, machine = self._fitter, self._timed_machine(update_seconds, update_bytes)
+        decider, machine = self._decider, self._timed_machine(update_seconds, update_bytes)
         if machine is None:
             return
-        now = fitter.decide_for_all(run, times=self._times, machine=machine, as_now=True)
+        now = decider.decide_for_all(run, times=self._times, machine=machine, as_now=True)
         if machine.disk_read.bytes_per_second > 0:
-            best = fitter.decide_for_all(run, times=self._times, machine=machine)
+            best = decider.decide_for_all(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds if now.plan.step_seconds > 0 else 0.0
             if gain > LEAST_GAIN + _unexplained(now.plan, waited):
-                if fitter.can_carry_out(best):
+                if self._carrier.can_carry_out(best):
                     now = best
                 else:  # something else is in memory: again after the next step
                     self._profiled = PROFILED_STEPS - 1
