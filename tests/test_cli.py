@@ -320,7 +320,7 @@ def test_wrong_words_are_2_with_the_usage(
         (["--disk", "s3://bucket/run"], "--disk is 's3://bucket/run', a URL"),
         (["--out", "hf://me/model"], "--out is 'hf://me/model', a URL"),
         (["--disk", ""], "--disk '' is no folder"),
-        (["--disk", "/sys"], "name a folder that can be written (--disk)"),
+        (["--disk", "/sys"], "a folder"),
         (["--data", ""], "no file or folder ''"),
         (["--out", "\udcff"], "--out '\\udcff' is no UTF-8"),
         (["--out", "/proc"], "--out: /proc is a mount point"),
@@ -334,6 +334,31 @@ def test_an_error_is_1_with_one_line(
     assert (code, len(errors.splitlines())) == (1, 1), errors
     assert named in errors
     assert (work / "full" / "notes.txt").read_text() == "mine"
+
+
+def test_a_disk_that_this_user_cannot_write_to_is_refused_first(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def access(path: Any, mode: int) -> bool:  # who runs tests may write anywhere
+        if mode == os.W_OK | os.X_OK:
+            asked.append(path)
+        return mode != os.W_OK | os.X_OK
+
+    monkeypatch.setattr(train.os, "access", access)
+    monkeypatch.setattr(train, "any_tokens", None)  # nothing is planned for
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, "--disk", "inner/of/it")
+    assert (code, asked) == (1, [work])
+    assert errors == (
+        "protrain: --disk 'inner/of/it' cannot be written to by this user; give a folder on a disk that can be written to\n"
+    )
+
+
+def test_what_may_not_be_read_is_told_with_its_name() -> None:
+    message = words.message_of(PermissionError(errno.EACCES, "Permission denied", "/root/model"))
+    assert message == "'/root/model': Permission denied; give a path that this user may use"
+    assert words.message_of(PlanError("n_devices is 2; cpu.toml has 1, give 1")).startswith("--devices is 2; ")
 
 
 @pytest.mark.parametrize("option", [True, False])

@@ -466,6 +466,11 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
         plan_offline(small_gpt2(), "a100x4", **{"batch": 1, "seq": 64, **arguments})
 
 
+def test_a_machine_of_one_device_is_asked_for_that_one() -> None:
+    with pytest.raises(ValueError, match=r"n_devices is 2; cpu\.toml has 1, give 1$"):
+        plan_offline(small_gpt2(), "cpu", batch=1, seq=64, n_devices=2)
+
+
 def test_a_thing_that_is_no_model_is_named() -> None:
     with pytest.raises(TypeError, match=r"model is 'gpt2'; give a torch\.nn\.Module, or a config of transformers"):
         plan_offline("gpt2", "cpu", seq=64)

@@ -463,6 +463,7 @@ def refused(*arguments: object) -> str:
         (["--profile", "bytes"], "bytes"),
         (["--profile", "plan.json"], "--profile 'plan.json': this JSON is no profile"),
         (["--profile", "empty.json"], "--profile 'empty.json': this JSON is no profile"),
+        (["--profile", "none.json"], "--profile 'none.json': this JSON is no profile: it has no parameters"),
         (["--profile", "large.json"], "--profile 'large.json': the parameters up to number 0 have more than"),
         (["--profile", "profile.json", "--host-memory", "1GiB"], "--host-memory"),
         (["--profile", "profile.json", "--memory", "64KiB"], "the smallest budget that works is"),
@@ -480,6 +481,7 @@ def test_a_profile_that_cannot_be_planned_from_is_refused(
     (tmp_path / "empty.json").touch()
     large = json.loads(profile_of().to_json())
     large["parameters"][0][0] = 1 << 61
+    (tmp_path / "none.json").write_text(json.dumps(large | {"parameters": []}))
     (tmp_path / "large.json").write_text(json.dumps(large))
     assert named in refused(*(["--memory", "1GiB"] if "--memory" not in arguments else []), *arguments)
 

@@ -143,6 +143,15 @@ def _check_disk(folder: str | None) -> None:
         check_path("--disk", folder)
     if folder is not None and not os.path.isdir(folder) and (not folder or os.path.lexists(folder)):
         raise CommandError(f"--disk {folder!r} is no folder; give a folder on a disk")
+    if folder is not None and not _can_be_written(Path(folder).absolute()):
+        raise CommandError(f"--disk {folder!r} cannot be written to by this user; give a folder on a disk that can be written to")
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in it, or it itself in the nearest folder around it that is there."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _check_device(words: Words) -> None:

@@ -137,7 +137,9 @@ def naming(options: str, advice: str) -> Iterator[None]:
 
 def message_of(error: BaseException) -> str:
     """What a user is told of an error, in one line; with its kind where it is none that protrain words."""
-    message = " ".join(str(error).split()).replace('disk="..."', "--disk")
+    message = " ".join(str(error).split()).replace('disk="..."', "--disk").replace("n_devices is", "--devices is")
+    if isinstance(error, PermissionError) and isinstance(error.filename, str):
+        message = f"{error.filename!r}: {error.strerror}; give a path that this user may use"
     if type(error).__name__ == "BudgetError":
         message = f"--{message}" if message.startswith("memory: ") else message if "memory" in message else f"--memory: {message}"
     kind = "" if message and (isinstance(error, (CommandError, OSError)) or _is_ours(error)) else f"{type(error).__name__}: "

@@ -188,9 +188,8 @@ class Hardware:
             PlanError: it has not so many.
         """
         if isinstance(n_devices, bool) or not isinstance(n_devices, int) or not 1 <= n_devices <= self.n_devices:
-            raise PlanError(
-                f"n_devices is {n_devices!r}; {self.source or self.name} has {self.n_devices}, give 1 to {self.n_devices}"
-            )
+            possible = f"1 to {self.n_devices}" if self.n_devices > 1 else "1"
+            raise PlanError(f"n_devices is {n_devices!r}; {self.source or self.name} has {self.n_devices}, give {possible}")
         return replace(self, n_devices=n_devices)
 
 

@@ -145,6 +145,8 @@ class Profile:
             raise ValueError(f"it names a phase that is none of its {n_phases}")
         if any(phase.own_accesses > len(found) for phase, found in zip(run.phases, run.accesses_of_phases(), strict=True)):
             raise ValueError("it names more accesses of a phase's own than there are in it")
+        if not self.parameters:
+            raise ValueError("it has no parameters")
         named = [*(block for _, block, _ in self.parameters), *(phase.block for phase in run.phases)]
         if not 0 <= self.n_blocks <= MOST_BLOCKS or any(block >= self.n_blocks for block in named):
             raise ValueError(
