@@ -389,23 +389,35 @@ static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stret
   return status;
 }
 
-static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
-  bool master = is_master(engine, part), *zero = master ? &chunk->zero_master : &chunk->zero_state;
-  float **block = master ? &chunk->master : &chunk->states;
-  if (part->array > 0 && !*block) {
-    if (!write && chunk->yielded && !*zero) return transfer_on_disk(engine, chunk, part, memory, false);
-    if (!write) {
-      memset(memory, 0, part->bytes);
-      return PTN_OK;
-    }
-    PTN_TRY(ptn_states_make_one(engine, chunk, master));
+/* Of a chunk in memory. Whoever reads need not be who drives the step, in which state may give way meanwhile. */
+static ptn_status read_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, uint64_t begin, void *memory) {
+  bool master = is_master(engine, part);
+  if (part->array == 0) {
+    memcpy(memory, (const char *)chunk->params->memory + begin, part->bytes);
+    return PTN_OK;
   }
+  char *block = ptn_states_hold(engine, master ? &chunk->master : &chunk->states);
+  if (block) {
+    memcpy(memory, block + begin, part->bytes);
+    ptn_arena_free(block);
+    return PTN_OK;
+  }
+  if (chunk->yielded && !(master ? chunk->zero_master : chunk->zero_state))
+    return transfer_on_disk(engine, chunk, part, memory, false);
+  memset(memory, 0, part->bytes);
+  return PTN_OK;
+}
+
+static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const stretch *part, void *memory, bool write) {
+  bool master = is_master(engine, part);
+  float **block = master ? &chunk->master : &chunk->states;
+  uint64_t begin = part->offset_bytes; /* in the block */
+  if (part->array > 0 && !master) begin += (part->array - 1) * engine->widening * chunk->param_bytes;
+  if (!write) return read_in_memory(engine, chunk, part, begin, memory);
+  if (part->array > 0 && !*block) PTN_TRY(ptn_states_make_one(engine, chunk, master));
   char *home = part->array == 0 ? chunk->params->memory : *block;
-  if (part->array > 0 && !master) home += (part->array - 1) * engine->widening * chunk->param_bytes;
-  home += part->offset_bytes;
-  if (write && part->array > 0) *zero = false;
-  if (write) memcpy(home, memory, part->bytes);
-  else memcpy(memory, home, part->bytes);
+  if (part->array > 0) *(master ? &chunk->zero_master : &chunk->zero_state) = false;
+  memcpy(home + begin, memory, part->bytes);
   return PTN_OK;
 }
 

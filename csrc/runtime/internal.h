@@ -297,6 +297,7 @@ ptn_status ptn_states_make_one(ptn_engine *engine, chunk *chunk, bool master); /
 ptn_status ptn_states_read(ptn_engine *engine, chunk *chunk); /* what its extent in use has of them; free them where it fails */
 ptn_status ptn_states_write(ptn_engine *engine, const chunk *chunk); /* to the first extent, but what was never written */
 void ptn_states_free(chunk *chunk);
+void *ptn_states_hold(ptn_engine *engine, float *const *array); /* any thread: one of them, with a hold; NULL: it is not there */
 void ptn_states_arrived(ptn_engine *engine, chunk *chunk); /* they have not given way any more */
 bool ptn_states_yield_some(ptn_engine *engine); /* those of one chunk give way; false: none may, or the disk fails */
 

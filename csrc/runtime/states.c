@@ -3,11 +3,14 @@
  *
  * They give way where a step asks for memory that its plan has no room for, as one with several forwards before a backward does, or
  * with a backward through a backward: nothing looks at them before the update, which has them brought back first. The chunk's
- * parameters stay. What was never written goes without a write. All of it is the driving thread's, which alone waits for memory.
+ * parameters stay. What was never written goes without a write. All of it is the driving thread's, which alone waits for memory; others
+ * may read meanwhile, as a checkpoint beside a backward does, through a hold of the block (ptn_states_hold). It comes back only with
+ * the turn of whoever else reads.
  *
  * Invariants: a chunk that gave way has neither block; where one of them was ever written, extents[0] has it, laid out as a home on
  * disk, and is the chunk's until the blocks are back. It gives way only between ptn_engine_yield(on) and what ends the step.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "runtime/internal.h"
@@ -100,6 +103,16 @@ ptn_status ptn_states_make_one(ptn_engine *engine, chunk *chunk, bool master) {
   return status;
 }
 
+void *ptn_states_hold(ptn_engine *engine, float *const *array) {
+  ptn_block block;
+  ptn_lock(&engine->mutex);
+  void *memory = *array;
+  bool held = memory && ptn_arena_describe(memory, &block) && ptn_arena_hold_more(&block);
+  ptn_unlock(&engine->mutex);
+  if (memory && !held) abort(); /* whole pages, which the chunk has a hold of */
+  return memory;
+}
+
 /* ---- giving way ---- */
 
 static uint64_t live_bytes_of(const ptn_engine *engine, const chunk *chunk) {
@@ -143,7 +156,7 @@ bool ptn_states_yield_some(ptn_engine *engine) {
   for (uint32_t c = engine->n_chunks; engine->yields && c-- > 0 && !found;) {
     chunk *chunk = &engine->chunks[c];
     if (chunk->home != HOME_MEMORY || chunk->yielded || !(chunk->states || chunk->master)) continue;
-    found = give_way(engine, chunk) == PTN_OK; /* else what is refused says why */
+    found = give_way(engine, chunk) == PTN_OK; /* else others may; what is refused in the end tells of the budget alone */
   }
   if (!found) return false;
   ptn_lock(&engine->mutex);
