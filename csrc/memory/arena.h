@@ -71,13 +71,13 @@ uint64_t ptn_account_room(const ptn_account *account);
 uint64_t ptn_account_mark(ptn_account *account);
 
 /* Memory that is not the arena's, a device's, counted in an account beside blocks: against its limit and in its peak. Until it is
- * discharged, which may come after the account's end. On PTN_BUDGET nothing changed; before that pressure has been asked as in
- * ptn_arena_alloc. account NULL: nothing is counted. */
+ * discharged, which may come after the account's end. It fails as ptn_arena_alloc does, and nothing changed then. account NULL: nothing
+ * is counted. */
 ptn_status ptn_account_charge(ptn_account *account, uint64_t bytes);
 void ptn_account_discharge(ptn_account *account, uint64_t bytes);
 
-/* bytes is at least 1. account NULL: counted in no budget. On PTN_BUDGET and PTN_MEMORY *out is NULL and nothing changed;
- * before PTN_BUDGET the account's pressure has been asked until it freed nothing. What that fails with is returned. */
+/* bytes is at least 1. account NULL: counted in no budget. Where it fails *out is NULL and nothing changed. PTN_BUDGET: the account's
+ * pressure has been asked until it freed nothing; PTN_MEMORY: the system gives none; else it is what pressure failed with. */
 ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out);
 /* Gives up one hold, and the block with its last. NULL is allowed. */
 void ptn_arena_free(void *block);

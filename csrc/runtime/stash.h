@@ -63,7 +63,7 @@ void ptn_stash_near(ptn_stash *stash, int32_t number);
 /* A saved tensor lies in this block, which somebody holds, and counts its changes by this counter, which lives as long as a record's
  * owner: what counts by another has another record. *out: a use of its record, to be dropped once; *fresh: the record was made by
  * this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was under way has
- * failed since the last call. */
+ * failed and nobody was told of that. */
 ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                          ptn_record **out, bool *fresh);
 
@@ -85,10 +85,10 @@ uint64_t ptn_record_bytes(const ptn_record *record);
 /* ---- memory and time ---- */
 
 /* For the account's pressure: makes some memory free, true when it may have; waits. must: also what was read ahead gives way, and is
- * read again later. On a thread of the store, and of one that is about to submit
- * reads, it does nothing. */
+ * read again later. On a thread of the store, and of one that is about to submit reads, it does nothing. */
 bool ptn_stash_relieve(ptn_stash *stash, bool must);
-/* For the account's pressure, where nothing gave way: what this pass could not write or read and nobody was told of yet, once. */
+/* For the account's pressure, where nothing gave way: what a write of this pass failed with and nobody was told of yet, once, where the
+ * stash has something in memory. */
 ptn_status ptn_stash_tell_failure(ptn_stash *stash);
 /* What operations take while backward runs, in bytes; what is kept and what is read ahead leave so much room. recompute_bytes: what
  * the recomputation of a block takes; only what is near is read ahead into that. */

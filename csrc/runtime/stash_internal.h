@@ -116,7 +116,7 @@ struct ptn_stash {
 void ptn_stash_enqueue(ptn_stash *stash, ptn_record *record);
 void ptn_stash_unqueue(ptn_stash *stash, ptn_record *record);
 void ptn_stash_write(ptn_stash *stash, bool pressed); /* starts writes; unlocks meanwhile */
-/* What failed since the last call, in a request that nobody waited for. */
+/* What a write failed with since the last call, for which nobody waited. */
 ptn_status ptn_stash_report_failure(ptn_stash *stash);
 ptn_status ptn_stash_read(ptn_stash *stash, ptn_record *record); /* urgently: ON_DISK to READING; unlocks meanwhile */
 void ptn_stash_advance(ptn_stash *stash); /* reads ahead; unlocks meanwhile */

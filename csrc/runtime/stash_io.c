@@ -407,7 +407,8 @@ static void wait_for_one(ptn_stash *stash) {
 ptn_status ptn_stash_tell_failure(ptn_stash *stash) {
   if (must_not_wait) return PTN_OK; /* who asks is not who made the request */
   ptn_lock(&stash->mutex);
-  ptn_status status = stash->closed ? PTN_OK : ptn_stash_report_failure(stash);
+  bool in_the_way = !stash->closed && stash->stats.memory_bytes > 0; /* else what failed is gone, and nobody is short of it */
+  ptn_status status = in_the_way ? ptn_stash_report_failure(stash) : PTN_OK;
   ptn_unlock(&stash->mutex);
   return status;
 }
