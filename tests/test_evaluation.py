@@ -318,6 +318,29 @@ def test_what_a_user_keeps_of_an_evaluation_is_named(gpt2: Any, token_batches: A
     assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
 
 
+def test_room_that_could_not_be_made_is_made_when_it_is_asked_for_again(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ids,) = token_batches(1, batch=1, vocabulary=2000)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    session = session_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.homes, "rearrange", failing)
+        with pytest.raises(protrain.DiskError):
+            session.leave_room()
+    assert session.leave_room()
+    assert not session.leave_room()
+    assert protrain.status(model).plan.n_persist == 0
+    train(model, optimizer, ids)
+    assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
+
+
+def failing(_found: Any) -> None:
+    raise protrain.DiskError("write of 4096 bytes failed")
+
+
 @pytest.mark.parametrize("yields", [False, True])
 def test_training_leaves_room_for_evaluations_within_its_steps(
     yields: bool, gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch

@@ -184,5 +184,6 @@ class Evaluation:
 
     def _change(self, arrangement: Arrangement, *, emptied: bool = False) -> None:
         self._before = self._before or self._homes.arrangement  # first: an interrupt may come while homes move
-        self._emptied = emptied
+        self._emptied = False
         self._homes.rearrange(arrangement)
+        self._emptied = emptied
