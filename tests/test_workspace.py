@@ -19,6 +19,7 @@ from protrain.base.counting import counted_alone
 from protrain.dryrun import fakes, workspace
 from protrain.dryrun.knownvalues import KnownValues
 from protrain.dryrun.workspace import MeasuredWorkspace
+from protrain.errors import DiskError, Error, OutOfMemoryError
 
 #: How far a single operation may be off.
 SMALL_BYTES = 16 << 10
@@ -272,3 +273,23 @@ def test_an_operation_of_another_library_is_not_run(disk: Path) -> None:
         assert not ran
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("kind", [DiskError, OutOfMemoryError])
+def test_what_had_no_memory_is_measured_another_time(
+    kind: type[Error], measured: MeasuredWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory was refused with: it says nothing of the operation, and is no reason to try it on other numbers."""
+    asked: list[Any] = []
+
+    def refuse(*_: Any) -> None:
+        asked.append(None)
+        raise kind("write of 4096 bytes failed")
+
+    given = [torch.empty(64, 64, device="meta")] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(MeasuredWorkspace, "_measure", refuse)
+        assert measured.kept_bytes(torch.ops.aten.mm.default, given, {}) is None
+    assert measured.missed
+    assert len(asked) == 1
+    assert measured.kept_bytes(torch.ops.aten.mm.default, given, {}) == 64 * 64 * 4

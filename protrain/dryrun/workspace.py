@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from .. import _core
-from ..errors import BudgetError
+from ..errors import Error
 
 #: What the kernel of an operation holds beside its outputs: of the operation, its arguments by place and by name, its outputs.
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[torch.Tensor]], int]
@@ -282,7 +282,7 @@ class MeasuredWorkspace:
         if key not in _found:
             try:
                 _found[key] = self._run_once(operation, args, kwargs)
-            except BudgetError:  # no memory for it now
+            except Error:  # no memory for it now
                 self.missed = True
         return _found.get(key)
 
@@ -294,7 +294,7 @@ class MeasuredWorkspace:
         for make in makes:
             try:
                 return self._measure(operation, args, kwargs, make)
-            except BudgetError:
+            except Error:  # says nothing of the operation
                 raise
             except Exception:
                 continue
