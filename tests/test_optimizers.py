@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -797,6 +798,23 @@ def test_state_that_was_there_is_no_part_of_what_an_update_makes() -> None:
     found = measure(torch.optim.Adagrad([p]), [p], "", AMPLE)
     assert found.work_bytes[0] <= 1.01 * p.nbytes, "the square roots"
     assert found.step_bytes <= 4.01 * p.nbytes
+
+
+class OnlyInMemory(torch.optim.SGD):
+    """Looks at values, as one with a kernel of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def test_a_folder_that_cannot_be_used_is_no_fault_of_the_optimizers(tmp_path: Path) -> None:
+    from protrain.optim.footprint import measure
+
+    p = nn.Parameter(torch.zeros(256, 256))
+    assert measure(OnlyInMemory([p]), [p], str(tmp_path), AMPLE).value_bytes == (p.nbytes,)
+    with pytest.raises(protrain.DiskError, match="nowhere"):
+        measure(OnlyInMemory([p]), [p], str(tmp_path / "nowhere"), AMPLE)
 
 
 class ScheduleFree(torch.optim.Optimizer):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .. import _core
 from ..base.counting import counted_alone
 from ..dryrun.workspace import workspace_bytes
-from ..errors import BudgetError, PlanError
+from ..errors import Error, PlanError
 from ..model.strides import dense_like, dense_strides
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
 
@@ -491,6 +491,7 @@ def measure(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], fo
 
     Raises:
         BudgetError: the step of one parameter alone does not fit.
+        DiskError: the folder cannot be used.
         PlanError: its step fails.
     """
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -532,7 +533,7 @@ def _measured(
     try:
         with counted_alone(folder, budget_bytes):
             return _measure(optimizer, group, p, "cpu")
-    except BudgetError:
+    except Error:  # which says nothing of the optimizer
         raise
     except Exception as error:
         raise PlanError(
