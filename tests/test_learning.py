@@ -174,6 +174,19 @@ def test_a_batch_that_is_refused_before_it_begins_is_not_planned_for(monkeypatch
     protrain.unwrap(model)
 
 
+def test_what_leaves_no_room_for_a_plan_behind_a_refused_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a plan: no budget is too small, but what the program holds is to be dropped."""
+    given: Any = batches(1, 256)
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=100 * MIB, block_modes=["keep"] * 4)
+    session = protrain.session_of(model)
+    train(model, optimizer, mean, given)
+    monkeypatch.setattr(session.carrier, "can_carry_out", lambda _found: False)
+    with pytest.raises(protrain.BudgetError, match="drop what holds them"):
+        session.fitter.learn_refused(session.homes.arrangement.needed_bytes + 4096, (given[0],), {})
+    protrain.unwrap(model)
+
+
 def test_a_long_batch_behind_a_short_one_is_foreseen_with_the_gradient_of_its_head_once() -> None:
     """What the short one took, gradients of the head among it, had been taken for as many times as its outputs are fewer."""
     given = [*batches(1, 2), *batches(3, 48)]

@@ -17,6 +17,10 @@ from .otherhooks import release_failed_backward
 from .wrapped import Wrapped
 
 
+class HeldError(BudgetError):
+    """There is a plan, and what else is in memory leaves it no room."""
+
+
 class Carrier:
     """Of one session."""
 
@@ -27,7 +31,7 @@ class Carrier:
         """Homes and slots are this now.
 
         Raises:
-            BudgetError: what else is in memory leaves it no room; the one in use stays.
+            HeldError: what else is in memory leaves it no room; the one in use stays.
             DiskError: a chunk could not be moved; likewise.
         """
         if not self.can_carry_out(arrangement):
@@ -42,7 +46,7 @@ class Carrier:
     def _refuse_held(self, arrangement: Arrangement) -> NoReturn:
         held, budget = self.held_bytes(0), self._wrapped.settings.memory_bytes
         needed = held + arrangement.static_bytes
-        raise BudgetError(
+        raise HeldError(
             f"{format_bytes(held)} of earlier steps are still in memory, beside which this batch's plan has no room: it needs "
             f"{format_bytes(needed)}, the budget is {format_bytes(budget)}; drop what holds them (losses, outputs, graphs)",
             needed_bytes=needed, budget_bytes=budget, smallest_bytes=needed,

@@ -30,7 +30,7 @@ from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
 from .arranging import anew_of
 from .batches import Batch, Shapes, Words, covers, tensors_of
-from .carrying import Carrier
+from .carrying import Carrier, HeldError
 from .deciding import Decider
 from .foreseeing import Foreseer
 from .homes import Homes
@@ -434,6 +434,8 @@ class Fitter:
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:
         """With a smallest budget that works for who wraps the model anew."""
         if run is None or error.budget_bytes != self._wrapped.settings.memory_bytes:  # host memory is what is too small
+            return error
+        if isinstance(error, HeldError):
             return error
 
         def arranged(other: Wrapped) -> Arrangement:
