@@ -347,7 +347,7 @@ def _close_unfinished(session: Session, error: BaseException) -> None:
     """The parameters are in memory again after a wrap that failed, as far as the disk gives them back."""
     try:
         session.close(as_given=True)
-    except DiskError as second:
+    except Exception as second:  # the first one tells
         error.add_note(f"protrain: the model's parameters cannot be read back from the disk either ({second}): make it anew")
         session.close(restore=False)
 

@@ -29,7 +29,7 @@ typedef struct engine_object {
   int device_number; /* of the GPU; -1: it computes in ordinary memory */
   bool bf16;
   int forks; /* of the process that made it */
-  pthread_t driver; /* the thread that drives the step: the only one that may wait for memory */
+  _Atomic(pthread_t) driver; /* the thread that drives the step: the only one that may wait for memory */
 } engine_object;
 
 static void give_back(void *owner) {
@@ -64,7 +64,7 @@ static void end(engine_object *self) {
 static ptn_status relieve(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   engine_object *self = context;
   (void)missing_bytes;
-  if (!pthread_equal(self->driver, pthread_self())) return PTN_OK;
+  if (!pthread_equal(atomic_load_explicit(&self->driver, memory_order_relaxed), pthread_self())) return PTN_OK;
   self->calls++;
   ptn_engine *engine = self->engine;
   ptn_status status = PTN_OK;
@@ -168,7 +168,7 @@ static ptn_engine *behind_stream(PyObject *object) {
 
 ptn_engine *ptn_python_drive(PyObject *object) {
   ptn_engine *engine = behind_stream(object);
-  if (engine) ((engine_object *)object)->driver = pthread_self();
+  if (engine) atomic_store_explicit(&((engine_object *)object)->driver, pthread_self(), memory_order_relaxed);
   return engine;
 }
 
@@ -242,7 +242,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     if (self) {
       memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));
       self->forks = ptn_python_forks;
-      self->driver = pthread_self();
+      atomic_store_explicit(&self->driver, pthread_self(), memory_order_relaxed);
       self->device = device;
       self->device_number = device_number;
       self->bf16 = bf16 != 0;

@@ -471,15 +471,20 @@ void ptn_engine_drop(ptn_engine *engine) {
 bool ptn_engine_has_gradients(ptn_engine *engine) { return engine->gradients > 0; }
 
 void ptn_engine_collect(ptn_engine *engine) {
+  ptn_error error; /* the caller's: what runs when an owner goes may write another */
+  bool saved = false;
   for (;;) {
     ptn_lock(&engine->mutex);
     void *owner = engine->n_owners ? engine->owners[--engine->n_owners] : NULL;
     if (owner) engine->owned_count--;
     else engine->owner_bytes = 0;
     ptn_unlock(&engine->mutex);
-    if (!owner) return;
+    if (!owner) break;
+    if (!saved) ptn_error_save(&error);
+    saved = true;
     if (engine->release) engine->release(owner);
   }
+  if (saved) (void)ptn_error_restore(&error);
 }
 
 bool ptn_engine_relieve(ptn_engine *engine, bool must) {

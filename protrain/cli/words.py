@@ -140,7 +140,7 @@ def message_of(error: BaseException) -> str:
     message = " ".join(str(error).split()).replace('disk="..."', "--disk").replace("n_devices is", "--devices is")
     if isinstance(error, PermissionError) and isinstance(error.filename, str):
         message = f"{error.filename!r}: {error.strerror}; give a path that this user may use"
-    if type(error).__name__ == "BudgetError":
+    if any(kind.__name__ == "BudgetError" for kind in type(error).__mro__):
         message = f"--{message}" if message.startswith("memory: ") else message if "memory" in message else f"--memory: {message}"
     kind = "" if message and (isinstance(error, (CommandError, OSError)) or _is_ours(error)) else f"{type(error).__name__}: "
     return f"{kind}{message or 'no message; PROTRAIN_TRACEBACK=1 shows where'}"

@@ -192,17 +192,17 @@ class Pacer:
             forecast = self._decider.decide(run, times=self._times, machine=machine, as_now=True).plan.forecast
             return sum(forecast.wait_seconds.values()) if forecast is not None else 0.0
 
-        least, most = 0.0, 1.0
-        longer = seen.wait_seconds - foretold(least)
+        low, high = 0.0, 1.0
+        longer = seen.wait_seconds - foretold(low)
         if abs(longer) <= WAIT_DOUBT * seen.seconds or (longer > 0) != (whole < 1):
             return
         for _ in range(HALVINGS):
-            half = (least + most) / 2
+            half = (low + high) / 2
             if (seen.wait_seconds > foretold(half)) == (whole < 1):
-                least = half
+                low = half
             else:
-                most = half
-        foretold(most)
+                high = half
+        foretold(high)
 
     def _learn_disk_again(self, run: DryRun, update_seconds: float, update_bytes: int) -> None:
         """The same by the last step alone."""
