@@ -20,7 +20,7 @@ import protrain
 from protrain import _core
 from protrain.model.blocks import find_blocks
 from protrain.planner.planning import plan_from_profile
-from protrain.planner.smallest import Anew, _smallest
+from protrain.planner.smallest import Anew, _smallest, refuse
 
 pytest.importorskip("transformers")
 
@@ -178,6 +178,16 @@ def test_from_the_smallest_budget_on_all_work(seed: int) -> None:
         assert all(map(works, range(found, 4000)))
         assert not works(found - 1)
         assert len(asked) == len({*asked} - {packed(refused)})
+
+
+def test_no_step_needs_more_than_the_smallest_budget_that_works() -> None:
+    """What was refused may have chunks that need more than those of a budget that works."""
+    error = protrain.BudgetError("", needed_bytes=90, budget_bytes=30, smallest_bytes=90)
+    told = refuse(error, "a step", anew=Anew(lambda budget: budget >= 60, lambda budget: 70 if budget >= 60 else 90))
+    assert (told.needed_bytes, told.smallest_bytes) == (70, 70)
+    assert str(told).startswith(
+        "memory: a step needs 70 bytes, the budget is 30 bytes; the smallest budget that works is 70 bytes"
+    )
 
 
 class Residual(torch.nn.Module):

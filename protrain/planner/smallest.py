@@ -89,10 +89,11 @@ def refuse(
     smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
     if anew is not None:
         smallest = _smallest(anew, error.budget_bytes, smallest)
+    needed = min(error.needed_bytes, smallest)  # that was with the chunks of this budget, which others may do better than
     return BudgetError(
-        f"memory: {what} needs {format_bytes(error.needed_bytes)}, the budget is {format_bytes(error.budget_bytes)}; "
+        f"memory: {what} needs {format_bytes(needed)}, the budget is {format_bytes(error.budget_bytes)}; "
         f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",
-        needed_bytes=error.needed_bytes,
+        needed_bytes=needed,
         budget_bytes=error.budget_bytes,
         smallest_bytes=smallest,
     )
