@@ -170,6 +170,43 @@ def test_a_parameter_that_nobody_initialises_is_refused() -> None:
         model.Initializer(built, 0)(built.transformer.h[0].extra)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "least"),
+    [
+        ("n_layer", 0, 1),
+        ("n_layer", -1, 1),
+        ("n_embd", 0, 1),
+        ("n_head", 0, 1),
+        ("n_head", -2, 1),
+        ("vocab_size", -5, 1),
+        ("n_positions", 0, 2),
+        ("n_positions", 1, 2),  # its loss is a mean over nothing
+        ("n_positions", -4, 2),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(tmp_path: Path, key: str, value: int, least: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**small().to_dict(), key: value}))
+    with pytest.raises(words.CommandError, match=rf"config\.json' says {key} {value}; give a whole number of at least {least}$"):
+        model.read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("n_head", 3, "must be divisible"),
+        ("activation_function", "zzz", "KeyError: 'zzz'"),
+        ("n_embd", 10**12, "RuntimeError: Storage size"),
+    ],
+)
+def test_a_config_that_no_model_is_made_from_is_refused_with_the_reason(key: str, value: object, reason: str) -> None:
+    config = small()
+    setattr(config, key, value)
+    with pytest.raises(
+        words.CommandError, match=rf"'gpt2' can be made from its config\.json: .*{reason}.*; put what it says right"
+    ):
+        model.build(config)
+
+
 def test_weights_in_another_format_are_refused_by_name(tmp_path: Path) -> None:
     assert not model.has_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
@@ -273,6 +310,9 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
     [
         (["--memory", "abc"], ["--memory", "abc"]),
         (["--steps", "0"], ["--steps", "0"]),
+        (["--steps", "x"], ["--steps", "'x' is not a valid whole number"]),
+        (["--lr", "x"], ["--lr", "'x' is not a valid number"]),
+        (["--memory"], ["'--memory' requires an argument"]),
         (["--memroy", "1GiB"], ["--memroy"]),
         (["--lr", "nan"], ["--lr", "nan"]),
         (["--precision", "fp8"], ["--precision", "fp8"]),
@@ -315,6 +355,8 @@ def test_wrong_words_are_2_with_the_usage(
         (["--trace", "one.html", "--report", "./one.html"], "--trace 'one.html' and --report are one file"),
         (["--trace", "./text.txt"], "--trace './text.txt' is the text of --data"),
         (["--data", "text.html", "--report", "text.html"], "--report 'text.html' is the text of --data"),
+        (["--data", "full", "--trace", "full/notes.txt"], "--trace 'full/notes.txt' is the text of --data"),
+        (["--trace", "tiny/config.json"], "--trace 'tiny/config.json' is a file of a model"),
         (["--trace", ""], "--trace '' names no file"),
         (["--trace", "text.txt/"], "--trace 'text.txt/' names no file"),
         (["--disk", "s3://bucket/run"], "--disk is 's3://bucket/run', a URL"),
@@ -383,21 +425,25 @@ def test_the_program_exits_so(
     assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (code, "", lines), result.stderr
 
 
+NO_ROOM = "protrain: stdout cannot be written: No space left on device; give it a place with room\n"
+
+
 @pytest.mark.parametrize(
     ("redirections", "printed", "code", "errors"),
     [
         (">&-", "'steps'", 0, ""),
         ("<&- >&- 2>&-", "'steps'", 0, ""),
-        (">/dev/full", "'steps'", 1, "protrain: stdout cannot be written: No space left on device\n"),
+        (">/dev/full", "'steps'", 1, NO_ROOM),
+        (">/dev/full", "'steps', flush=True", 1, NO_ROOM),
         (">/dev/null", "'\\udcff \u280b'", 0, ""),
     ],
-    ids=["closed", "all closed", "full", "ascii"],
+    ids=["closed", "all closed", "full", "full at once", "ascii"],
 )
 def test_streams_that_take_nothing(redirections: str, printed: str, code: int, errors: str) -> None:
     """No traceback, and no training that ends because of what it says."""
-    program = f"from protrain.cli import main; main._run = lambda: print({printed}) or 0; main.main()"
+    program = f"from protrain.cli import main; main.commands.invoke = lambda _: print({printed}); main.main()"
     result = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-c", program],
+        ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-c", program, "doctor"],
         env={**environment(), "PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "ascii"},
         capture_output=True, text=True, check=False, timeout=HUNG_SECONDS,
     )  # fmt: skip
@@ -599,6 +645,26 @@ def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_
     assert sorted(path.name for path in work.iterdir()) == before
     assert 2 <= len(steps_of(tmp_path / "trace.json")) <= 3
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_one_more_interrupt_as_the_interpreter_ends_is_the_exit_code_too(tmp_path: Path) -> None:
+    """The interpreter takes away handlers before it takes apart modules, which takes a second where torch is loaded."""
+    (tmp_path / "probe.py").write_text(
+        "import os, signal\n"
+        "from protrain.cli import main\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):\n"
+        "        kill(pid, number)\n"
+        "late = Late()\n"
+        "main.commands.invoke = lambda context: os.kill(os.getpid(), signal.SIGINT)\n"
+        "main.sys.argv[1:] = ['doctor']\n"
+        "main.main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "probe"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+        timeout=HUNG_SECONDS,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

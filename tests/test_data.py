@@ -40,6 +40,13 @@ def test_the_text_comes_back_exactly(file: Path, size: int, bos: Any, eos: Any) 
     assert tokenizer.decode(tokenizer(unseen)["input_ids"]) == unseen
 
 
+def test_a_vocabulary_beyond_any_memory_is_learned_as_far_as_the_text_goes(file: Path) -> None:
+    """The trainer takes memory for as many tokens as it is asked for, and ends the process where there is not enough."""
+    large = data.train_tokenizer([file], config(10**15))
+    assert large.get_vocab() == data.train_tokenizer([file], config(100_000)).get_vocab()
+    assert large.decode(large(TEXT)["input_ids"]) == TEXT
+
+
 def test_special_tokens_take_the_ids_of_the_config(file: Path) -> None:
     tokenizer = data.train_tokenizer([file], config(300, 299, 7))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (299, 7)

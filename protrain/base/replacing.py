@@ -128,8 +128,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
 
 def _is_others(entry: os.DirEntry[str]) -> bool:
     """Whether it is no file of a model or of a checkpoint."""
-    ours = entry.name == CHECKPOINT or _OF_MODELS.fullmatch(entry.name)
-    return not (ours and entry.is_file(follow_symlinks=False))
+    return not (is_of_a_model(entry.name) and entry.is_file(follow_symlinks=False))
+
+
+def is_of_a_model(name: str) -> bool:
+    """Whether a file of this name is one of a model, its tokenizer or a checkpoint."""
+    return name == CHECKPOINT or _OF_MODELS.fullmatch(name) is not None
 
 
 def _is_mount_point(folder: Path) -> bool:

@@ -163,9 +163,11 @@ def train_tokenizer(files: Sequence[Path], config: Any, longest: int | None = No
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # Each byte of text makes one token at most; the trainer takes memory for as many as it is asked for.
+    most = BYTE_COUNT + sum(file.stat().st_size for file in files)
     learner.train_from_iterator(
         _sample(files, TRAINING_BYTES),
-        trainers.BpeTrainer(vocab_size=size - len(special), initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(vocab_size=min(size - len(special), most), initial_alphabet=alphabet, show_progress=False),
     )
     learned = json.loads(learner.to_str())["model"]
     # The learned tokens take the ids that the special ones leave free, in their order.

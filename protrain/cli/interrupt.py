@@ -41,6 +41,14 @@ def extend(seconds: float) -> None:
     _end = max(_end, time.monotonic() + seconds)
 
 
+def ignore_more() -> None:
+    """Call as the last thing. The interpreter takes handlers away as it ends, and one more Ctrl-C would end the process by its
+    signal and not with the exit code; what is ignored it leaves so."""
+    if _received:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def install() -> None:
     """Take over SIGINT and SIGTERM. Call once, in the main thread, before any long work."""
     if _pipe:

@@ -18,13 +18,38 @@ import click
 from click.core import ParameterSource
 
 from protrain.cli import interrupt
-from protrain.cli.words import CommandError, PathName, bench_options, message_of, model_options, plan_options, report_option
+from protrain.cli.words import (
+    CommandError,
+    PathName,
+    WholeNumber,
+    bench_options,
+    message_of,
+    model_options,
+    plan_options,
+    report_option,
+)
 
 warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-@click.group(context_settings=_CONTEXT)
+class _Command(click.Command):
+    """A command whose wrong words all are told with its usage; click leaves that out where an option lacks its value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+
+class _Group(_Command, click.Group):
+    command_class = _Command
+    group_class = type
+
+
+@click.group(cls=_Group, context_settings=_CONTEXT)
 @click.version_option(package_name="protrain", prog_name="protrain")
 def commands() -> None:
     """Train models whose training state does not fit memory, bit for bit as plain PyTorch does.
@@ -42,7 +67,7 @@ def commands() -> None:
     help="Where the trained model and its tokenizer are saved, for from_pretrained. [default: nowhere]",
 )
 @click.option(
-    "--save-every", type=click.IntRange(min=1), metavar="N", help="Save a checkpoint into --out every N steps. [default: never]"
+    "--save-every", type=WholeNumber(min=1), metavar="N", help="Save a checkpoint into --out every N steps. [default: never]"
 )
 @click.option(
     "--resume", type=PathName(), metavar="FOLDER", help="Go on from the checkpoint in this folder. [default: start anew]"
@@ -168,7 +193,7 @@ def step(**words: Any) -> None:
     beside_rounds=[
         click.option(
             "--mixes",
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             default=3,
             show_default=True,
             metavar="N",
@@ -204,9 +229,10 @@ def main() -> None:
         if isinstance(error, KeyboardInterrupt):  # nobody read it for a while
             code = interrupt.pressed() or 130
         elif not isinstance(error, BrokenPipeError):
-            code = code or _fail(CommandError(f"stdout cannot be written: {error.strerror or error}"))
+            code = code or _fail(CommandError(f"stdout cannot be written: {error.strerror or error}; give it a place with room"))
         code = code or 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains when it flushes at its end
+    interrupt.ignore_more()
     sys.exit(code)
 
 
@@ -248,11 +274,22 @@ def _fail(error: BaseException) -> int:
     if os.environ.get("PROTRAIN_TRACEBACK") == "1":
         traceback.print_exception(error)
     if isinstance(error, BrokenPipeError):
-        message = "nobody reads stdout any more; the training was ended"
+        message = "nobody reads stdout any more; what was under way is ended"
+    elif isinstance(error, OSError) and error.filename is None and _is_of_stdout(error):
+        message = f"stdout cannot be written: {error.strerror or error}; give it a place with room"
     else:
         message = message_of(error)
     print(f"protrain: {message}"[:2000], file=sys.stderr)
     return 1
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether stdout fails in the same way; what it did not take is kept, and can be tried again."""
+    try:
+        sys.stdout.flush()
+    except OSError as again:
+        return again.errno == error.errno
+    return False
 
 
 def _quiet() -> None:

@@ -22,6 +22,14 @@ from torch import nn
 import protrain.base.firstcall  # noqa: F401 - importing it is its use
 from protrain.cli.words import CommandError
 
+#: Of a config, under transformers' common names: a sequence has a token and one to foretell.
+_LEAST_SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 2,
+}
 _FLAG = "_is_hf_initialized"  # by which transformers' own init functions leave a tensor alone
 
 
@@ -58,7 +66,18 @@ def _from_folder(folder: Path) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         where, kind = str(folder / "config.json"), config.model_type
         raise CommandError(f"{where!r} is of the type {kind!r}, which is no causal language model; give one that is")
+    _check_sizes(folder, config)
     return config
+
+
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Whether sizes that every model has can be those of one; transformers looks at their types alone. Raises CommandError."""
+    for name, least in _LEAST_SIZES.items():
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or size >= least or (name == "max_position_embeddings" and size == -1):  # -1: no limit
+            continue
+        key = config.attribute_map.get(name, name)
+        raise CommandError(f"{str(folder / 'config.json')!r} says {key} {size}; give a whole number of at least {least}")
 
 
 def has_weights(folder: Path | None) -> bool:
@@ -92,9 +111,11 @@ def build(config: Any) -> nn.Module:
             if safe := getattr(init, "meta_device_safe_creation_ops", None):
                 stack.enter_context(safe())
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
+    except Exception as error:  # models raise many kinds for values that their config takes
         raise CommandError(
-            f"no causal language model of the type {config.model_type!r}: {' '.join(str(error).split())[:200]}"
+            f"no model of the type {config.model_type!r} can be made from its config.json: "
+            f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{' '.join(str(error).split())[:200]}; "
+            "put what it says right"
         ) from error
     for module, around in _with_modules_around(model):
         _compute_buffers(module, around)

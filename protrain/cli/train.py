@@ -102,7 +102,7 @@ def prepare(words: Words) -> Setup:
     if words.trace is not None:
         check_file("--trace", words.trace)
     check_report(words.report)
-    _check_apart(words)
+    _check_apart(words, files)
     _check_disk(words.disk)
     from protrain.cli.model import has_weights, longest_sequence, read_config
 
@@ -119,14 +119,13 @@ def prepare(words: Words) -> Setup:
     return Setup(files, config, folder, has_weights(folder), seq)
 
 
-def _check_apart(words: Words) -> None:
+def _check_apart(words: Words, files: list[Path]) -> None:
     """Whether no file or folder is in the way of another one, which would be found when all is over. Raises CommandError."""
     trace, report, disk = (Path(os.path.realpath(name)) if name else None for name in (words.trace, words.report, words.disk))
     if trace is not None and trace == report:
         raise CommandError(f"--trace {words.trace!r} and --report are one file; give two names")
-    read = {os.path.realpath(name) for name in words.data}
     for option, given in (("--trace", words.trace), ("--report", words.report)):
-        if given and os.path.realpath(given) in read:
+        if given and os.path.exists(given) and any(os.path.samefile(given, file) for file in files):
             raise CommandError(f"{option} {given!r} is the text of --data, which would be gone; give another name")
     if words.out is None:
         return

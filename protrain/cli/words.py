@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from protrain.base.reading import MOST_COUNT, MOST_INT
+from protrain.base.replacing import is_of_a_model
 from protrain.base.sizes import MOST_PASSES, check_folder
 
 MIB = 1 << 20
@@ -79,8 +80,16 @@ class PathName(click.Path):
         return os.path.expanduser(super().convert(value, param, ctx))
 
 
+class WholeNumber(click.IntRange):
+    """An int inside a range."""
+
+    name = "whole number"  # as in "'x' is not a valid whole number"
+
+
 class Finite(click.FloatRange):
     """A float inside a range; "nan" and "inf" are refused, which compare as no range expects."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -105,6 +114,8 @@ def check_file(option: str, name: str) -> None:
     try:
         if os.path.lexists(name) and not stat.S_ISREG(os.stat(name).st_mode):
             raise CommandError(f"{option} {name!r} is no ordinary file; give the name of a file to write")
+        if os.path.lexists(name) and is_of_a_model(os.path.basename(os.path.realpath(name))):
+            raise CommandError(f"{option} {name!r} is a file of a model, which would be gone; give another name")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -206,13 +217,13 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--seq",
-            type=click.IntRange(min=2, max=MOST_COUNT),
+            type=WholeNumber(min=2, max=MOST_COUNT),
             metavar="TOKENS",
             help="Length of a sequence in tokens. [default: 512, or the model's longest if shorter]",
         ),
         click.option(
             "--batch",
-            type=click.IntRange(min=1, max=MOST_COUNT),
+            type=WholeNumber(min=1, max=MOST_COUNT),
             default=1,
             show_default=True,
             metavar="N",
@@ -220,7 +231,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--steps",
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             default=20,
             show_default=True,
             metavar="N",
@@ -234,7 +245,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--seed",
-            type=click.IntRange(min=0, max=2**32 - 1),
+            type=WholeNumber(min=0, max=2**32 - 1),
             default=0,
             show_default=True,
             metavar="N",
@@ -249,7 +260,7 @@ def model_options(command: _Command) -> _Command:
         ),
         click.option(
             "--accumulate",
-            type=click.IntRange(min=1, max=MOST_PASSES),
+            type=WholeNumber(min=1, max=MOST_PASSES),
             default=1,
             show_default=True,
             metavar="N",
@@ -312,7 +323,7 @@ def plan_options(command: _Command) -> _Command:
         ),
         click.option(
             "--devices",
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             help="Devices of --hardware that are used. [default: all]",
         ),
@@ -355,20 +366,20 @@ def bench_options(
         click.option("--memory", type=Size(), default=memory, show_default=memory is not None, metavar="SIZE", help=memory_help),
         click.option(
             "--seq",
-            type=click.IntRange(min=2),
+            type=WholeNumber(min=2),
             default=seq,
             show_default=True,
             metavar="TOKENS",
             help="Length of a sequence.",
         ),
         click.option(
-            "--batch", type=click.IntRange(min=1), default=batch, show_default=True, metavar="N", help="Sequences in a step."
+            "--batch", type=WholeNumber(min=1), default=batch, show_default=True, metavar="N", help="Sequences in a step."
         ),
-        click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help=rounds_help),
+        click.option("--rounds", type=WholeNumber(min=1), default=5, show_default=True, metavar="N", help=rounds_help),
         *beside_rounds,
         click.option(
             "--seed",
-            type=click.IntRange(min=0, max=2**32 - 1),
+            type=WholeNumber(min=0, max=2**32 - 1),
             default=0,
             show_default=True,
             metavar="N",
