@@ -423,6 +423,7 @@ class Session:
                     self._tell_unplanned()
                 norm = self._make_step()
                 self._note_commit()
+                self._awaited.step_made()
             else:
                 self.steps += 1
             self._after_step()

@@ -14,6 +14,7 @@ from twins import MIB, adamw, assert_equal, run
 
 import protrain
 from protrain.model.parameters import ChunkParameter
+from protrain.runtime.fitting import Fitter
 from protrain.runtime.pacing import Pacer
 
 AMPLE = 256 * MIB
@@ -142,6 +143,30 @@ def test_graphs_that_wait_are_seen(wait: Any) -> None:
 
 
 @refuses
+def test_homes_stay_while_the_graph_of_a_gradient_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not hold what the model returned, and gradients that are dropped beside it let another step begin."""
+
+    def plan_later(fitter: Fitter) -> None:
+        fitter._homes.rearrange(fitter._carrier.emptied())
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        figures = []
+        for x in inputs(2):
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+            optimizer.zero_grad()
+            with monkeypatch.context() as context:
+                context.setattr(Fitter, "plan_later", plan_later)
+                loss = model(x.detach()) + slope.square().sum()
+            loss.backward()
+            step(optimizer)
+            assert plain or on_disk(model)  # behind the step it is awaited no more
+            figures.append(loss.item())
+        return figures
+
+    assert_equal(run(Chain, loop, memory=AMPLE), run(Chain, loop), AMPLE)
+
+
 def test_old_values_are_refused() -> None:
     """Of a graph that nobody sees wait, and of a view: good until a step changes what it shows."""
     model: Any = Linears()

@@ -1,8 +1,9 @@
 """Graphs whose backward has not come: what autograd saved in them of parameters in memory lies where these lay, so homes stay.
 
 A forward that recorded gradients leaves a note at the nodes that made what it returned: it dies with them, and is told when a
-backward comes by that is the last one. A graph that none of them shows, as one of a part of the model, is refused where it would
-read old values (residency.py).
+backward comes by that is the last one. One with create_graph makes a graph that need not hold these nodes: the note is held until
+a step is made. A graph that none of them shows, as one of a part of the model, is refused where it would read old values
+(residency.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 class _Note:
     came = False
 
+    def __init__(self, differentiated: set[_Note]) -> None:
+        self._differentiated = differentiated
+
     def backward_comes(self, _grads: Any) -> None:
+        if torch.is_grad_enabled():  # create_graph: what this backward makes saves parameters too, and may outlive these nodes
+            self._differentiated.add(self)
         self.came |= not torch._C._autograd._get_current_graph_task_keep_graph()  # else another one may come
 
 
@@ -26,10 +32,11 @@ class Awaited:
 
     def __init__(self) -> None:
         self._notes: list[weakref.ref[_Note]] = []
+        self._differentiated: set[_Note] = set()  # in this step, by a backward that has a graph of its own
 
     def add(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward of the whole model has returned these."""
-        note = _Note()
+        note = _Note(self._differentiated)
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(note.backward_comes)
         self._notes = [ref for ref in self._notes if _waits(ref)]
@@ -38,10 +45,15 @@ class Awaited:
     def forget(self) -> None:
         """No backward comes for any of them."""
         self._notes.clear()
+        self._differentiated.clear()
+
+    def step_made(self) -> None:
+        """Graphs of gradients from before it are awaited no more: in torch's loop their backward is an error of versions."""
+        self._differentiated.clear()
 
     def any(self) -> bool:
         """Whether a backward may come for one of them that finds its graph whole."""
-        return any(_waits(ref) for ref in self._notes)
+        return bool(self._differentiated) or any(_waits(ref) for ref in self._notes)
 
 
 def _waits(ref: weakref.ref[_Note]) -> bool:
