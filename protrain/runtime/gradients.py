@@ -6,7 +6,9 @@ what lies there in memory, so that the whole gradient is seen once and its norm 
 
 Invariants:
 - A parameter on disk whose gradient has left memory has no `.grad`, and looking at it is an error and not None (`check_access`).
-- Gradients that step() has used must be dropped before the next backward, as those of plain torch would be added to otherwise.
+- Gradients that step() has used are dropped before others are used, as those of plain torch would be added to otherwise. A
+  backward that comes before that, as a generator's through its discriminator, makes none that anybody can use: those of
+  parameters on disk go as they come, and step() is an error until all are dropped.
 - Where those that have left memory are dropped the others of their step are too: what is left would be a part of a gradient.
 """
 
@@ -40,6 +42,7 @@ class Gradients:
         self.passes = self.more = 0
         self.taken: set[int] = set()
         self._task = -1  # the graph task of the pass under way
+        self._stray = -1  # and of a backward that came while gradients of the last step were not dropped
         self._used: set[int] = set()  # parameters in memory whose gradients the step under way takes
         self._left: set[int] = set()  # parameters whose gradients were used by step() and are not dropped yet
         self._lost = False  # those of a step that was not made are gone, and nobody has begun another or called zero_grad
@@ -57,16 +60,18 @@ class Gradients:
         torch.autograd.grad hands out needs none.
 
         Raises:
-            StepError: it is one too many, or the last step's gradients were not dropped.
+            StepError: it is one too many.
         """
         task = torch._C._current_graph_task_id()
-        if task == self._task:
+        if task in (self._task, self._stray):
             return
         try:
             self._check_pass()
         except StepError:
             if not _handed_out():
                 raise
+        if self.passes == 0 and self.leftover():
+            self._stray = task
 
     def _check_pass(self) -> None:
         """Whether the backward pass under way may be one of the step's.
@@ -80,8 +85,6 @@ class Gradients:
                 f"backward pass {self.passes + 1} of a step that was wrapped with accumulate={self.wanted}: call "
                 "optimizer.step() first, or optimizer.zero_grad() where one before it failed, or wrap with a larger accumulate"
             )
-        if self.passes == 0 and self.leftover():
-            raise StepError("the gradients of the last step are still there: call optimizer.zero_grad() after optimizer.step()")
 
     def _begin_pass(self, task: int) -> None:
         self._task = task
@@ -100,7 +103,7 @@ class Gradients:
             PlanError: it is of another kind than the kernels take.
         """
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task not in (self._task, self._stray):
             self._begin_pass(task)
         entry, settings = self._layout.entries[number], self._wrapped.settings
         self._residency.release_nodes()
@@ -111,6 +114,9 @@ class Gradients:
             grad = p.grad
             p.grad = None
             if grad is None:
+                return
+            if task == self._stray:
+                self._left.add(number)
                 return
             grad = self._dense(number, grad)
             last = self.passes == self.wanted
