@@ -27,7 +27,7 @@ from .base.sizes import (
     default_disk_folder,
     default_memory_bytes,
     parse_bytes,
-    warn_above_cgroup,
+    warn_above_limit,
 )
 from .device.compute import Accelerator, Compute, choose
 from .dryrun.dryrun import dry_run
@@ -307,7 +307,7 @@ def wrap(
     footprint = _footprint(optimizer, named, folder, budget, dtype)
     in_host, name = (host_memory, "host_memory") if compute.separate else (memory, "memory")
     if in_host is not None:
-        warn_above_cgroup(host_budget if compute.separate else budget, name, stacklevel=2)
+        warn_above_limit(host_budget if compute.separate else budget, name, stacklevel=2)
 
     wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,

@@ -288,7 +288,7 @@ def test_a_budget_above_the_limit_of_a_control_group_is_warned_of(
         f"memory is 65.00 MiB ({65 * MIB} bytes), above the limit of the control group {above}, 64.00 MiB ({64 * MIB} bytes): "
     )
     assert words in str(caught.value)
-    assert "give memory below the limit" in str(caught.value)
+    assert "give memory below that" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert state_of(model) == before
 
@@ -305,6 +305,22 @@ def test_a_budget_above_the_limit_of_a_control_group_is_warned_of(
             protrain.unwrap(model)
     (above / names[0]).write_text("max\n" if names is SECOND else f"{(1 << 63) - 4096}\n")
     assert found() is None
+
+
+def test_a_budget_above_all_memory_of_the_machine_is_warned_of(fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "cgroup_limit", lambda: None)
+    total = sizes.memory_sizes()["MemTotal"]
+    assert total > sizes.free_memory_bytes() > 0
+    for memory, warned in ((total, False), (total + 1, True)):
+        model = Chain()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model, _ = protrain.wrap(model, adamw(model), memory=memory, disk=fresh_disk)
+        protrain.unwrap(model)
+        words = [str(warning.message) for warning in told]
+        assert len(words) == warned
+        assert all(f"({memory} bytes), above this machine's memory, " in line and f" ({total} bytes): " in line for line in words)
+        assert all("raise the limit" not in line and "\n" not in line for line in words)
 
 
 GROUPED = """

@@ -136,22 +136,24 @@ def cgroup_limit(listing: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup
     return min(((limit, folder) for folder, limit, _ in _limited_groups(listing, root)), default=None)
 
 
-def warn_above_cgroup(budget_bytes: int, name: str, stacklevel: int) -> None:
-    """Warn of a budget that is above the limit of a memory control group of this process; name: of the argument that gave it.
+def warn_above_limit(budget_bytes: int, name: str, stacklevel: int) -> None:
+    """Warn of a budget that is above the limit of a memory control group of this process, or above all memory of the machine;
+    name: of the argument that gave it.
 
     A warning and no error: a budget is what may be taken at most, and a model that is smaller than it never comes near the limit,
     which may be raised while the process runs, too. Nothing else tells of it: where the limit is reached the kernel ends the
-    process without a word. Budgets below the limit pass, whatever else the group holds now, as that may go.
+    process without a word. Budgets below the limit pass, whatever else holds memory now, as that may go.
     """
-    found = cgroup_limit()
-    if found is None or budget_bytes <= found[0]:
+    limit, of, more = memory_sizes()["MemTotal"], "this machine's memory", ""
+    group = cgroup_limit()
+    if group is not None and group[0] < limit:
+        limit, of, more = group[0], f"the limit of the control group {group[1]}", ", or raise the limit"
+    if budget_bytes <= limit:
         return
-    limit, folder = found
     warnings.warn(
-        f"protrain: {name} is {format_bytes(budget_bytes)} ({budget_bytes} bytes), above the limit of the control group "
-        f"{folder}, {format_bytes(limit)} ({limit} bytes): the kernel ends this process where it takes more than that; give "
-        f"{name} below the limit by what Python and torch need, or leave {name} out for what is free less a reserve, or raise "
-        f"the limit",
+        f"protrain: {name} is {format_bytes(budget_bytes)} ({budget_bytes} bytes), above {of}, {format_bytes(limit)} ({limit} "
+        f"bytes): the kernel ends this process where it takes more than that; give {name} below that by what Python and torch "
+        f"need, or leave {name} out for what is free less a reserve{more}",
         stacklevel=stacklevel + 1,
     )
 
@@ -161,14 +163,15 @@ def _read(folder: str, name: str) -> str:
         return file.read()
 
 
+def memory_sizes() -> dict[str, int]:
+    """What the kernel tells of the machine's memory, in bytes."""
+    with open("/proc/meminfo") as lines:
+        return {name: int(words.split()[0]) * KIB for name, words in (line.split(":", 1) for line in lines)}
+
+
 def free_memory_bytes() -> int:
     """Memory that can be had now: what the kernel calls available, or the control group's limit where that is less."""
-    available = 0
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * KIB
-    group = cgroup_free_bytes()
+    available, group = memory_sizes().get("MemAvailable", 0), cgroup_free_bytes()
     return available if group is None else min(available, group)
 
 

@@ -15,10 +15,7 @@ IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 
 def memory() -> tuple[int, int]:
     """Total and available memory in bytes."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        values[name] = int(rest.split()[0]) * 1024
+    values = sizes.memory_sizes()
     return values["MemTotal"], values["MemAvailable"]
 
 
