@@ -234,7 +234,6 @@ def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
 
 
 def _train(words: Words, setup: Setup, display: Display) -> None:
-    tokenizer, tokens = _tokens(words, setup, display)
     import torch
 
     import protrain
@@ -246,6 +245,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     on_cpu = words.device == "cpu"
     if on_cpu:  # over a GPU the first batch is refused before its first operation, and the states by wrap
         _refuse_early(words, setup.seq, model)
+    tokenizer, tokens = _tokens(words, setup, display)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr or LEARNING_RATE, fused=True)
     source: dict[str, Any] = (
@@ -340,7 +340,8 @@ def any_tokens(words: Words, seq: int) -> Any:
 
 
 def _refuse_early(words: Words, seq: int, model: Any) -> None:
-    """Raises BudgetError, which names the smallest budget, while nothing is allocated: wrap alone does not know the batch."""
+    """Raises BudgetError, which names the smallest budget, while nothing is allocated and no text was read: wrap alone does not
+    know the batch."""
     import protrain
 
     ids = any_tokens(words, seq)
