@@ -167,17 +167,23 @@ def test_a_step_without_gradients_changes_nothing() -> None:
 
 
 def test_gradients_that_are_not_dropped_are_not_forgotten() -> None:
-    """Plain torch would add the next step's to them; they have left memory, so it is an error, not a smaller sum."""
+    """Plain torch would add the next step's to them; they have left memory, so to use what is there is an error, not a smaller
+    sum."""
     model = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
     (x,) = inputs(1)
     model(x).backward()
     optimizer.step()
-    with pytest.raises(protrain.StepError, match="zero_grad"):
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    for _ in range(2):
         model(x).backward()
+        with pytest.raises(protrain.StepError, match="zero_grad"):
+            optimizer.step()
+    assert {name: bits(value) for name, value in model.state_dict().items()} == before
     optimizer.zero_grad()
     model(x).backward()
     optimizer.step()
+    assert protrain.status(model).steps == 2
     protrain.unwrap(model)
 
 

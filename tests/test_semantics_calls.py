@@ -1120,9 +1120,9 @@ def test_an_interrupt_just_after_a_step_was_made(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     assert protrain.status(model).steps == 1
     assert state_of(model) == state_of(plain_after(1))
-    with pytest.raises(protrain.StepError, match="zero_grad"):
-        optimizer.step()
-    with pytest.raises(protrain.StepError, match="zero_grad"):
+    for _ in range(2):
+        with pytest.raises(protrain.StepError, match="zero_grad"):
+            optimizer.step()
         model(x).backward()
     optimizer.zero_grad()
     steps(inputs(3)[1:])(model, optimizer, False)
