@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from .reading import MOST_COUNT, MOST_INT, shown
@@ -144,10 +145,12 @@ def warn_above_limit(budget_bytes: int, name: str, stacklevel: int) -> None:
     which may be raised while the process runs, too. Nothing else tells of it: where the limit is reached the kernel ends the
     process without a word. Budgets below the limit pass, whatever else holds memory now, as that may go.
     """
-    limit, of, more = memory_sizes()["MemTotal"], "this machine's memory", ""
-    group = cgroup_limit()
-    if group is not None and group[0] < limit:
-        limit, of, more = group[0], f"the limit of the control group {group[1]}", ", or raise the limit"
+    limits: list[tuple[int, str, str]] = []
+    with suppress(OSError):  # no descriptor is left to open it, say
+        limits.append((memory_sizes()["MemTotal"], "this machine's memory", ""))
+    if (group := cgroup_limit()) is not None:
+        limits.append((group[0], f"the limit of the control group {group[1]}", ", or raise the limit"))
+    limit, of, more = min(limits, default=(budget_bytes, "", ""))
     if budget_bytes <= limit:
         return
     warnings.warn(
