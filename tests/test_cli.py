@@ -362,7 +362,7 @@ def test_wrong_words_are_2_with_the_usage(
         (["--disk", "s3://bucket/run"], "--disk is 's3://bucket/run', a URL"),
         (["--out", "hf://me/model"], "--out is 'hf://me/model', a URL"),
         (["--disk", ""], "--disk '' is no folder"),
-        (["--disk", "/sys"], "a folder"),
+        (["--disk", "/sys"], "name a folder that can be written (--disk)"),
         (["--data", ""], "no file or folder ''"),
         (["--out", "\udcff"], "--out '\\udcff' is no UTF-8"),
         (["--out", "/proc"], "--out: /proc is a mount point"),
@@ -647,41 +647,35 @@ def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
+def probe(folder: Path, lines: str) -> tuple[int, str, str]:
+    """`python -m` of these lines, which say what the command does instead, and the command. Returns code, stdout and stderr."""
+    (folder / "probe.py").write_text(
+        f"import os, signal\nfrom protrain.cli import main\n{lines}main.sys.argv[1:] = ['doctor']\nmain.main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "probe"], cwd=folder, env=environment(), capture_output=True, text=True, check=False,
+        timeout=HUNG_SECONDS,
+    )  # fmt: skip
+    return result.returncode, result.stdout, result.stderr
+
+
 def test_one_more_interrupt_as_the_interpreter_ends_is_the_exit_code_too(tmp_path: Path) -> None:
     """The interpreter takes away handlers before it takes apart modules, which takes a second where torch is loaded."""
-    (tmp_path / "probe.py").write_text(
-        "import os, signal\n"
-        "from protrain.cli import main\n"
+    lines = (
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):\n"
         "        kill(pid, number)\n"
         "late = Late()\n"
         "main.commands.invoke = lambda context: os.kill(os.getpid(), signal.SIGINT)\n"
-        "main.sys.argv[1:] = ['doctor']\n"
-        "main.main()\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "probe"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
-        timeout=HUNG_SECONDS,
-    )  # fmt: skip
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+    assert probe(tmp_path, lines) == (130, "", "")
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupt_in_code_that_is_made_from_text_is_the_exit_code_too(tmp_path: Path, name: str, code: int) -> None:
     """As a dataclass is while it is imported: Python would end the process by SIGINT when all is over."""
     text = f"import os, signal; os.kill(os.getpid(), signal.{name}); print(os.getpid())"
-    (tmp_path / "probe.py").write_text(
-        "from protrain.cli import main\n"
-        f"main.commands.invoke = lambda context: exec({text!r})\n"
-        "main.sys.argv[1:] = ['doctor']\n"
-        "main.main()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-m", "probe"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
-        timeout=HUNG_SECONDS,
-    )  # fmt: skip
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+    assert probe(tmp_path, f"main.commands.invoke = lambda context: exec({text!r})\n") == (code, "", "")
 
 
 def test_what_a_process_of_bench_refuses_is_told_as_a_training_tells_it(

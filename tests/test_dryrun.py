@@ -668,7 +668,7 @@ def test_attention_of_16_bit_numbers_is_predicted_from_what_it_takes(
             model, args = Attending(size).bfloat16(), (torch.randn(*shape, size, dtype=torch.bfloat16),)
             predicted, real = predict(model, args, workspace=measured).keep_peak_bytes, real_peak(arena, model, args, {}, False)
             by_chance = threads * (512 << 10)  # what threads pack, if all do at once
-            assert real - (16 << 10) <= predicted <= 1.015 * real + by_chance, (threads, predicted, real)
+            assert real - (16 << 10) <= predicted <= 1.01 * real + by_chance, (threads, predicted, real)
 
 
 def test_what_is_measured_repeats_and_counts_nowhere_else(arena: _core.Engine, disk: Path) -> None:

@@ -51,8 +51,20 @@ def _attention_split(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(key.shape[-2], 512)
 
 
-def _product_bytes(queries: int, keys: int, size: int) -> int:
+def _are_packed(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes products of these 16-bit numbers, whose threads pack operands: where the processor has instructions
+    for them. Elsewhere torch's own kernels do, which pack nothing."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return True
+    library = torch.ops.mkldnn
+    supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported
+    return torch.backends.mkldnn.is_available() and bool(supported())
+
+
+def _product_bytes(dtype: torch.dtype, queries: int, keys: int, size: int) -> int:
     """What one thread packs for the products of 16-bit numbers inside of attention's backward: a bound for AVX-512."""
+    if not _are_packed(dtype):
+        return 0
     return 4 * keys * size + 2 * queries * keys + (96 << 10)
 
 
@@ -61,6 +73,8 @@ def _packed_bytes(first: torch.Tensor, second: torch.Tensor, threads: int) -> in
     rows do not lie in a row, or are so far apart that they would share a place in the cache. Four threads and more may divide
     long sums, and each has its own of the output then. Only known where the kernels are those of AVX-512 (products of 30 to 16384
     in each direction, 1 to 16 threads), or of AMX (30 to 4096, 1 to 4 threads); else all of both is taken."""
+    if not _are_packed(first.dtype):
+        return 0
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return _bytes(first, second)
     if torch.cpu._is_amx_tile_supported():
@@ -108,7 +122,7 @@ def workspace_bytes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
             queries, keys = _attention_split(inputs[1], inputs[2])
             bytes_each = 4 * queries * (2 * keys + 1)
             if outputs[0].element_size() == 2:
-                bytes_each += 4 * queries * keys + _product_bytes(queries, keys, inputs[1].shape[-1])
+                bytes_each += 4 * queries * keys + _product_bytes(inputs[1].dtype, queries, keys, inputs[1].shape[-1])
             return threads * bytes_each
         case "aten::convolution":  # the library's own layout of output and weight
             return _bytes(outputs[0], inputs[1]) + _SMALL_BYTES

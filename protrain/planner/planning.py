@@ -8,6 +8,7 @@ chunks in memory, the first in execution order first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,16 @@ from .tiers import host_room, place_away
 
 #: More than that no part of a step has (csrc/plan/parts.h).
 _MOST_BYTES = 1 << 45
+#: The first step leaves for what nobody has seen yet what the safest plan would, up to all gradients and so many times what a
+#: step holds whose blocks are all kept.
+FIRST_ROOM_TIMES = 2
+
+
+def first_room(run: DryRun, chunks: Chunks, memory_bytes: int, safest_bytes: int) -> int:
+    """Bytes that the first step of all leaves for a program that runs several forwards before a backward, or goes through a
+    backward again, to show it. safest_bytes: of the plan for the steps behind it."""
+    most_bytes = FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(chunks.grad_bytes)
+    return min(most_bytes, max(memory_bytes - safest_bytes, 0))
 
 
 def linear_accesses(n_chunks: int) -> list[int]:
@@ -54,6 +65,7 @@ def arrange(
     footprint: Footprint | None = None,
     n_together: int = 1,
     lasting_bytes: int = 0,
+    unfilled_bytes: int = 0,
 ) -> Arrangement:
     """Decide for one batch shape, as seen by a dry run; without one for the safest plan of states alone.
 
@@ -66,7 +78,7 @@ def arrange(
         ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
         footprint: of an optimizer without a kernel; n_states is 0 then.
         n_together: the most chunks that are read at once, where no dry run knows it.
-        lasting_bytes: of unknown_bytes, what is there in step() too.
+        lasting_bytes: of unknown_bytes, what is there in step() too. unfilled_bytes: what nobody means to fill: in no peak.
 
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
@@ -125,16 +137,19 @@ def arrange(
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
-    forecast, peak_bytes = found["forecast"], found["peak_bytes"]
+    forecast, needed_bytes = found["forecast"], found["peak_bytes"] - unfilled_bytes
+    peak_bytes = first_peak_bytes = needed_bytes
     if footprint and run:
         live_bytes = found["static_bytes"] + run.fixed_bytes + run.left_bytes + footprint.small_bytes
         live_bytes += sum(chunks.grad_bytes[: found["n_persist"]])
-        room_bytes = peak_bytes if any(mode.endswith("swap") for mode in block_modes) else budget_bytes
-        for makes_state in (True, False):  # the first step, and those after it
-            copied_bytes = footprint.highest_bytes(
-                chunks.places, found["n_persist"], live_bytes, room_bytes, makes_state=makes_state
+        room_bytes = needed_bytes if any(mode.endswith("swap") for mode in block_modes) else budget_bytes
+        first_peak_bytes, peak_bytes = (
+            max(
+                needed_bytes,
+                footprint.highest_bytes(chunks.places, found["n_persist"], live_bytes, room_bytes, makes_state=makes_state),
             )
-            peak_bytes = max(peak_bytes, copied_bytes)
+            for makes_state in (True, False)
+        )
     plan = Plan(
         chunk_bytes=chunks.chunk_bytes,
         n_chunks=chunks.n_chunks,
@@ -164,8 +179,8 @@ def arrange(
         [chunk for chunk in (run.accesses_with(block_modes) if run else accesses) if chunk >= plan.n_persist],
         found["static_bytes"],
         found["smallest_bytes"],
-        found["peak_bytes"],
-        found["computed_bytes"],
+        needed_bytes,
+        found["computed_bytes"] - unfilled_bytes,
         found["stash_bytes"],
         found["headroom_bytes"],
         found["rise_bytes"],
@@ -173,6 +188,7 @@ def arrange(
         host_ring_bytes=found["ring_bytes"] - ring_bytes,
         safest_bytes=found["safest_bytes"],
         pending_bytes=found["pending_bytes"],
+        first_peak_bytes=first_peak_bytes,
     )
 
 
@@ -296,18 +312,29 @@ def plan_from_profile(
     machine = profile.machine
     if over is not None and machine.step_update_bytes_per_second == 0:
         machine = replace(machine, step_update_bytes_per_second=DEVICE_UPDATE_BYTES_PER_SECOND)
-    try:
-        found = arrange(
+
+    def arranged(unfilled_bytes: int = 0) -> Arrangement:
+        return arrange(
             chunks, profile.n_blocks, profile.n_states, budget_bytes, profile.run, modes=given.block_modes if given else modes,
             n_persist=given.n_persist if given else None, n_buffer=given.n_buffer if given else 0,
             n_ahead=given.n_ahead if given else 0,
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
-            unknown_bytes=beside_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
-            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint,
+            unknown_bytes=beside_bytes + unfilled_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
+            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint, unfilled_bytes=unfilled_bytes,
         )  # fmt: skip
+
+    try:
+        found = arranged()
     except BudgetError as error:
         raise refuse(error, "a step of this batch", over or NO_OVERHEAD) from None
+    if profile.footprint is not None:  # the first step makes the state of the optimizer, under a plan of its own
+        first = found
+        if given is None:
+            with suppress(BudgetError):
+                first = arranged(first_room(profile.run, chunks, budget_bytes, found.safest_bytes))
+        peak_bytes = max(found.plan.peak_bytes, first.first_peak_bytes)
+        found = replace(found, plan=replace(found.plan, peak_bytes=peak_bytes))
     if over is not None:
         return place_away(found, chunks, profile.n_states, host_budget_bytes).plan
     if found.host_ring_bytes > host_budget_bytes:

@@ -39,7 +39,8 @@ class Decider:
     dry_runs: the batches that were planned for, and what was foreseen of each; None: nothing could be.
     loss: what the program's own loss takes.
     unseen_bytes: in each plan, of what no dry run sees.
-    first_room_bytes: beside it, until a step was made, for the program to show what it does in one.
+    is_first: no step was made, nor refused.
+    first_room_bytes: beside it, until then, for the program to show what it does in a step.
     several_hold: bytes of other forwards before a backward, before the last of them.
     several_kept: of blocks that were kept, in the steps that showed what these take.
     within_bytes: what forwards between backward and step() had in memory beside chunks and their gradients, at most.
@@ -51,6 +52,7 @@ class Decider:
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self.loss = Losses()
         self.unseen_bytes = self.first_room_bytes = 0
+        self.is_first = True
         self.several_hold = self.several_kept = 0
         self.within_bytes = 0
         self.lost_times = 1
@@ -74,8 +76,10 @@ class Decider:
         """
         wrapped = wrapped or self._wrapped
         settings = wrapped.settings
+        unfilled_bytes = 0
         if run is not None:
-            unknown_bytes += self.unseen_bytes + self.first_room_bytes
+            unfilled_bytes = self.first_room_bytes
+            unknown_bytes += self.unseen_bytes + unfilled_bytes
             run = run.with_loss(self.loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
@@ -98,6 +102,7 @@ class Decider:
                 host_budget_bytes=self._host_room() if wrapped.compute.separate and times else 0,
                 ring_host_bytes=settings.host_bytes if wrapped.compute.separate else 0,
                 footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
+                unfilled_bytes=unfilled_bytes,
             )  # fmt: skip
             return replace(found, between_bytes=between_bytes)
 
@@ -116,12 +121,8 @@ class Decider:
             except BudgetError:
                 if modes is None:
                     found = arranged(between_bytes, modes=run.keeping_within(found.plan.block_modes, self.several_kept))
-        if run is not None and (room := self.first_room_bytes):  # nobody means to fill it
-            peak_bytes = found.plan.peak_bytes - room
-            found = replace(
-                found, plan=replace(found.plan, peak_bytes=peak_bytes), needed_bytes=found.needed_bytes - room,
-                computed_bytes=found.computed_bytes - room,
-            )  # fmt: skip
+        if self.is_first or settings.plan is not None:  # its first step makes the state
+            found = replace(found, plan=replace(found.plan, peak_bytes=max(found.plan.peak_bytes, found.first_peak_bytes)))
         if settings.plan is not None:  # what was foretold stands
             plan = replace(found.plan, step_seconds=settings.plan.step_seconds, forecast=settings.plan.forecast)
             found = replace(found, plan=plan)

@@ -26,6 +26,7 @@ from typing import Any
 from .. import _core
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
+from ..planner.planning import first_room
 from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
 from .arranging import anew_of
@@ -39,9 +40,6 @@ from .wrapped import Wrapped
 
 #: What is left at first for a loss outside of the model, in times of its outputs, where there is room: the most that fits.
 ROOM_FOR_LOSS = (4, 2, 0)
-#: The first step leaves for what nobody has seen yet what the safest plan would, up to all gradients and so many times what a
-#: step holds whose blocks are all kept.
-FIRST_ROOM_TIMES = 2
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
@@ -66,7 +64,6 @@ class Fitter:
         self.words = Words()
         self.foresees = Foreseer(wrapped, engine)
         self._unforeseen = Unforeseen()
-        self._is_first = True  # no step was made, nor refused
         self._held_before = 0  # when the step under way began
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
@@ -154,10 +151,9 @@ class Fitter:
         """The arrangement for the batch of the first step of all, where `best` would be that of the ones behind it: with room for
         a program that runs several forwards before a backward, or goes through a backward again, to show it."""
         settings = self._wrapped.settings
-        if not self._is_first or self._decider.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
+        if not self._decider.is_first or self._decider.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
             return best
-        most_bytes = FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(self._wrapped.layout.grad_bytes)
-        self._decider.first_room_bytes = min(most_bytes, max(settings.memory_bytes - best.safest_bytes, 0))
+        self._decider.first_room_bytes = first_room(run, self._wrapped.layout, settings.memory_bytes, best.safest_bytes)
         try:
             return self._decider.decide(run)
         except BudgetError:
@@ -166,7 +162,7 @@ class Fitter:
 
     def end_first(self) -> bool:
         """A step was made, or refused: nothing is left for the first one any more. Returns whether something was."""
-        was, self._decider.first_room_bytes, self._is_first = self._decider.first_room_bytes, 0, False
+        was, self._decider.first_room_bytes, self._decider.is_first = self._decider.first_room_bytes, 0, False
         return was > 0
 
     # ---- batches that no dry run foresaw ----
