@@ -56,9 +56,11 @@ def _are_packed(dtype: torch.dtype) -> bool:
     for them. Elsewhere torch's own kernels do, which pack nothing."""
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         return True
+    if not torch.backends.mkldnn.is_available():
+        return False
     library = torch.ops.mkldnn
     supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported
-    return torch.backends.mkldnn.is_available() and bool(supported())
+    return bool(supported())
 
 
 def _product_bytes(dtype: torch.dtype, queries: int, keys: int, size: int) -> int:

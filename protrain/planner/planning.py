@@ -330,7 +330,7 @@ def plan_from_profile(
         raise refuse(error, "a step of this batch", over or NO_OVERHEAD) from None
     if profile.footprint is not None:  # the first step makes the state of the optimizer, under a plan of its own
         first = found
-        if given is None:
+        if given is None and over is None:  # as a session does, which leaves no such room over a device
             with suppress(BudgetError):
                 first = arranged(first_room(profile.run, chunks, budget_bytes, found.safest_bytes))
         peak_bytes = max(found.plan.peak_bytes, first.first_peak_bytes)
