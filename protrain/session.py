@@ -252,6 +252,7 @@ class Session:
                 self.wrapped.compute.make_whole(self.engine, room_bytes, *self.decider.recomputed_bytes())
                 self._tells = True
                 self._held_before = self.fitter.begin_step()
+                self.engine.set_named(self.fitter.named_bytes())
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
             self.runner.begin_pass(self.decider.measured)
@@ -330,6 +331,7 @@ class Session:
         forward is its step's first."""
         if not begins:
             self.fitter.note_several()
+            self.engine.set_named(self.fitter.named_bytes())
             self._held_before = None
             return
         refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
@@ -433,6 +435,7 @@ class Session:
             raise
         finally:
             self._began, self.clock.in_backward = None, False
+            self.engine.set_named(0)
             self.wrapped.compute.count(self.engine, False)
         self._graphs = self._awaited.any()
         return norm
@@ -522,6 +525,7 @@ class Session:
         self.gradients.forget()
         self._began, self.clock.in_backward = None, False
         self.clock.forget()
+        self.engine.set_named(0)
         self.wrapped.compute.count(self.engine, False)
 
     def zero_grad(self) -> None:

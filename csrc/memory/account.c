@@ -102,6 +102,7 @@ uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes) {
 }
 
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) { account->goal_bytes = goal_bytes; }
+void ptn_account_set_named(ptn_account *account, uint64_t named_bytes) { account->named_bytes = named_bytes; }
 bool ptn_account_has_goal(const ptn_account *account) { return account && account->goal_bytes > 0; }
 
 uint64_t ptn_account_room(const ptn_account *account) {

@@ -18,7 +18,8 @@ struct ptn_account {
   ptn_account *next; /* among those that may be used again */
   bool open;         /* between create and destroy */
   uint64_t limit_bytes; /* as long as it is open */
-  _Atomic uint64_t goal_bytes; /* set and read without the lock */
+  _Atomic uint64_t goal_bytes; /* set and read without the lock, as the next one */
+  _Atomic uint64_t named_bytes;
   _Atomic uint64_t live_bytes; /* changed with it, and read without it by who asks for room */
   uint64_t peak_bytes, interval_peak_bytes, refused_count, refused_bytes, block_count;
   uint64_t charged_bytes; /* of the live ones: not the arena's, in none of the totals */

@@ -71,11 +71,12 @@ static ptn_status refuse(ptn_account *account, size_t bytes) {
   account->refused_count++;
   account->refused_bytes = ptn_max_u64(account->refused_bytes, needed);
   ptn_unlock(&ptn_arena_mutex);
-  ptn_fail_budget(needed, limit, 0,
+  unsigned long long smallest = ptn_max_u64(needed, account->named_bytes);
+  ptn_fail_budget(needed, limit, smallest,
                   "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; "
                   "give a budget of at least %llu bytes, or a smaller batch; a training step that is run again after "
                   "optimizer.zero_grad() is planned with room for this",
-                  bytes, live, limit, needed);
+                  bytes, live, limit, smallest);
   ptn_last_error()->asked_bytes = bytes;
   return PTN_BUDGET;
 }

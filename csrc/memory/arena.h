@@ -62,6 +62,8 @@ void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
 /* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that frees nothing,
  * and is then met up to the limit. */
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes);
+/* What a refusal names at least as the budget that works; 0: no more than the request. */
+void ptn_account_set_named(ptn_account *account, uint64_t named_bytes);
 /* NULL is allowed: false. */
 bool ptn_account_has_goal(const ptn_account *account);
 /* Bytes until the goal, or until the limit where there is no goal or it is beyond; 0 when it is passed. UINT64_MAX where there is

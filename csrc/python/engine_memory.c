@@ -163,6 +163,14 @@ PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) {
   Py_RETURN_NONE;
 }
 
+PyObject *ptn_python_set_named(PyObject *object, PyObject *number) {
+  if (!ptn_python_engine(object)) return NULL;
+  unsigned long long named_bytes = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  ptn_account_set_named(ptn_python_account(object), named_bytes);
+  Py_RETURN_NONE;
+}
+
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned long long headroom_bytes, recompute_bytes;

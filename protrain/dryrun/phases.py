@@ -131,13 +131,16 @@ class DryRun:
         return [(block, number, backwards[block].pop() if backwards.get(block) else 0) for block, number in forwards]
 
     def kept_bytes(self, block_modes: Sequence[str]) -> int:
-        """What blocks of mode keep hold from forward to backward that they would not if they were recomputed."""
+        """What blocks hold from forward to backward that they would not if they swapped, or were recomputed where that is not
+        known."""
         found = 0
         for block, number, backward in self.calls():
-            if backward and block_modes[block] == "keep":
+            if backward and not block_modes[block].endswith("swap"):
                 begin, end = self.phases[number], self.phases[number + 1]
-                kept = end.keep_entry_bytes - begin.keep_entry_bytes
-                found += max(kept - (end.checkpoint_entry_bytes - begin.checkpoint_entry_bytes), 0)
+                recomputed = end.checkpoint_entry_bytes - begin.checkpoint_entry_bytes
+                least = min(end.swap_entry_bytes - begin.swap_entry_bytes, recomputed) if end.swap_peak_bytes else recomputed
+                kept = end.keep_entry_bytes - begin.keep_entry_bytes if block_modes[block] == "keep" else recomputed
+                found += max(kept - least, 0)
         return found
 
     def keeping_within(self, block_modes: Sequence[str], n_bytes: int) -> list[str]:

@@ -31,11 +31,20 @@ _MOST_BYTES = 1 << 45
 FIRST_ROOM_TIMES = 2
 
 
-def first_room(run: DryRun, chunks: Chunks, memory_bytes: int, safest_bytes: int) -> int:
+def first_room(run: DryRun, chunks: Chunks, memory_bytes: int, found: Arrangement, n_refused: int = 0) -> int:
     """Bytes that the first step of all leaves for a program that runs several forwards before a backward, or goes through a
-    backward again, to show it. safest_bytes: of the plan for the steps behind it."""
-    most_bytes = FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(chunks.grad_bytes)
-    return min(most_bytes, max(memory_bytes - safest_bytes, 0))
+    backward again, to show it: what the safest plan would where there is a second forward in it, else what the one with the least
+    in memory would. found: for the steps behind it; n_refused: in a row, for want of it."""
+    most_bytes = (FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(chunks.grad_bytes)) << n_refused
+    room_bytes = memory_bytes - found.safest_bytes
+    if room_bytes < second_bytes(run, chunks):
+        room_bytes = memory_bytes - found.smallest_bytes
+    return min(most_bytes, max(room_bytes, 0))
+
+
+def second_bytes(run: DryRun, chunks: Chunks) -> int:
+    """What another forward takes at most before the same backward, whose blocks are all recomputed, with all gradients."""
+    return max((phase.checkpoint_peak_bytes for phase in run.phases if not phase.backward), default=0) + sum(chunks.grad_bytes)
 
 
 def linear_accesses(n_chunks: int) -> list[int]:
@@ -332,7 +341,7 @@ def plan_from_profile(
         first = found
         if given is None and over is None:  # as a session does, which leaves no such room over a device
             with suppress(BudgetError):
-                first = arranged(first_room(profile.run, chunks, budget_bytes, found.safest_bytes))
+                first = arranged(first_room(profile.run, chunks, budget_bytes, found))
         peak_bytes = max(found.plan.peak_bytes, first.first_peak_bytes)
         found = replace(found, plan=replace(found.plan, peak_bytes=peak_bytes))
     if over is not None:

@@ -123,6 +123,7 @@ class Arrangement:
     gradient_memory_bytes, staging_bytes: what gradients, and a piece of a load from the disk, pass through; 0: none do;
     host_ring_bytes: of the ring, which is the host's; stash_pool_bytes: for activations of blocks that swap; stash_window_bytes:
     of them on the way at once; between_bytes: of the plan's peak, what is for memory that is lost between tensors.
+    unseen_bytes: of smallest_bytes, what no dry run saw.
     first_peak_bytes: the peak of a step under this plan that makes the state of an optimizer without a kernel; plan.peak_bytes
     is without it where no such step comes.
     """
@@ -151,6 +152,7 @@ class Arrangement:
     pending_bytes: int = 0
     between_bytes: int = 0
     first_peak_bytes: int = 0
+    unseen_bytes: int = 0
 
 
 def check_modes(block_modes: Any, n_blocks: int) -> list[str] | None:

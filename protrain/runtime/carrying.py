@@ -99,6 +99,10 @@ class Carrier:
         beside_bytes = self.held_bytes(self._wrapped.settings.memory_bytes - static_bytes - room)
         return max(static_bytes + beside_bytes, self._wrapped.compute.held_bytes(self._engine))
 
+    def waiting_bytes(self) -> int:
+        """Likewise, as it is now, without what goes to the disk where memory is short."""
+        return max(self.held_now_bytes() - self._engine.held()["stash_memory_bytes"], 0)
+
     def held_now_bytes(self) -> int:
         """Likewise, as it is now. States may be there that the arrangement in use does not count: those of a checkpoint that was
         loaded before the first batch. And of those that it counts some may be to come: an optimizer without a kernel makes them

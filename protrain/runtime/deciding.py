@@ -24,6 +24,7 @@ from .arranging import placed
 from .batches import Batch, Shapes
 from .homes import Homes
 from .losses import Losses
+from .several import Several
 from .wrapped import Wrapped
 
 
@@ -38,11 +39,10 @@ class Decider:
 
     dry_runs: the batches that were planned for, and what was foreseen of each; None: nothing could be.
     loss: what the program's own loss takes.
+    several: what forwards hold that wait for their backward beside another one.
     unseen_bytes: in each plan, of what no dry run sees.
     is_first: no step was made, nor refused.
     first_room_bytes: beside it, until then, for the program to show what it does in a step.
-    several_hold: bytes of other forwards before a backward, before the last of them.
-    several_kept: of blocks that were kept, in the steps that showed what these take.
     within_bytes: what forwards between backward and step() had in memory beside chunks and their gradients, at most.
     lost_times: as much as is lost between tensors where steps were refused.
     """
@@ -50,10 +50,9 @@ class Decider:
     def __init__(self, wrapped: Wrapped, homes: Homes) -> None:
         self._wrapped, self._homes = wrapped, homes
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
-        self.loss = Losses()
+        self.loss, self.several = Losses(), Several()
         self.unseen_bytes = self.first_room_bytes = 0
         self.is_first = True
-        self.several_hold = self.several_kept = 0
         self.within_bytes = 0
         self.lost_times = 1
 
@@ -76,10 +75,11 @@ class Decider:
         """
         wrapped = wrapped or self._wrapped
         settings = wrapped.settings
-        unfilled_bytes = 0
+        unfilled_bytes = unseen_bytes = 0
         if run is not None:
             unfilled_bytes = self.first_room_bytes
-            unknown_bytes += self.unseen_bytes + unfilled_bytes
+            unseen_bytes = self.unseen_bytes + unfilled_bytes
+            unknown_bytes += unseen_bytes
             run = run.with_loss(self.loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
@@ -104,7 +104,7 @@ class Decider:
                 footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
                 unfilled_bytes=unfilled_bytes,
             )  # fmt: skip
-            return replace(found, between_bytes=between_bytes)
+            return replace(found, between_bytes=between_bytes, unseen_bytes=unseen_bytes)
 
         found: Arrangement | None = None
         if between_bytes and given is None and times is None:  # homes are to move once more: better no range that is one then
@@ -114,13 +114,13 @@ class Decider:
             found = found or arranged(between_bytes)
         except BudgetError as error:
             raise refuse(error, "a step of this batch", wrapped.compute.overhead) from None
-        several = self.several_hold and settings.plan is None and not wrapped.compute.separate
-        if run and several and (more_bytes := run.kept_bytes(found.plan.block_modes) - self.several_kept) > 0:
+        several = self.several.hold_bytes and settings.plan is None and not wrapped.compute.separate
+        if run and several and (more_bytes := self.several.more_kept(run, found.plan.block_modes)):
             try:
                 found = arranged(between_bytes, more_bytes)
             except BudgetError:
                 if modes is None:
-                    found = arranged(between_bytes, modes=run.keeping_within(found.plan.block_modes, self.several_kept))
+                    found = arranged(between_bytes, modes=run.keeping_within(found.plan.block_modes, self.several.kept_bytes))
         if self.is_first or settings.plan is not None:  # its first step makes the state
             found = replace(found, plan=replace(found.plan, peak_bytes=max(found.plan.peak_bytes, found.first_peak_bytes)))
         if settings.plan is not None:  # what was foretold stands

@@ -26,7 +26,7 @@ from typing import Any
 from .. import _core
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
-from ..planner.planning import first_room
+from ..planner.planning import first_room, second_bytes
 from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
 from .arranging import anew_of
@@ -42,6 +42,10 @@ from .wrapped import Wrapped
 ROOM_FOR_LOSS = (4, 2, 0)
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
+#: A request that is refused where nobody knows what else the step will ask for names a budget that is larger by this part.
+NAMED_PART = 16
+#: Of the size of chunks is what the smallest plan takes beside slots for what one operation reads.
+_OTHER_CHUNKS = 2
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
 
@@ -153,9 +157,14 @@ class Fitter:
         settings = self._wrapped.settings
         if not self._decider.is_first or self._decider.dry_runs or settings.plan is not None or self._wrapped.compute.separate:
             return best
-        self._decider.first_room_bytes = first_room(run, self._wrapped.layout, settings.memory_bytes, best.safest_bytes)
+        return self._with_room(run, best)
+
+    def _with_room(self, run: DryRun, best: Arrangement) -> Arrangement:
+        """The arrangement for a step that is to show what the program does, where `best` is that of those that keep to it."""
+        wanted = first_room(run, self._wrapped.layout, self._wrapped.settings.memory_bytes, best, self._refused)
+        self._decider.first_room_bytes = wanted
         try:
-            return self._decider.decide(run)
+            return self._decider.decide_for_all(run)
         except BudgetError:
             self._decider.first_room_bytes = 0
             return best
@@ -217,6 +226,7 @@ class Fitter:
 
     def begin_step(self) -> int:
         """What a program holds now it may let go of before the step is at its highest; returns how much it is."""
+        self._decider.several.begin_step()
         self._held_before = self._carrier.held_now_bytes()
         return self._held_before
 
@@ -230,13 +240,15 @@ class Fitter:
         unseen_bytes, more_bytes = self._decider.unseen_bytes, self._decider.loss.more_than(run)
         fits, self._refused = True, 0
         # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
-        pending_bytes = 0 if self._decider.several_hold else self._homes.arrangement.pending_bytes
-        self._note_kept(run)
-        whole = not self._decider.several_hold and all(shapes == self._largest[1] for shapes in batches)
+        several = self._decider.several
+        pending_bytes = 0 if several.hold_bytes else self._homes.arrangement.pending_bytes
+        several.note_kept(run, self._homes.arrangement.plan)
+        # Where blocks swap a step tells little: what they write leaves memory while the loss is made.
+        swaps = any(mode.endswith("swap") for mode in self._homes.arrangement.plan.block_modes)
+        whole = not several.hold_bytes and not (roomy and swaps) and all(shapes == self._largest[1] for shapes in batches)
         if whole and not self._decider.loss.known and self._decider.loss.note_first(loss_bytes or 0, run):
             self._decider.unseen_bytes = 0
-        # Where blocks swap a step tells nothing: what they write leaves memory while the loss is made.
-        if whole and self._decider.loss.known and not {"swap", "checkpoint_swap"} & set(self._homes.arrangement.plan.block_modes):
+        if whole and self._decider.loss.known and not swaps:
             self._decider.loss.note_light(loss_bytes or 0, run)
         if unseen_bytes > self._decider.unseen_bytes or self._decider.loss.more_than(run) != more_bytes:
             fits = self._plan_as_now()
@@ -266,11 +278,12 @@ class Fitter:
             return None
         self.note_several()
         all_kept = run.kept_bytes(("keep",) * len(now.plan.block_modes))
-        if self._decider.several_hold < all_kept:
-            self._note_kept(run)
+        several = self._decider.several
+        if several.hold_bytes < all_kept:
+            several.note_kept(run, now.plan)
         else:
-            self._decider.several_kept = max(self._decider.several_kept, all_kept)
-        self._decider.unseen_bytes = max(self._decider.unseen_bytes, self._decider.several_hold)
+            several.kept_bytes = max(several.kept_bytes, all_kept)
+        self._decider.unseen_bytes = max(self._decider.unseen_bytes, several.hold_bytes)
         try:
             return self._plan_again(now.plan.n_persist)
         except BudgetError:
@@ -292,7 +305,8 @@ class Fitter:
 
     def learn_refused(self, needed_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """A step was not made, as so much would have been in memory; args, kwargs: what the next is about to be made of. Plans
-        are made anew, with room for it, and each time in a row for twice as much more; returns the batch that decided.
+        are made anew, with room for it; and as the step has not shown all, the next one leaves room as a first one does, each
+        time in a row twice as much. Returns the batch that decided.
 
         Raises:
             BudgetError: nothing fits any more. What was learned is forgotten, for the next step to show it again.
@@ -301,17 +315,19 @@ class Fitter:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
-        self._note_kept(self._largest[0])
+        run, several = self._largest[0], self._decider.several
+        several.note_kept(run, self._homes.arrangement.plan)
         more = needed_bytes - self._homes.arrangement.needed_bytes
         self.end_first()
         if not self._learns() or more <= 0:
             return None
-        self._decider.unseen_bytes += self._decider.loss.note_refused(more, self._largest[0]) << self._refused
+        self._decider.unseen_bytes += self._decider.loss.note_refused(more, run)
         self._refused += 1
         try:
-            return self._plan_again()
+            return self._plan_again(leaves_room=True)
         except BudgetError as error:
-            refused = self._refusal(error, self._largest[0], args, kwargs)
+            self._decider.unseen_bytes = max(self._decider.unseen_bytes, several.needed_bytes(self._wrapped.layout))
+            refused = self._refusal(error, run, args, kwargs)
             self._decider.unseen_bytes = self._refused = 0
             raise refused from None
 
@@ -332,20 +348,33 @@ class Fitter:
     def note_several(self) -> None:
         """Another forward of a step begins whose backward comes with that of those before. What they hold has no room in this
         step but what its plan leaves; from the next one on it is planned with."""
-        self._decider.several_hold = max(self._decider.several_hold, self._carrier.held_now_bytes())
+        self._decider.several.note(self._carrier.waiting_bytes(), self._largest[0], self._homes.arrangement.plan)
 
-    def _note_kept(self, run: DryRun | None) -> None:
-        """A step was made, or refused, that shows what it takes beyond the plan in use. Where it had several forwards what the
-        first of them keeps is there until its own backward, the last of all: a plan that keeps more takes so much more."""
-        if self._decider.several_hold and run is not None:
-            self._decider.several_kept = max(self._decider.several_kept, run.kept_bytes(self._homes.arrangement.plan.block_modes))
+    def named_bytes(self) -> int:
+        """The budget that a request is to name at least which is refused in the step under way. The request alone is the first of
+        many that a larger budget would have refused."""
+        found, wrapped = self._homes.arrangement, self._wrapped
+        budget_bytes, run = wrapped.settings.memory_bytes, self._largest[0]
+        if wrapped.compute.separate:  # what is refused there is another budget's
+            return 0
+        named = budget_bytes + budget_bytes // NAMED_PART
+        if run is None or not (more_bytes := self._decider.several.needed_bytes(wrapped.layout)):
+            return named
+        needed = found.smallest_bytes + more_bytes
+        chunk_bytes = wrapped.within(max(needed, budget_bytes)).layout.chunk_bytes
+        grown_bytes = (chunk_bytes - wrapped.layout.chunk_bytes) * (run.n_together + _OTHER_CHUNKS) - found.unseen_bytes
+        if found.smallest_bytes + more_bytes - found.safest_bytes >= second_bytes(run, wrapped.layout):
+            saved_bytes = run.kept_bytes(("checkpoint",) * len(found.plan.block_modes))
+            needed = found.safest_bytes + self._decider.several.needed_bytes(wrapped.layout, saved_bytes)  # as first_room has it
+        return max(named, needed + grown_bytes)
 
     def note_beside(self, needed_bytes: int) -> None:
         """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was
         refused, or state gave way to it. From the next step on that is planned with."""
         more_bytes = needed_bytes - self._homes.arrangement.needed_bytes
-        self._decider.several_hold = max(self._decider.several_hold, self._decider.unseen_bytes + more_bytes)
-        self._note_kept(self._largest[0])
+        several = self._decider.several
+        several.hold_bytes = max(several.hold_bytes, self._decider.unseen_bytes + more_bytes)
+        several.note_kept(self._largest[0], self._homes.arrangement.plan)
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
@@ -383,10 +412,11 @@ class Fitter:
         for shapes, run in new:
             self._add(shapes, run)
         if self._learns():
-            self._decider.unseen_bytes = max(before, self._decider.several_hold)
+            self._decider.unseen_bytes = max(before, self._decider.several.hold_bytes)
         if not new and self._decider.unseen_bytes == before:
             return None
-        for unseen_bytes in (self._decider.unseen_bytes, before if self._decider.loss.known else self._decider.several_hold):
+        held_bytes = self._decider.several.hold_bytes
+        for unseen_bytes in (self._decider.unseen_bytes, before if self._decider.loss.known else held_bytes):
             self._decider.unseen_bytes = unseen_bytes
             with suppress(BudgetError):
                 return None if not new and self._plan_as_now() else self._plan_again()
@@ -410,14 +440,16 @@ class Fitter:
         self._homes.rearrange(replace(found, plan=replace(found.plan, step_seconds=now.step_seconds, forecast=now.forecast)))
         return True
 
-    def _plan_again(self, least_persist: int = 0) -> Batch | None:
+    def _plan_again(self, least_persist: int = 0, *, leaves_room: bool = False) -> Batch | None:
         """Plans are made anew, by what is known now; returns the batch that decided. None: fewer chunks than least_persist would
-        stay in memory, so the plan in use does."""
+        stay in memory, so the plan in use does. leaves_room: in the next step, for what it is to show."""
         largest = self._largest
         if self._decider.measured:
             best = self._decide_measured()
         else:
             best, largest = self._decider.with_others(self._decider.decide(largest[0]), largest)
+            if leaves_room and largest[0] is not None:
+                best = self._with_room(largest[0], best)
         if best.plan.n_persist < least_persist:
             return None
         self._carrier.carry_out(best)

@@ -1,0 +1,56 @@
+"""Several forwards of a step before one backward: what those that wait hold, and what a step with as many needs beside one.
+
+No dry run sees them. Autograd holds what each of them saved until its own backward, and, as the last one's comes first, every
+gradient until those of all others are added to it. What blocks save is another matter in each mode: what is measured here is
+compared by what a dry run tells of it. What goes to the disk is not held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dryrun.phases import DryRun
+from ..model.layout import Chunks
+from ..planner.plans import Plan
+
+
+class Several:
+    """Of one session.
+
+    hold_bytes: of other forwards before a backward, before the last of them; 0: there were none.
+    kept_bytes: of what blocks of one forward save, in the steps that showed what these take.
+    """
+
+    def __init__(self) -> None:
+        self.hold_bytes = self.kept_bytes = 0
+        self._n_waiting = self._most_waiting = 0  # in the step under way, and of all
+        self._each_bytes = 0  # that one of them holds whose blocks save nothing, at most
+
+    def begin_step(self) -> None:
+        self._n_waiting = 0
+
+    def note(self, held_bytes: int, run: DryRun | None, plan: Plan) -> None:
+        """Another forward of a step begins, and those before it hold so much."""
+        self._n_waiting += 1
+        self._most_waiting = max(self._most_waiting, self._n_waiting)
+        self.hold_bytes = max(self.hold_bytes, held_bytes)
+        saved_bytes = run.kept_bytes(plan.block_modes) if run is not None else 0
+        self._each_bytes = max(self._each_bytes, held_bytes // self._n_waiting - saved_bytes)
+
+    def note_kept(self, run: DryRun | None, plan: Plan) -> None:
+        """A step was made, or refused, that shows what it takes beyond this plan. Where it had several forwards what the first of
+        them keeps is there until its own backward, the last of all: a plan that keeps more takes so much more."""
+        if self.hold_bytes and run is not None:
+            self.kept_bytes = max(self.kept_bytes, run.kept_bytes(plan.block_modes))
+
+    def more_kept(self, run: DryRun, modes: Sequence[str]) -> int:
+        """By how much more others hold with these modes than in the steps that showed it."""
+        return max(run.kept_bytes(modes) - self.kept_bytes, 0) * max(self._most_waiting, 1)
+
+    def needed_bytes(self, chunks: Chunks, saved_bytes: int = 0) -> int:
+        """What a step takes beside one of a single forward, at most. How many forwards there will be is not known: after the
+        second, twice as many as there were, and so on. saved_bytes: by the blocks of each."""
+        if not self._most_waiting:
+            return 0
+        n_others = (1 << self._most_waiting.bit_length()) - 1
+        return n_others * (self._each_bytes + saved_bytes) + sum(chunks.grad_bytes)
