@@ -96,7 +96,7 @@ class Session:
         self.closed = False
         self.driver = threading.get_ident()  # the thread that made the last forward
         self._caches_are_of_no_use = keycaches.are_of_no_use(wrapped.model)
-        self._awaited = Awaited()
+        self._awaited = Awaited(self._differentiates)
         self._graphs = False  # forwards recorded gradients, since the last step or awaited: what autograd keeps lies where it lay
         self._in_eval = False  # the last forward that recorded gradients was in eval mode
         self._trains_in_eval: bool | None = None  # not known before a backward, or a forward in train mode
@@ -359,6 +359,11 @@ class Session:
         self.marks.backward_begins()
         self.engine.stash_end()
         self._trains_in_eval = self._in_eval
+
+    def _differentiates(self) -> None:
+        """A backward begins that another one may go through."""
+        self.fitter.differentiates = True
+        self.engine.set_named(self.fitter.named_bytes())
 
     def _block_is_back(self, number: int, recomputed: bool) -> None:
         self.runner.block_is_back(number, recomputed)

@@ -14,8 +14,10 @@ from twins import adamw
 
 import protrain
 from benchmarks.refusals import until_made
+from protrain.api import find_session
 
 ROWS = 512
+IN_A_STEP = "a request of"  # what refusals begin with that are not a plan's
 
 
 def three_forwards(model: Any, number: int) -> torch.Tensor:
@@ -67,6 +69,74 @@ def test_no_step_is_refused_where_the_safest_plan_has_room(
     rigid(monkeypatch)
     refused, _ = wrapped(loss_of, memory)
     assert refused > 0, "the test has too much room"
+
+
+def contrasted(model: Any, number: int) -> torch.Tensor:
+    """Two forwards of half a batch, and what the program makes of each."""
+    good, bad = (model(x, loss=False).log_softmax(-1).square().sum(-1) for x in inputs(2, ROWS // 2, seed=number))
+    return -torch.nn.functional.logsigmoid(good - bad).mean()
+
+
+def of_forwards(count: int) -> Callable[[Any, int], torch.Tensor]:
+    return lambda model, number: torch.stack([model(x) for x in inputs(count, ROWS, seed=number)]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "most"),
+    [(contrasted, 2), (of_forwards(2), 2), (three_forwards, 3), (of_forwards(8), 4), (gradient_penalty, 4)],
+    ids=["contrasted", "two", "three", "eight", "penalty"],
+)
+def test_who_restarts_with_the_named_budget_does_not_do_so_for_ever(
+    loss_of: Callable[[Any, int], torch.Tensor], most: int
+) -> None:
+    """From the smallest that the first batch is refused with: each refusal behind it tells of what waits, not of one request."""
+    plain = Chain()
+    want, _ = train(plain, adamw(plain), loss_of, 3)
+    memory, named = 1 << 20, []
+    while (refused := started(loss_of, memory, want)) is not None:
+        smallest, message = refused
+        assert smallest > memory
+        assert str(smallest) in message
+        memory = smallest
+        if IN_A_STEP in message:
+            named.append(memory)
+    assert len(named) <= most, named
+
+
+@pytest.mark.parametrize("more", [1.0, 1.25, 1.5])
+def test_steps_that_are_made_again_are_made(more: float) -> None:
+    """In the budget that is named where the batch's own smallest is too small for two forwards, and in larger ones."""
+    memory, message = 1 << 20, ""
+    while IN_A_STEP not in message:
+        refused = started(of_forwards(2), memory, [])
+        assert refused is not None
+        memory, message = refused
+    n_refused, status = wrapped(of_forwards(2), int(more * memory))
+    assert status.steps == 4
+    assert n_refused <= 1
+
+
+def started(loss_of: Callable[[Any, int], torch.Tensor], memory: int, want: list[float]) -> tuple[int, str] | None:
+    """A program that ends where it is refused: the budget that is named, and the message. None: it made its steps, at least one,
+    with these losses."""
+    model: Any = Chain()
+    got = []
+    try:
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        for number in range(max(len(want), 1)):
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got.append(loss.item())
+    except protrain.BudgetError as error:
+        return error.smallest_bytes, str(error)
+    finally:
+        loss = None  # type: ignore[assignment]
+        if find_session(model) is not None:
+            protrain.unwrap(model)
+    assert got == want or not want
+    return None
 
 
 def test_state_gives_way_and_comes_back() -> None:

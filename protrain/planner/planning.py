@@ -35,11 +35,16 @@ def first_room(run: DryRun, chunks: Chunks, memory_bytes: int, found: Arrangemen
     """Bytes that the first step of all leaves for a program that runs several forwards before a backward, or goes through a
     backward again, to show it: what the safest plan would where there is a second forward in it, else what the one with the least
     in memory would. found: for the steps behind it; n_refused: in a row, for want of it."""
-    most_bytes = (FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(chunks.grad_bytes)) << n_refused
+    most_bytes = most_room(run, chunks) << n_refused
     room_bytes = memory_bytes - found.safest_bytes
     if room_bytes < second_bytes(run, chunks):
         room_bytes = memory_bytes - found.smallest_bytes
     return min(most_bytes, max(room_bytes, 0))
+
+
+def most_room(run: DryRun, chunks: Chunks) -> int:
+    """What that takes where nothing that is saved leaves memory, as in a backward through a backward."""
+    return FIRST_ROOM_TIMES * run.keep_peak_bytes + sum(chunks.grad_bytes)
 
 
 def second_bytes(run: DryRun, chunks: Chunks) -> int:

@@ -9,7 +9,7 @@ a step is made. A graph that none of them shows, as one of a part of the model, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,25 +18,27 @@ import torch
 class _Note:
     came = False
 
-    def __init__(self, differentiated: set[_Note]) -> None:
-        self._differentiated = differentiated
+    def __init__(self, differentiated: set[_Note], tell: Callable[[], object]) -> None:
+        self._differentiated, self._tell = differentiated, tell
 
     def backward_comes(self, _grads: Any) -> None:
         if torch.is_grad_enabled():  # create_graph: what this backward makes saves parameters too, and may outlive these nodes
             self._differentiated.add(self)
+            self._tell()
         self.came |= not torch._C._autograd._get_current_graph_task_keep_graph()  # else another one may come
 
 
 class Awaited:
-    """Of one session."""
+    """Of one session. tell: called when a backward begins that makes a graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
         self._notes: list[weakref.ref[_Note]] = []
         self._differentiated: set[_Note] = set()  # in this step, by a backward that has a graph of its own
 
     def add(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward of the whole model has returned these."""
-        note = _Note(self._differentiated)
+        note = _Note(self._differentiated, self._tell)
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(note.backward_comes)
         self._notes = [ref for ref in self._notes if _waits(ref)]

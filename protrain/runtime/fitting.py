@@ -26,7 +26,7 @@ from typing import Any
 from .. import _core
 from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
-from ..planner.planning import first_room, second_bytes
+from ..planner.planning import first_room, most_room, second_bytes
 from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
 from .arranging import anew_of
@@ -60,11 +60,12 @@ def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
 
 
 class Fitter:
-    """Of one session. planned: whether a batch was planned for; words: what batches are known by; foresees: their dry runs."""
+    """Of one session. planned: whether a batch was planned for; differentiates: whether a backward made a graph for another one;
+    words: what batches are known by; foresees: their dry runs."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes, decider: Decider, carrier: Carrier) -> None:
         self._wrapped, self._homes, self._decider, self._carrier = wrapped, homes, decider, carrier
-        self.planned = False
+        self.planned = self.differentiates = False
         self.words = Words()
         self.foresees = Foreseer(wrapped, engine)
         self._unforeseen = Unforeseen()
@@ -315,18 +316,18 @@ class Fitter:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
-        run, several = self._largest[0], self._decider.several
-        several.note_kept(run, self._homes.arrangement.plan)
+        run = self._largest[0]
+        self._decider.several.note_kept(run, self._homes.arrangement.plan)
         more = needed_bytes - self._homes.arrangement.needed_bytes
         self.end_first()
-        if not self._learns() or more <= 0:
+        if run is None or not self._learns() or more <= 0:
             return None
         self._decider.unseen_bytes += self._decider.loss.note_refused(more, run)
         self._refused += 1
         try:
             return self._plan_again(leaves_room=True)
         except BudgetError as error:
-            self._decider.unseen_bytes = max(self._decider.unseen_bytes, several.needed_bytes(self._wrapped.layout))
+            self._decider.unseen_bytes = max(self._decider.unseen_bytes, self._more_bytes(run))
             refused = self._refusal(error, run, args, kwargs)
             self._decider.unseen_bytes = self._refused = 0
             raise refused from None
@@ -358,15 +359,20 @@ class Fitter:
         if wrapped.compute.separate:  # what is refused there is another budget's
             return 0
         named = budget_bytes + budget_bytes // NAMED_PART
-        if run is None or not (more_bytes := self._decider.several.needed_bytes(wrapped.layout)):
+        if run is None or not (more_bytes := self._more_bytes(run)):
             return named
         needed = found.smallest_bytes + more_bytes
         chunk_bytes = wrapped.within(max(needed, budget_bytes)).layout.chunk_bytes
         grown_bytes = (chunk_bytes - wrapped.layout.chunk_bytes) * (run.n_together + _OTHER_CHUNKS) - found.unseen_bytes
-        if found.smallest_bytes + more_bytes - found.safest_bytes >= second_bytes(run, wrapped.layout):
+        if needed - found.safest_bytes >= second_bytes(run, wrapped.layout):  # as first_room has it
             saved_bytes = run.kept_bytes(("checkpoint",) * len(found.plan.block_modes))
-            needed = found.safest_bytes + self._decider.several.needed_bytes(wrapped.layout, saved_bytes)  # as first_room has it
+            needed = found.safest_bytes + max(more_bytes, self._decider.several.needed_bytes(wrapped.layout, saved_bytes))
         return max(named, needed + grown_bytes)
+
+    def _more_bytes(self, run: DryRun) -> int:
+        """What a step of this program may take beside one with a single forward and its backward."""
+        several_bytes = self._decider.several.needed_bytes(self._wrapped.layout)
+        return max(several_bytes, most_room(run, self._wrapped.layout)) if self.differentiates else several_bytes
 
     def note_beside(self, needed_bytes: int) -> None:
         """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was

@@ -70,8 +70,15 @@ static void a_limit_holds_to_the_byte(void) {
   const ptn_error *error = ptn_last_error();
   CHECK(error->needed_bytes == 3 * PTN_PAGE_BYTES + 128 && error->budget_bytes == 3 * PTN_PAGE_BYTES);
   CHECK(strstr(error->message, "8192") && strstr(error->message, "4224 of 12288"));
+  CHECK(error->smallest_bytes == error->needed_bytes && strstr(error->message, "at least 12416 bytes"));
+  ptn_account_set_named(limited, 100);
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == error->needed_bytes);
+  ptn_account_set_named(limited, 5 * PTN_PAGE_BYTES);
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == 5 * PTN_PAGE_BYTES);
+  CHECK(error->needed_bytes == 3 * PTN_PAGE_BYTES + 128 && strstr(error->message, "at least 20480 bytes"));
+  ptn_account_set_named(limited, 0);
   CHECK(ptn_arena_alloc(limited, SIZE_MAX, &refused) == PTN_BUDGET);
-  CHECK(stats_of(limited).live_bytes == PTN_PAGE_BYTES + 128 && stats_of(limited).refused_count == 2);
+  CHECK(stats_of(limited).live_bytes == PTN_PAGE_BYTES + 128 && stats_of(limited).refused_count == 4);
   ptn_arena_free(small);
   void *exact = take(limited, 2 * PTN_PAGE_BYTES);
   CHECK(ptn_arena_alloc(limited, 1, &refused) == PTN_BUDGET);
