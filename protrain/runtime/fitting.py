@@ -72,6 +72,7 @@ class Fitter:
         self._held_before = 0  # when the step under way began
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
+        self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
@@ -354,20 +355,27 @@ class Fitter:
     def named_bytes(self) -> int:
         """The budget that a request is to name at least which is refused in the step under way. The request alone is the first of
         many that a larger budget would have refused."""
-        found, wrapped = self._homes.arrangement, self._wrapped
-        budget_bytes, run = wrapped.settings.memory_bytes, self._largest[0]
+        run, wrapped = self._largest[0], self._wrapped
         if wrapped.compute.separate:  # what is refused there is another budget's
             return 0
-        named = budget_bytes + budget_bytes // NAMED_PART
+        named = wrapped.settings.memory_bytes + wrapped.settings.memory_bytes // NAMED_PART
         if run is None or not (more_bytes := self._more_bytes(run)):
             return named
-        needed = found.smallest_bytes + more_bytes
-        chunk_bytes = wrapped.within(max(needed, budget_bytes)).layout.chunk_bytes
-        grown_bytes = (chunk_bytes - wrapped.layout.chunk_bytes) * (run.n_together + _OTHER_CHUNKS) - found.unseen_bytes
-        if needed - found.safest_bytes >= second_bytes(run, wrapped.layout):  # as first_room has it
+        if self._named[0] is not self._homes.arrangement or self._named[1] != more_bytes:
+            self._named = self._homes.arrangement, more_bytes, self._needed_with(run, more_bytes)
+        return max(named, self._named[2])
+
+    def _needed_with(self, run: DryRun, more_bytes: int) -> int:
+        """The smallest budget, about, whose first step has room for so much more, as `first_room` leaves it. Chunks grow with the
+        budget, and what the smallest plan takes with them."""
+        found, wrapped = self._homes.arrangement, self._wrapped
+        needed = found.smallest_bytes - found.unseen_bytes + more_bytes
+        if needed + found.unseen_bytes - found.safest_bytes >= second_bytes(run, wrapped.layout):
             saved_bytes = run.kept_bytes(("checkpoint",) * len(found.plan.block_modes))
-            needed = found.safest_bytes + max(more_bytes, self._decider.several.needed_bytes(wrapped.layout, saved_bytes))
-        return max(named, needed + grown_bytes)
+            several_bytes = self._decider.several.needed_bytes(wrapped.layout, saved_bytes)
+            needed = found.safest_bytes - found.unseen_bytes + max(more_bytes, several_bytes)
+        larger = wrapped.within(max(needed, wrapped.settings.memory_bytes)).layout
+        return needed + (larger.chunk_bytes - wrapped.layout.chunk_bytes) * (run.n_together + _OTHER_CHUNKS)
 
     def _more_bytes(self, run: DryRun) -> int:
         """What a step of this program may take beside one with a single forward and its backward."""
