@@ -458,7 +458,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 ACTIONS = (
     "step", "step", "step", "eval", "inference", "evalmode", "schedule", "freeze", "unfreeze", "reload", "states", "rewrap",
-    "skip", "write", "read", "options", "copy", "abandon", "between", "raise", "double", "train_in_eval", "clear",
+    "skip", "write", "read", "options", "copy", "abandon", "between", "raise", "several", "train_in_eval", "clear",
     "optimizer_state",
 )  # fmt: skip
 
@@ -713,12 +713,13 @@ class Run:
             self.tell(f"{self.place}: nothing was raised", None)
         self.optimizer.zero_grad()
 
-    def do_double(self) -> None:
-        """Two forwards, one backward."""
-        first, second = self.losses(*self.batch()), self.losses(*self.batch())
-        (first[0] + second[0]).backward()
-        self.tell(f"{self.place}: loss", first[0] + second[0])
-        del first, second
+    def do_several(self) -> None:
+        """Three forwards, one backward: sums of three gradients are the first whose order shows."""
+        first, second, third = (self.losses(*self.batch()) for _ in range(3))
+        loss = first[0] + second[0] + third[0]
+        loss.backward()
+        self.tell(f"{self.place}: loss", loss)
+        del first, second, third, loss
         self.update()
         self.optimizer.zero_grad()
 

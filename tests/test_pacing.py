@@ -220,6 +220,7 @@ def test_gradients_do_not_outlive_a_chunk_that_leaves_memory(gpt2: Any, token_ba
 
 
 def test_a_plan_waits_while_others_hold_its_room(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rigid(monkeypatch, yields=True)  # a first step that leaves room swaps in this budget, as the plan by time does
     monkeypatch.setattr(pacing, "measure_machine", lambda *_: machine(1e11))
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)

@@ -18,21 +18,23 @@ import torch
 class _Note:
     came = False
 
-    def __init__(self, differentiated: set[_Note], tell: Callable[[], object]) -> None:
+    def __init__(self, differentiated: set[_Note], tell: weakref.WeakMethod[Callable[[], object]]) -> None:
         self._differentiated, self._tell = differentiated, tell
 
     def backward_comes(self, _grads: Any) -> None:
         if torch.is_grad_enabled():  # create_graph: what this backward makes saves parameters too, and may outlive these nodes
             self._differentiated.add(self)
-            self._tell()
+            if (tell := self._tell()) is not None:
+                tell()
         self.came |= not torch._C._autograd._get_current_graph_task_keep_graph()  # else another one may come
 
 
 class Awaited:
-    """Of one session. tell: called when a backward begins that makes a graph."""
+    """Of one session. tell: a method of it, called when a backward begins that makes a graph. Graphs outlive sessions, and must
+    not hold them."""
 
     def __init__(self, tell: Callable[[], object]) -> None:
-        self._tell = tell
+        self._tell = weakref.WeakMethod(tell)
         self._notes: list[weakref.ref[_Note]] = []
         self._differentiated: set[_Note] = set()  # in this step, by a backward that has a graph of its own
 
