@@ -252,7 +252,7 @@ class Session:
                 self.wrapped.compute.make_whole(self.engine, room_bytes, *self.decider.recomputed_bytes())
                 self._tells = True
                 self._held_before = self.fitter.begin_step()
-                self.engine.set_named(self.fitter.named_bytes())
+                self._name_budget()
                 self.marks.begin()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
             self.runner.begin_pass(self.decider.measured)
@@ -331,7 +331,7 @@ class Session:
         forward is its step's first."""
         if not begins:
             self.fitter.note_several()
-            self.engine.set_named(self.fitter.named_bytes())
+            self._name_budget()
             self._held_before = None
             return
         refused_bytes = self.marks.refused_bytes if self._tells else 0  # the last step was not made
@@ -360,10 +360,14 @@ class Session:
         self.engine.stash_end()
         self._trains_in_eval = self._in_eval
 
+    def _name_budget(self) -> None:
+        """What is refused in the step under way names what is known of it by now."""
+        self.engine.set_named(self.fitter.named_bytes())
+
     def _differentiates(self) -> None:
         """A backward begins that another one may go through."""
         self.fitter.differentiates = True
-        self.engine.set_named(self.fitter.named_bytes())
+        self._name_budget()
 
     def _block_is_back(self, number: int, recomputed: bool) -> None:
         self.runner.block_is_back(number, recomputed)

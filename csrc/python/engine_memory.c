@@ -155,20 +155,18 @@ PyObject *ptn_python_mark_yielded(PyObject *object, PyObject *unused) {
 
 /* ---- the goal, and the stash around a forward ---- */
 
-PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) {
+static PyObject *set_of_account(PyObject *object, PyObject *number, void (*set)(ptn_account *, uint64_t)) {
   if (!ptn_python_engine(object)) return NULL;
-  unsigned long long goal_bytes = PyLong_AsUnsignedLongLong(number);
+  unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
   if (PyErr_Occurred()) return NULL;
-  ptn_account_set_goal(ptn_python_account(object), goal_bytes);
+  set(ptn_python_account(object), bytes);
   Py_RETURN_NONE;
 }
 
+PyObject *ptn_python_set_goal(PyObject *object, PyObject *number) { return set_of_account(object, number, ptn_account_set_goal); }
+
 PyObject *ptn_python_set_named(PyObject *object, PyObject *number) {
-  if (!ptn_python_engine(object)) return NULL;
-  unsigned long long named_bytes = PyLong_AsUnsignedLongLong(number);
-  if (PyErr_Occurred()) return NULL;
-  ptn_account_set_named(ptn_python_account(object), named_bytes);
-  Py_RETURN_NONE;
+  return set_of_account(object, number, ptn_account_set_named);
 }
 
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments) {
