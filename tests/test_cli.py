@@ -477,6 +477,16 @@ def test_training_saves_a_model_that_transformers_reads(work: Path) -> None:
     assert json.loads(further.stdout.splitlines()[0])["loss"] < lines[0]["loss"]
 
 
+def test_a_warning_is_told_before_the_first_step(work: Path) -> None:
+    """What it warns of may end the process. JSON lines have it in the summary."""
+    lines = run(work, *SMALL, "--steps", 2, "--memory", "4000TiB").stdout.splitlines()
+    notes = [number for number, line in enumerate(lines) if line.startswith("note: protrain: memory is 4000")]
+    steps = [number for number, line in enumerate(lines) if line.startswith("step ")]
+    assert len(notes) == 1 and len(steps) == 2 and notes < steps, lines
+    summary = json.loads(run(work, *SMALL, "--steps", 2, "--memory", "4000TiB", "--json").stdout.splitlines()[-1])
+    assert [text.split(",")[0] for text in summary["warnings"]] == [lines[notes[0]].removeprefix("note: ").split(",")[0]]
+
+
 def steps_of(trace: Path) -> list[str]:
     """The steps in a Chrome trace, after looking at its lanes."""
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]

@@ -1,7 +1,7 @@
 """What a person, or a program, sees of a training: a live panel on a terminal, plain lines in a file, JSON lines with --json.
 
-All three are told the same things: `stage` (what is being prepared), `step` (a finished step), `saving` (how much is written) and
-`finish` (the summary).
+All three are told the same things: `stage` (what is being prepared), `note` (a warning, as it comes), `step` (a finished step),
+`saving` (how much is written) and `finish` (the summary).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Display(Protocol):
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
     def stage(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def saving(self, done_bytes: int, total_bytes: int) -> None: ...
     def step(self, step: Step) -> None: ...
     def finish(self, summary: Summary) -> None: ...
@@ -81,6 +82,9 @@ class _Json:
 
     def stage(self, text: str) -> None:
         pass
+
+    def note(self, text: str) -> None:
+        pass  # a line of stdout is a step, or the summary, which has them all
 
     def saving(self, done_bytes: int, total_bytes: int) -> None:
         pass
@@ -106,6 +110,9 @@ class _Plain:
 
     def stage(self, text: str) -> None:
         print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"note: {text}", flush=True)
 
     def saving(self, done_bytes: int, total_bytes: int) -> None:
         pass  # lines of a file: one for all of it is enough
@@ -149,6 +156,11 @@ class _Live:
 
     def stage(self, text: str) -> None:
         self._stage = text
+
+    def note(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text.assemble(("note  ", "bold"), text))  # stays above the panel
 
     def saving(self, done_bytes: int, total_bytes: int) -> None:
         whole = done_bytes >= total_bytes
@@ -243,7 +255,6 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("peak", f"{_of_budget(int(fields['peak_memory_bytes']), summary.budget_bytes)} of memory"),
         ("disk", f"{size_text(int(fields['disk_read_bytes']))} read, {size_text(int(fields['disk_write_bytes']))} written"),
     ]
-    rows += [("note", text) for text in summary.warnings]
     rows.append(
         (
             "saved",

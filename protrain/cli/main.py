@@ -2,7 +2,7 @@
 
 0; 2 with the usage for wrong words; 130 after Ctrl-C; 1 with exactly one line on stderr for anything else. A traceback is
 shown only where PROTRAIN_TRACEBACK=1 asks for it. Warnings of other packages do not reach stderr; those of protrain itself
-are kept in `warnings_seen` and shown by the commands.
+go to those who listen (notes.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import io
 import os
 import sys
 import traceback
-import warnings
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from protrain.cli import interrupt
+from protrain.cli import interrupt, notes
 from protrain.cli.words import (
     CommandError,
     PathName,
@@ -29,7 +28,6 @@ from protrain.cli.words import (
     report_option,
 )
 
-warnings_seen: list[str] = []
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -306,22 +304,5 @@ def _quiet() -> None:
         os.environ.setdefault(name, value)
     if os.environ.get("PROTRAIN_TRACEBACK") == "1":
         return
-    warnings.simplefilter("default")
-    warnings.simplefilter("ignore", ResourceWarning)  # shown when the interpreter ends and our own way of showing is gone
-    warnings.showwarning = _keep_warning
+    notes.keep()
     sys.unraisablehook = lambda unraisable: None  # an interrupt inside a callback; interrupt.pressed still knows of it
-
-
-def _keep_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    text = " ".join(str(message).split())
-    ours = os.path.abspath(filename).startswith(package) and not issubclass(category, (DeprecationWarning, ImportWarning))
-    if (ours or category.__module__.split(".")[0] == "protrain") and text not in warnings_seen:
-        warnings_seen.append(text)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protrain.base.replacing import CHECKPOINT, clear_leftovers
 from protrain.base.sizes import default_disk_folder
+from protrain.cli import notes
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.machine import IN_MEMORY, file_system
@@ -208,7 +209,8 @@ def run(words: Words) -> None:
         f" x {words.accumulate}" if words.accumulate > 1 else ""
     )
     with disk_folder(words.disk), make_display(title, words.steps, words.memory, words.as_json) as display:
-        _train(words, setup, display)
+        with notes.heard_by(display.note):
+            _train(words, setup, display)
 
 
 def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
@@ -237,7 +239,6 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     import torch
 
     import protrain
-    from protrain.cli import main
     from protrain.cli.model import Initializer, build
 
     display.stage("making the model")
@@ -311,7 +312,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     display.finish(
         Summary(
             words.steps - done, losses[0], losses[-1], seconds, parameters, words.memory, words.out, saved_bytes,
-            list(main.warnings_seen), status, *written,
+            list(notes.seen), status, *written,
         )
     )  # fmt: skip
     if failure is not None:
