@@ -289,7 +289,7 @@ def _alike(value: Any, ours: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1 << 62
+    return type(value) is float and math.isfinite(value) or type(value) is int and abs(value) < 1 << 62
 
 
 class _Files:

@@ -488,6 +488,17 @@ def test_a_load_that_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> No
     protrain.unwrap(model)
 
 
+@pytest.mark.parametrize("lr", [0, 1e-300, 1e30, 1.7e308])
+def test_every_finite_rate_goes_on(lr: float, tmp_path: Path) -> None:
+    model, optimizer = trained(TIGHT)
+    optimizer.param_groups[0]["lr"] = lr
+    protrain.save(model, optimizer, tmp_path / "saved")
+    optimizer.param_groups[0]["lr"] = 0.1
+    protrain.load(model, optimizer, tmp_path / "saved")
+    assert optimizer.param_groups[0]["lr"] == lr
+    protrain.unwrap(model)
+
+
 @pytest.mark.parametrize("part", ["parameters", "optimizer state"])
 def test_a_state_dict_that_is_half_loaded(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DiskError, not torch's words about it; loading it again is enough."""
