@@ -289,7 +289,7 @@ def _alike(value: Any, ours: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value) or type(value) is int and abs(value) < 1 << 62
+    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < 1 << 62
 
 
 class _Files:

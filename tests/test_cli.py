@@ -482,7 +482,7 @@ def test_a_warning_is_told_before_the_first_step(work: Path) -> None:
     lines = run(work, *SMALL, "--steps", 2, "--memory", "4000TiB").stdout.splitlines()
     notes = [number for number, line in enumerate(lines) if line.startswith("note: protrain: memory is 4000")]
     steps = [number for number, line in enumerate(lines) if line.startswith("step ")]
-    assert len(notes) == 1 and len(steps) == 2 and notes < steps, lines
+    assert (len(notes), len(steps), notes < steps) == (1, 2, True), lines
     summary = json.loads(run(work, *SMALL, "--steps", 2, "--memory", "4000TiB", "--json").stdout.splitlines()[-1])
     assert [text.split(",")[0] for text in summary["warnings"]] == [lines[notes[0]].removeprefix("note: ").split(",")[0]]
 

@@ -208,9 +208,9 @@ def run(words: Words) -> None:
     title = f"protrain train {words.model_name}  batch {words.batch} x {setup.seq} tokens" + (
         f" x {words.accumulate}" if words.accumulate > 1 else ""
     )
-    with disk_folder(words.disk), make_display(title, words.steps, words.memory, words.as_json) as display:
-        with notes.heard_by(display.note):
-            _train(words, setup, display)
+    display = make_display(title, words.steps, words.memory, words.as_json)
+    with disk_folder(words.disk), display, notes.heard_by(display.note):
+        _train(words, setup, display)
 
 
 def _tokens(words: Words, setup: Setup, display: Display) -> tuple[Any, Any]:
