@@ -273,8 +273,9 @@ class SavedTensors:
 class SavedOrder:
     """Saved-tensor hooks of one forward of a block that is recomputed, csrc/python/recomputed_type.c; made by SavedTensors.order.
 
-    The frame's `recompute` is called for the first tensor that backward asks for: it runs the block's forward again between
-    `begin_again` and setting `over`, inside of `pack_again`. stop: raised there when all that was saved is back; None: no end.
+    The frame's `recompute` is called for the first tensor or parameter that backward asks for: it runs the block's forward again
+    between `begin_again` and setting `over`, inside of `pack_again`. stop: raised there when all that was saved is back; None: no
+    end.
     """
 
     over: bool

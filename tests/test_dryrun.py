@@ -25,7 +25,7 @@ from nets import Starting, steps
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from twins import adamw, assert_equal, run
+from twins import adamw, assert_equal, bits, run
 
 import protrain
 from protrain import _core
@@ -572,6 +572,73 @@ def test_recurrent_layers_have_all_their_chunks_at_once(
     assert status.plan.n_buffer >= 4
 
 
+class Adapted(nn.Module):
+    """A frozen layer at its end, whose backward needs its weight alone, behind what a low-rank adapter trains."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.requires_grad_(False)
+        self.a, self.b = (nn.Parameter(torch.randn(shape) * 0.05) for shape in ((8, width), (2 * width, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        y: torch.Tensor = x + self.down(nn.functional.silu(self.up(h) + h @ self.a.t() @ self.b.t()))
+        return y
+
+
+class Adapters(nn.Module):
+    def __init__(self, n_blocks: int, width: int = 192) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem, self.head = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Adapted(width) for _ in range(n_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.head(x).square().mean()
+        return y
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap", "swap", "keep"])
+@pytest.mark.parametrize("n_blocks", [3, 5])
+def test_the_smallest_budget_of_blocks_that_end_in_a_frozen_layer_works(n_blocks: int, mode: str, fresh_disk: Path) -> None:
+    """What a layer makes of its weight alone is not beside the recomputation that those before it need."""
+    batches = [torch.randn(8, 64, 192, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    given = {"disk": str(fresh_disk), "block_modes": [mode] * n_blocks}
+
+    def make() -> nn.Module:
+        return Adapters(n_blocks)
+
+    def trained(model: nn.Module) -> Any:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+
+    planned = make()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(planned, batches[0], memory=1000, optimizer=trained(planned), **given)
+    memory = refused.value.smallest_bytes
+    losses: dict[bool, list[bytes]] = {}
+    for plain in (True, False):
+        model: Any = make()
+        optimizer: Any = trained(model)
+        if not plain:
+            model, optimizer = protrain.wrap(model, optimizer, memory=memory, **given)
+        losses[plain] = []
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[plain].append(bits(loss))
+            del loss
+        if not plain:
+            assert protrain.status(model).peak_memory_bytes <= memory
+            protrain.unwrap(model)
+    assert losses[False] == losses[True]
+
+
 class Patches(nn.Module):
     """An image in patches, and a layer behind them."""
 
@@ -621,9 +688,9 @@ def _segformer() -> nn.Module:
     return transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(num_labels=10))
 
 
-def test_a_recomputed_block_may_have_the_slots_of_what_waits_for_it(disk: Path) -> None:
-    """Backward of a layer norm has its bias brought before its input, which a block of many more chunks than slots recomputes:
-    the slot is the bias's again then. One image: in torch's own way of fake tensors a convolution took seven times as much."""
+def test_a_block_is_recomputed_before_a_parameter_of_it_takes_a_slot(disk: Path) -> None:
+    """Backward of a layer norm asks for its bias before its input, which a block of many more chunks than slots recomputes.
+    One image: in torch's own way of fake tensors a convolution took seven times as much."""
     batch = {"pixel_values": torch.randn(1, 3, 64, 64), "labels": torch.randint(10, (1, 64, 64))}
     given = {"disk": str(disk)}
     with pytest.raises(protrain.BudgetError) as refused:

@@ -7,7 +7,8 @@
  * Design: forward notes only the place of a tensor in the order in which tensors are saved, with its shape and type, and its
  * version counter (saved_type.c says why). The first that backward asks for makes the frame (activations.py) run the forward
  * again, inside of pack_again, which brings tensors back by their place, those that autograd still has a use for. A parameter on disk
- * is passed through, both times.
+ * is passed through, both times; but where it is the first that backward asks for, the block is recomputed before it comes: what an
+ * operation makes of it (a frozen layer at the end of a block makes a gradient of nothing else) would be held beside the recomputation.
  *
  * Autograd holds Recomputed objects, each of these the frame, which holds the order; the order knows the frame and the Recomputed by weak
  * references, so a graph that is dropped leaves nothing. What else may hold a frame is Python's, such as a traceback that a module keeps:
@@ -174,20 +175,36 @@ static PyObject *order_pack_again(PyObject *object, PyObject *tensor) {
 
 /* ---- backward ---- */
 
+/* False with an exception set. */
+static bool recompute(PyObject *frame) {
+  PyObject *nothing = PyObject_CallMethod(frame, "recompute", NULL);
+  Py_XDECREF(nothing);
+  return nothing != NULL;
+}
+
+static PyObject *unpack_parameter(order_object *self, PyObject *packed) {
+  PyObject *frame = Py_NewRef(PyWeakref_GetObject(self->frame)); /* None: there is no use for anything else any more */
+  Py_INCREF(packed); /* a recomputation runs anything */
+  Py_INCREF(self);
+  bool good = self->over || PyList_Size(self->saved) == 0 || frame == Py_None || recompute(frame);
+  PyObject *tensor = good ? ptn_saved_unpack_parameter(self->hooks, packed) : NULL;
+  Py_DECREF(self);
+  Py_DECREF(packed);
+  Py_DECREF(frame);
+  return tensor;
+}
+
 static PyObject *order_unpack(PyObject *object, PyObject *packed) {
   const order_object *self = (order_object *)object;
-  if ((PyObject *)Py_TYPE(packed) != self->recomputed_type) return ptn_saved_unpack_parameter(self->hooks, packed);
+  if ((PyObject *)Py_TYPE(packed) != self->recomputed_type) return unpack_parameter((order_object *)object, packed);
   recomputed_object *record = (recomputed_object *)packed;
   if (!ptn_saved_check_version(ptn_counter_version(record->counter), record->version, record->shape)) return NULL;
   Py_INCREF(packed); /* a recomputation runs anything */
   Py_INCREF(object);
-  if (!record->tensor && !self->over) {
-    PyObject *nothing = PyObject_CallMethod(record->frame, "recompute", NULL);
-    Py_XDECREF(nothing);
-  }
+  bool good = record->tensor || self->over || recompute(record->frame);
   PyObject *tensor = NULL;
   uint32_t now = record->brought_version;
-  if (PyErr_Occurred()) {
+  if (!good) {
   } else if (!record->tensor) {
     PyErr_SetString(PyExc_RuntimeError,
                     "a recomputed block did not save the tensors that its forward saved: it must do the same each time");

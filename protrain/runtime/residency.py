@@ -12,7 +12,7 @@ memory, as a graph or a view of before, once the chunk has other values than it 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +75,6 @@ class Residency:
         self.filling: set[int] = set()  # chunks whose parameters get their first values, in use until that is over
         self._loans: list[int] = []  # chunks whose addresses were given away, in use
         self._nodes: list[_Node] = []  # whose chunks are held: each waits for a backward that runs inside of it, but for the last
-        self._waiting: set[int] = set()  # chunks of a node that waits for a recomputation
-        self._held: set[int] = set()  # those of them that are in their slots
 
     # ---- where parameters lie ----
 
@@ -212,11 +210,9 @@ class Residency:
         chunks = list(dict.fromkeys(self._layout.entries[number].chunk for number in numbers))
         if self.filling:
             chunks = [chunk for chunk in chunks if chunk not in self.filling]
-        if self._waiting:
-            chunks.sort(key=lambda chunk: chunk not in self._waiting)  # they get no other slots
         for chunk in chunks:
             self._bind_rest()
-            if not self._demand(chunk) and not (self._make_way(chunks) and self._demand(chunk)):
+            if not self._demand(chunk):
                 self._unbound = chunk
                 self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
                 self.own_slots += 1
@@ -337,34 +333,12 @@ class Residency:
 
     @contextmanager
     def node_waits(self) -> Iterator[None]:
-        """What runs inside is a recomputation that a node of the graph has asked for: it may have the slots of the chunks that
-        the node was given, which are in them again when it is over."""
-        node = self._come_to(_mark_of_node())
-        nodes, waiting = self._nodes, node.chunks
-        places = {chunk: self._begins[chunk] for chunk in waiting}
-        self._nodes, node.chunks = [], set()
-        self._waiting, self._held = waiting, set(waiting)
+        """What runs inside is a recomputation that a node of the graph has asked for, before it was given a parameter of the
+        block (csrc/python/recomputed_type.c). What nodes around it hold stays where it is."""
+        self._come_to(_mark_of_node())
+        nodes, self._nodes = self._nodes, []
         try:
             yield
-            self.release_nodes()
-            for chunk in waiting - self._held:
-                if not self._demand(chunk) or self._begins[chunk] != places[chunk]:
-                    raise RuntimeError(f"the slot of chunk {chunk} went to another while its block was recomputed")
-                self._held.add(chunk)
-            node.chunks = waiting
-        except BaseException:
-            for chunk in self._held:
-                self._engine.unuse(chunk)
-            raise
         finally:
             self.release_nodes()
             self._nodes = nodes
-            self._waiting, self._held = set(), set()
-
-    def _make_way(self, chunks: Sequence[int]) -> bool:
-        """For an operation that reads these chunks, none of which is one of the node that waits."""
-        if not self._held or not self._waiting.isdisjoint(chunks):
-            return False
-        while self._held:
-            self._engine.unuse(self._held.pop())
-        return True
