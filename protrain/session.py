@@ -428,6 +428,7 @@ class Session:
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
         found = self.gradients.to_use()
+        self._check_refused(found)
         try:
             if found:
                 if self._began is None and self.runner.unplanned:
@@ -448,6 +449,19 @@ class Session:
             self.wrapped.compute.count(self.engine, False)
         self._graphs = self._awaited.any()
         return norm
+
+    def _check_refused(self, found: bool) -> None:
+        """found: whether there are gradients.
+
+        Raises:
+            StepError: what was refused in this step has left it none, or a part of them.
+        """
+        fails = self.clock.unfinished and torch._C._current_graph_task_id() == -1
+        if self.marks.refused_bytes and (fails or not found):
+            raise StepError(
+                "optimizer.step(): the memory budget refused a forward or a backward of this step, which has "
+                f"{'a part of its' if found else 'no'} gradients: call optimizer.zero_grad(), and run forward and backward again"
+            )
 
     def _tell_unplanned(self) -> None:
         """Once: what plans begin with, a call of the model, did not come in this step."""

@@ -272,6 +272,9 @@ static void close_job(ptn_engine *engine, job *job) {
     slot->broken = false;
     slot->shadow = true;
     if (job->failed) slot->state = SLOT_EMPTY;
+  } else if (job->update && !job->cancelled && chunk->slot >= 0) {
+    slot *slot = &engine->slots[chunk->slot];
+    if (slot->chunk == job->chunk && slot->shadow) slot->state = SLOT_EMPTY; /* it lacks what this job made */
   }
   engine->n_jobs--;
   engine->job_bytes -= job->grad_bytes;

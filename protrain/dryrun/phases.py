@@ -132,13 +132,15 @@ class DryRun:
 
     def kept_bytes(self, block_modes: Sequence[str]) -> int:
         """What blocks hold from forward to backward that they would not if they swapped, or were recomputed where that is not
-        known."""
-        found = 0
-        for block, number, backward in self.calls():
+        known. Of the last one nothing stays that swaps: what it saves is written once its forward is over."""
+        found, calls = 0, self.calls()
+        last = max((number for _, number, backward in calls if backward), default=0)
+        for block, number, backward in calls:
             if backward and not block_modes[block].endswith("swap"):
                 begin, end = self.phases[number], self.phases[number + 1]
                 recomputed = end.checkpoint_entry_bytes - begin.checkpoint_entry_bytes
-                least = min(end.swap_entry_bytes - begin.swap_entry_bytes, recomputed) if end.swap_peak_bytes else recomputed
+                swapped = 0 if number == last else end.swap_entry_bytes - begin.swap_entry_bytes
+                least = min(swapped, recomputed) if end.swap_peak_bytes else recomputed
                 kept = end.keep_entry_bytes - begin.keep_entry_bytes if block_modes[block] == "keep" else recomputed
                 found += max(kept - least, 0)
         return found

@@ -97,3 +97,17 @@ def refuse(
         budget_bytes=error.budget_bytes,
         smallest_bytes=smallest,
     )
+
+
+def naming(error: BudgetError, named_bytes: int) -> BudgetError:
+    """The same, which names no less than what was named before: what a smallest plan needs is less than what is worth trying, where
+    nobody knows all that a step will ask for."""
+    if error.smallest_bytes >= named_bytes:
+        return error
+    return BudgetError(
+        f"memory: a step as the one that was refused has no room in the budget of {format_bytes(error.budget_bytes)}; give a "
+        f"budget of at least {format_bytes(named_bytes)} ({named_bytes} bytes)",
+        needed_bytes=error.needed_bytes,
+        budget_bytes=error.budget_bytes,
+        smallest_bytes=named_bytes,
+    )

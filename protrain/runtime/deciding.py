@@ -128,6 +128,14 @@ class Decider:
             found = replace(found, plan=plan)
         return placed(found, wrapped)
 
+    def smallest_bytes(self, run: DryRun) -> int:
+        """The smallest budget, with the chunks of this one and the modes that were given, for what a dry run foresaw alone."""
+        smaller = self._wrapped.with_memory(1)
+        try:
+            return self.decide(run, wrapped=smaller).smallest_bytes
+        except BudgetError as error:
+            return error.smallest_bytes - self.unseen_bytes - self.first_room_bytes
+
     def decide_for_all(
         self,
         run: DryRun | None,

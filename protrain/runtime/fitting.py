@@ -28,7 +28,7 @@ from ..dryrun.phases import DryRun, DryRunError
 from ..errors import BudgetError, Error
 from ..planner.planning import first_room, most_room, second_bytes
 from ..planner.plans import Arrangement
-from ..planner.smallest import refuse
+from ..planner.smallest import naming, refuse
 from .arranging import anew_of
 from .batches import Batch, Shapes, Words, covers, tensors_of
 from .carrying import Carrier, HeldError
@@ -73,6 +73,7 @@ class Fitter:
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
         self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
+        self._told_bytes = 0  # the budget that the last step under way was to name
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
@@ -331,6 +332,8 @@ class Fitter:
             self._decider.unseen_bytes = max(self._decider.unseen_bytes, self._more_bytes(run))
             refused = self._refusal(error, run, args, kwargs)
             self._decider.unseen_bytes = self._refused = 0
+            if not isinstance(refused, HeldError):
+                refused = naming(refused, max(needed_bytes, self._told_bytes))
             raise refused from None
 
     def _lose_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
@@ -355,9 +358,11 @@ class Fitter:
     def named_bytes(self) -> int:
         """The budget that a request is to name at least which is refused in the step under way. The request alone is the first of
         many that a larger budget would have refused."""
+        self._told_bytes = 0 if self._wrapped.compute.separate else self._worth_trying_bytes()  # there it is another budget's
+        return self._told_bytes
+
+    def _worth_trying_bytes(self) -> int:
         run, wrapped = self._largest[0], self._wrapped
-        if wrapped.compute.separate:  # what is refused there is another budget's
-            return 0
         named = wrapped.settings.memory_bytes + wrapped.settings.memory_bytes // NAMED_PART
         if run is None or not (more_bytes := self._more_bytes(run)):
             return named
@@ -368,9 +373,12 @@ class Fitter:
     def _needed_with(self, run: DryRun, more_bytes: int) -> int:
         """The smallest budget, about, whose first step has room for so much more, as `first_room` leaves it. Chunks grow with the
         budget, and what the smallest plan takes with them."""
-        found, wrapped = self._homes.arrangement, self._wrapped
+        found, wrapped, given = self._homes.arrangement, self._wrapped, self._wrapped.settings.block_modes
         needed = found.smallest_bytes - found.unseen_bytes + more_bytes
-        if needed + found.unseen_bytes - found.safest_bytes >= second_bytes(run, wrapped.layout):
+        if given is not None:  # what these hold has no room made for it
+            others_bytes = self._decider.several.needed_bytes(wrapped.layout, run.kept_bytes(given))
+            needed = self._decider.smallest_bytes(run) + max(more_bytes, others_bytes)
+        elif needed + found.unseen_bytes - found.safest_bytes >= second_bytes(run, wrapped.layout):
             saved_bytes = run.kept_bytes(("checkpoint",) * len(found.plan.block_modes))
             several_bytes = self._decider.several.needed_bytes(wrapped.layout, saved_bytes)
             needed = found.safest_bytes - found.unseen_bytes + max(more_bytes, several_bytes)

@@ -78,10 +78,15 @@ class Wrapped:
         self.state_arrays = state_arrays(self.n_states, layout.dtype)
         self.master_array = 1 + self.n_states if layout.dtype == torch.bfloat16 else 0
 
-    def within(self, budget_bytes: int) -> Wrapped:
-        """The same, to plan with, as `wrap` would have it in another budget; with other chunks, where no plan says them."""
+    def with_memory(self, budget_bytes: int) -> Wrapped:
+        """The same in another budget, with the chunks of this one."""
         other = copy.copy(self)
         other.settings = replace(self.settings, memory_bytes=budget_bytes)
+        return other
+
+    def within(self, budget_bytes: int) -> Wrapped:
+        """The same, to plan with, as `wrap` would have it in another budget; with other chunks, where no plan says them."""
+        other = self.with_memory(budget_bytes)
         if self.settings.plan is None:
             other.layout = self.layout.within(budget_bytes, first_blocks(self.params, [block for _, block in self.blocks]))
         return other

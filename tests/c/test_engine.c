@@ -114,8 +114,8 @@ static void set_slots(world *w) {
   for (uint32_t c = 0; c < CHUNKS; c++) set_guard(w, c);
 }
 
-/* What is in the chunk's memory must be the committed values. */
-static void look_at(world *w, uint32_t c) {
+/* What is in the chunk's memory must be the committed values. The chunk is in use from here on. */
+static void hold(world *w, uint32_t c) {
   bool conflict;
   CHECK_OK(ptn_engine_demand(w->engine, c, &conflict));
   CHECK(!conflict);
@@ -125,6 +125,10 @@ static void look_at(world *w, uint32_t c) {
     CHECK(memcmp(memory + w->params[c * PER_CHUNK + i].offset_bytes, t->values, t->count * element_bytes) == 0);
   }
   CHECK(w->in_use[c] == !ptn_engine_in_memory(w->engine, c));
+}
+
+static void look_at(world *w, uint32_t c) {
+  hold(w, c);
   ptn_engine_unuse(w->engine, c);
   CHECK(!w->in_use[c]);
 }
@@ -262,7 +266,10 @@ static void one_step(world *w, int passes, bool late, float scale, bool skip) {
       for (uint32_t i = PER_CHUNK; i-- > 0;) {
         uint32_t number = c * PER_CHUNK + i;
         bool unused = check_random(&seed) % 8 == 0;
+        bool held = check_random(&seed) % 4 == 0; /* somebody else reads the chunk while a gradient of it comes */
+        if (held) hold(w, c);
         if (w->params[number].trained && !unused) give_gradient(w, number, use);
+        if (held) ptn_engine_unuse(w->engine, c);
       }
     }
   }
