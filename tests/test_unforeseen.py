@@ -116,13 +116,116 @@ def test_steps_that_are_made_again_are_made(more: float) -> None:
     assert n_refused <= 1
 
 
-def started(loss_of: Callable[[Any, int], torch.Tensor], memory: int, want: list[float]) -> tuple[int, str] | None:
+@pytest.mark.parametrize(
+    ("modes", "most"),
+    [(["keep"] * 8, 3), (["keep", "checkpoint"] * 4, 3), (["checkpoint"] * 8, 3), (["checkpoint_swap"] * 8, 4)],
+    ids=["keep", "mixed", "checkpoint", "checkpoint_swap"],
+)
+def test_what_is_named_has_room_for_what_given_modes_keep(modes: list[str], most: int) -> None:
+    """Of forwards that wait, too."""
+    memory, named = 1 << 20, 0
+    while (refused := started(of_forwards(4), memory, [], modes)) is not None:
+        memory = refused[0]
+        named += IN_A_STEP in refused[1]
+    assert named <= most, memory
+
+
+def first_of_a_batch() -> int:
+    """The smallest budget for a step of one forward."""
+    refused = started(of_forwards(1), 1 << 20, [])
+    while refused is not None and (again := started(of_forwards(1), refused[0], [])) is not None:
+        refused = again
+    assert refused is not None
+    return refused[0]
+
+
+def test_a_step_that_is_made_again_names_no_less_than_was_named() -> None:
+    """Where it has no room: its smallest plan alone is no budget in which the program trains."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=first_of_a_batch())
+    named = []
+    for _ in range(2):
+        with pytest.raises(protrain.BudgetError) as refused:
+            three_forwards(model, 0).backward()
+        named.append(refused.value.smallest_bytes)
+        assert f"{named[-1]} bytes" in str(refused.value)
+        optimizer.zero_grad()
+    protrain.unwrap(model)
+    assert named[1] >= named[0]
+    assert started(three_forwards, named[1], []) is None
+
+
+@pytest.mark.parametrize("more", [2.8, 3.0, 3.2, 3.5, 4.0])
+def test_a_larger_budget_trains_what_a_smaller_one_does(more: float) -> None:
+    """Also behind a first step whose blocks swapped: forwards that wait leave none that keep room, nor recomputed ones."""
+    plain = Chain()
+    want, _ = train(plain, adamw(plain), three_forwards, 4)
+    assert started(three_forwards, int(more * first_of_a_batch()), want) is None
+
+
+@pytest.mark.parametrize("within", ["the first forward", "a later forward", "backward"])
+@pytest.mark.parametrize("memory", [8 << 20, 64 << 20])
+def test_no_step_is_made_of_what_a_refusal_has_left(within: str, memory: int) -> None:
+    """Plain torch would make one of the gradients that there are."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    x = inputs(1, 64)[0]
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, losses = [p.detach().clone() for p in model.parameters()], [model(x)] if within == "a later forward" else []
+
+    def too_large(_module: nn.Module, _given: Any, result: torch.Tensor) -> None:
+        if within == "backward":
+            result.register_hook(lambda _grad: torch.empty(1 << 28))
+        else:
+            torch.empty(1 << 28)
+
+    def pass_through() -> None:
+        losses.append(model(x))
+        torch.stack(losses).sum().backward()
+
+    handle = model.blocks[2].register_forward_hook(too_large)
+    with pytest.raises(protrain.BudgetError, match=IN_A_STEP):
+        pass_through()
+    handle.remove()
+    with pytest.raises(protrain.StepError, match=r"refused .* gradients: call optimizer.zero_grad\(\), and run"):
+        optimizer.step()
+    assert protrain.status(model).steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    losses.clear()
+    optimizer.zero_grad()
+    with pytest.raises(protrain.BudgetError):  # what was asked for is planned with, once
+        model(x)
+    model(x).backward()
+    optimizer.step()
+    assert protrain.status(model).steps == 2
+    protrain.unwrap(model)
+
+
+def test_a_step_goes_on_without_the_forward_that_was_refused() -> None:
+    """It is made of the others."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 << 20)
+    loss = model(inputs(1, 64)[0])
+    with pytest.raises(protrain.BudgetError, match=IN_A_STEP):
+        model(inputs(1, 1 << 16)[0])
+    loss.backward()
+    optimizer.step()
+    assert protrain.status(model).steps == 1
+    del loss
+    protrain.unwrap(model)
+
+
+def started(
+    loss_of: Callable[[Any, int], torch.Tensor], memory: int, want: list[float], modes: list[str] | None = None
+) -> tuple[int, str] | None:
     """A program that ends where it is refused: the budget that is named, and the message. None: it made its steps, at least one,
     with these losses."""
     model: Any = Chain()
     got = []
     try:
-        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory, block_modes=modes)
         for number in range(max(len(want), 1)):
             loss = loss_of(model, number)
             loss.backward()

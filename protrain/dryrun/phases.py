@@ -146,11 +146,13 @@ class DryRun:
         return found
 
     def keeping_within(self, block_modes: Sequence[str], n_bytes: int) -> list[str]:
-        """The modes with as many blocks recomputed that are to be kept, the first ones, that others hold no more than this."""
+        """The modes with as many blocks recomputed that are to be kept, and where that is too little swapped that are recomputed,
+        the first ones, that others hold no more than this."""
         modes = list(block_modes)
-        for number, mode in enumerate(block_modes):
-            if mode == "keep" and self.kept_bytes(modes) > n_bytes:
-                modes[number] = "checkpoint"
+        for mode, less in (("keep", "checkpoint"), ("checkpoint", "swap")):
+            for number, now in enumerate(modes):
+                if now == mode and self.kept_bytes(modes) > n_bytes:
+                    modes[number] = less
         return modes
 
     def accesses_with(self, block_modes: Sequence[str]) -> list[int]:

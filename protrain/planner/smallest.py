@@ -100,8 +100,8 @@ def refuse(
 
 
 def naming(error: BudgetError, named_bytes: int) -> BudgetError:
-    """The same, which names no less than what was named before: what a smallest plan needs is less than what is worth trying, where
-    nobody knows all that a step will ask for."""
+    """The same, which names no less than what was named before: where nobody knows all that a step will ask for, less is worth no
+    try than what was named, whatever the smallest plan needs."""
     if error.smallest_bytes >= named_bytes:
         return error
     return BudgetError(
