@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.counting import uncounted
 from ..errors import PlanError, StepError
 from ..model.parameters import DisableTorchFunction
 
@@ -46,7 +47,7 @@ def release_failed_backward() -> None:
     thread begins: so make one, of nothing."""
     if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return  # this is a backward, or a transform of torch.func, which takes none
-    with no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
+    with uncounted(), no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
         torch.zeros((), requires_grad=True).clone().backward()
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
+from ..errors import Error
 from ..model.parameters import DisableTorchFunction, Owner, enchain, release
 from ..model.views import Views
 from ..profiling.device_clock import DeviceClock
@@ -214,7 +215,11 @@ class Residency:
             self._bind_rest()
             if not self._demand(chunk):
                 self._unbound = chunk
-                self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+                try:
+                    self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
+                except Error:  # there was none made
+                    self._unbound = None
+                    raise
                 self.own_slots += 1
                 self._bind_rest()
                 self._demand(chunk)
