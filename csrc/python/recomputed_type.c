@@ -182,13 +182,14 @@ static bool recompute(PyObject *frame) {
   return nothing != NULL;
 }
 
-static PyObject *unpack_parameter(order_object *self, PyObject *packed) {
+static PyObject *unpack_parameter(PyObject *object, PyObject *packed) {
+  const order_object *self = (order_object *)object;
   PyObject *frame = Py_NewRef(PyWeakref_GetObject(self->frame)); /* None: there is no use for anything else any more */
   Py_INCREF(packed); /* a recomputation runs anything */
-  Py_INCREF(self);
+  Py_INCREF(object);
   bool good = self->over || PyList_Size(self->saved) == 0 || frame == Py_None || recompute(frame);
   PyObject *tensor = good ? ptn_saved_unpack_parameter(self->hooks, packed) : NULL;
-  Py_DECREF(self);
+  Py_DECREF(object);
   Py_DECREF(packed);
   Py_DECREF(frame);
   return tensor;
@@ -196,7 +197,7 @@ static PyObject *unpack_parameter(order_object *self, PyObject *packed) {
 
 static PyObject *order_unpack(PyObject *object, PyObject *packed) {
   const order_object *self = (order_object *)object;
-  if ((PyObject *)Py_TYPE(packed) != self->recomputed_type) return unpack_parameter((order_object *)object, packed);
+  if ((PyObject *)Py_TYPE(packed) != self->recomputed_type) return unpack_parameter(object, packed);
   recomputed_object *record = (recomputed_object *)packed;
   if (!ptn_saved_check_version(ptn_counter_version(record->counter), record->version, record->shape)) return NULL;
   Py_INCREF(packed); /* a recomputation runs anything */
