@@ -428,7 +428,11 @@ class Session:
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
         found = self.gradients.to_use()
-        self._check_refused(found)
+        if self.marks.refused_bytes:
+            if not found:  # nothing is made, and what was refused not forgotten
+                self.zero_grad()
+                return None
+            self._check_refused()
         try:
             if found:
                 if self._began is None and self.runner.unplanned:
@@ -450,17 +454,16 @@ class Session:
         self._graphs = self._awaited.any()
         return norm
 
-    def _check_refused(self, found: bool) -> None:
-        """found: whether there are gradients.
+    def _check_refused(self) -> None:
+        """Something was refused in this step.
 
         Raises:
-            StepError: what was refused in this step has left it none, or a part of them.
+            StepError: a backward was, and there is a part of its gradients.
         """
-        fails = self.clock.unfinished and torch._C._current_graph_task_id() == -1
-        if self.marks.refused_bytes and (fails or not found):
+        if self.clock.backward_failed():
             raise StepError(
-                "optimizer.step(): the memory budget refused a forward or a backward of this step, which has "
-                f"{'a part of its' if found else 'no'} gradients: call optimizer.zero_grad(), and run forward and backward again"
+                "optimizer.step(): the memory budget refused a backward of this step, and a part of its gradients is missing: "
+                "call optimizer.zero_grad(), and run forward and backward again"
             )
 
     def _tell_unplanned(self) -> None:

@@ -189,7 +189,10 @@ def test_no_step_is_made_of_what_a_refusal_has_left(within: str, memory: int) ->
     with pytest.raises(protrain.BudgetError, match=IN_A_STEP):
         pass_through()
     handle.remove()
-    with pytest.raises(protrain.StepError, match=r"refused .* gradients: call optimizer.zero_grad\(\), and run"):
+    if within == "backward":
+        with pytest.raises(protrain.StepError, match=r"refused .* missing: call optimizer.zero_grad\(\), and run"):
+            optimizer.step()
+    else:
         optimizer.step()
     assert protrain.status(model).steps == 1
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -200,6 +203,29 @@ def test_no_step_is_made_of_what_a_refusal_has_left(within: str, memory: int) ->
     model(x).backward()
     optimizer.step()
     assert protrain.status(model).steps == 2
+    protrain.unwrap(model)
+
+
+def test_a_backward_that_was_refused_is_no_pass_of_a_step() -> None:
+    """Though another one follows, which has all of its gradients."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 << 20, accumulate=2)
+    x, armed = inputs(1, 64)[0], [True]
+
+    def too_large(_module: nn.Module, _given: Any, result: torch.Tensor) -> None:
+        result.register_hook(lambda _grad: torch.empty(1 << 28) if armed[0] else None)
+
+    handle = model.blocks[2].register_forward_hook(too_large)
+    loss = model(x)
+    with pytest.raises(protrain.BudgetError, match=IN_A_STEP):
+        loss.backward()
+    armed[0] = False
+    handle.remove()
+    model(x).backward()
+    with pytest.raises(protrain.StepError, match=r"refused .* missing"):
+        optimizer.step()
+    assert protrain.status(model).steps == 0
+    del loss
     protrain.unwrap(model)
 
 

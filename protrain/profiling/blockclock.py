@@ -33,8 +33,8 @@ class BlockClock:
     """
 
     __slots__ = (
-        "__weakref__", "_backward_begins", "_began_ns", "_block_is_back", "_closed", "_engine", "_first_block_task", "_last",
-        "_open", "_open_ns", "_queued", "device", "in_backward", "passes", "sampler", "step", "unfinished",
+        "__weakref__", "_backward_begins", "_began_ns", "_block_is_back", "_closed", "_engine", "_failed", "_first_block_task",
+        "_last", "_open", "_open_ns", "_queued", "_unfinished", "device", "in_backward", "passes", "sampler", "step",
     )  # fmt: skip
 
     def __init__(
@@ -57,7 +57,7 @@ class BlockClock:
         self._first_block_task = -1  # the graph task in which a block's backward has begun
         self._last: weakref.ref[torch.Tensor] | None = None  # what the block before returned
         self.in_backward = False  # whether a backward pass of the step under way has begun
-        self.unfinished = False  # the last that has did not come to its end
+        self._unfinished = self._failed = False  # the last that has did not come to its end; one before it did not
         self.passes: list[Pass] = []  # of the step under way
         self.step: StepTrace | None = None  # the last completed step
         self.sampler: Sampler | None = None  # told of what begins and ends, where somebody wants to know
@@ -102,21 +102,26 @@ class BlockClock:
 
     def forget(self) -> None:
         """The step under way is not made."""
-        self._began_ns, self._open, self.unfinished = 0, -1, False
+        self._began_ns, self._open, self._unfinished, self._failed = 0, -1, False, False
 
     def begin_pass(self) -> None:
         """A forward of the model begins whose backward is to come; a pass without one is no pass of the step."""
+        self._failed = self.backward_failed()
         if self.passes and self.passes[-1].over_ns == 0:
             self.passes.pop()
         self.passes.append(Pass(self.now()))
         self._sample("forward begins", -1)
+
+    def backward_failed(self) -> bool:
+        """Whether a backward pass of the step under way has ended in an error."""
+        return self._failed or (self._unfinished and _graph_task() == -1)
 
     def watch_backward(self) -> None:
         """Called in a backward: its end is to be noted."""
         task = _graph_task()
         if task != self._queued and not self._closed:
             self.in_backward = True  # first: what an interrupt leaves is dropped where a backward is known to have begun
-            self.unfinished = True
+            self._unfinished = True
             self._queued, self._open = task, -1  # what a backward that failed left open has no end
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # type: ignore[attr-defined]
 
@@ -200,7 +205,7 @@ class BlockClock:
     def _backward_over(self) -> None:
         now = self.now()
         self._end(now)
-        self.unfinished = False
+        self._unfinished = False
         if self.passes:
             self.passes[-1] = self.passes[-1]._replace(over_ns=now)
         self._sample("backward is over", -1)
