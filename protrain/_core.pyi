@@ -16,6 +16,7 @@ class Stats(TypedDict):
     loaded_bytes: int
     loads: int
     hits: int
+    torn_writes: int
     disk_bytes: int
     host_bytes: int
     device_bytes: int

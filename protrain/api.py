@@ -38,7 +38,7 @@ from .model import keycaches, onmeta
 from .model.blocks import find_blocks
 from .model.compiled import check_compiled, find_compiled
 from .model.layout import describe, make_layout
-from .model.precision import check_dtypes, check_grads, converted, dtype_of, state_arrays, widened_bytes
+from .model.precision import check_dtypes, check_grads, converted, dtype_of, loose_grads_bytes, state_arrays, widened_bytes
 from .model.strides import shared_memory
 from .optim.footprint import Footprint
 from .optim.foreign import Foreign
@@ -542,12 +542,13 @@ def _foresee(
             run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)
     except DryRunError as error:
         raise PlanError(f"model: its memory cannot be foreseen: {error}") from error
+    loose_bytes = loose_grads_bytes(layout, [p for _, p in named])
     found = Profile(
         parameters=describe([p for _, p in named], modules, groups),
         n_blocks=len(modules),
         n_states=state_arrays(n_states, dtype),
         chunk_bytes=layout.chunk_bytes,
-        run=replace(run, fixed_bytes=run.fixed_bytes + widened_bytes(layout, norm)),
+        run=replace(run, fixed_bytes=run.fixed_bytes + widened_bytes(layout, norm) + loose_bytes),
         times=Times(()),
         machine=Machine(),
         n_passes=accumulate,

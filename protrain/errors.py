@@ -71,8 +71,14 @@ class DeviceError(Error, RuntimeError):
     """The device that computes is missing, cannot be used or has failed. A device that failed is of no use to this process."""
 
 
+#: DiskErrors and OutOfMemoryErrors of the core so far in this process: who asked may have lost something by one.
+n_losses = 0
+
+
 def from_record(code: int, message: str, errno: int, path: str, asked: int, needed: int, budget: int, smallest: int) -> Exception:
     """The exception for an error record of the C core (csrc/base/status.h, `ptn_status` is the code)."""
+    global n_losses
+    n_losses += code in (2, 3)
     if code == 1:
         return BudgetError(message, needed_bytes=needed, budget_bytes=budget, smallest_bytes=max(smallest, needed))
     if code == 2:

@@ -32,7 +32,7 @@ import torch
 from .base.counting import counted, uncounted
 from .device.compute import Accelerator
 from .dryrun.passes import output_tensors
-from .errors import BudgetError, DiskError, PlanError, StepError
+from .errors import BudgetError, DiskError, Error, PlanError, StepError
 from .model import keycaches
 from .model.parameters import ChunkTensor, DisableTorchFunction, release
 from .model.precision import has_master
@@ -428,11 +428,11 @@ class Session:
         changes.adopt(self.values)
         norm: torch.Tensor | None = None
         found = self.gradients.to_use()
-        if self.marks.refused_bytes:
-            if not found:  # nothing is made, and what was refused not forgotten
-                self.zero_grad()
-                return None
-            self._check_refused()
+        if self.marks.refused_bytes and not found:  # nothing is made, and what was refused not forgotten
+            self.zero_grad()
+            return None
+        if found:
+            self._check_whole()
         try:
             if found:
                 if self._began is None and self.runner.unplanned:
@@ -454,17 +454,23 @@ class Session:
         self._graphs = self._awaited.any()
         return norm
 
-    def _check_refused(self) -> None:
-        """Something was refused in this step.
+    def _check_whole(self) -> None:
+        """Whether no backward of this step has lost gradients to an error.
 
         Raises:
-            StepError: a backward was, and there is a part of its gradients.
+            StepError: one has, and there is a part of its gradients.
         """
-        if self.clock.backward_failed():
-            raise StepError(
-                "optimizer.step(): the memory budget refused a backward of this step, and a part of its gradients is missing: "
-                "call optimizer.zero_grad(), and run forward and backward again"
-            )
+        failed = self.clock.backward_failed()
+        if self.marks.refused_bytes and (failed or self.marks.in_loss):  # a head's backward is not told from a loss
+            what = "the memory budget refused a backward of this step"
+        elif failed and self.marks.lost:
+            what = "a backward of this step failed for want of the disk or of memory"
+        else:
+            return
+        raise StepError(
+            f"optimizer.step(): {what}, and a part of its gradients is missing: call optimizer.zero_grad(), and run forward and "
+            f"backward again"
+        )
 
     def _tell_unplanned(self) -> None:
         """Once: what plans begin with, a call of the model, did not come in this step."""
@@ -523,7 +529,7 @@ class Session:
                 self._foresaw(self.fitter.plan_beside_graphs())
             else:
                 self._learn(saved_bytes, timed)
-        except (DiskError, BudgetError) as error:  # the step is made all the same
+        except Error as error:  # the step is made all the same
             warnings.warn(f"protrain: a better plan could not be carried out, the one in use stays: {error}", stacklevel=6)
         self._tells = False
         self.marks.begin()

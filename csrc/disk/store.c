@@ -548,6 +548,8 @@ void ptn_store_trim(ptn_store *store, uint64_t spare_bytes) {
   uint64_t used_bytes = ptn_space_used_end(&store->space);
   if (spare_bytes < store->file.bytes - used_bytes) {
     uint64_t end_bytes = ptn_round_up(used_bytes + spare_bytes, GROWTH_BYTES);
+    /* A file that grew where there was no memory for its sums, and could not be made short again, is longer than they reach. */
+    end_bytes = ptn_min_u64(end_bytes, store->space.end_bytes);
     /* Space that cannot be given back to the disk stays the store's, to be used again. */
     if (end_bytes < store->file.bytes && ptn_file_resize(&store->file, end_bytes) == PTN_OK) set_end(store);
   }

@@ -33,6 +33,7 @@ static bool add_engine(PyObject *dict, ptn_engine *engine, const ptn_account *ho
       {"loaded_bytes", (long long)stats.loaded_bytes},
       {"loads", (long long)stats.loads},
       {"hits", (long long)stats.hits},
+      {"torn_writes", (long long)stats.torn_writes},
       {"disk_bytes", (long long)stats.disk_bytes},
       {"host_bytes", (long long)(stats.host_bytes + host.live_bytes)},
       {"device_bytes", (long long)stats.device_bytes},

@@ -175,7 +175,8 @@ void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out) {
                             .update_ns = engine->update_ns,
                             .loaded_bytes = engine->loaded_bytes,
                             .loads = engine->loads,
-                            .hits = engine->hits};
+                            .hits = engine->hits,
+                            .torn_writes = engine->torn_writes};
   for (uint32_t i = 0; i < engine->n_chunks; i++) {
     const chunk *chunk = &engine->chunks[i];
     out->disk_bytes += chunk->extents[0].bytes + chunk->extents[1].bytes + chunk->grads.bytes;

@@ -314,8 +314,9 @@ ptn_status ptn_engine_end_fill(ptn_engine *engine, uint32_t number) {
 
 /* ---- single parameters ---- */
 
-/* Copies between memory and a stretch of the disk that need not lie on pages, through a bounce buffer. */
-ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write) {
+/* Copies between memory and a stretch of the disk that need not lie on pages, through a bounce buffer. *begun: some of it may have
+ * been written, whether or not the rest was. */
+static ptn_status copy(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write, bool *begun) {
   void *bounce;
   PTN_TRY(ptn_arena_alloc(NULL, BOUNCE_BYTES, &bounce));
   ptn_status status = PTN_OK;
@@ -328,6 +329,7 @@ ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory,
     if (!covered) status = ptn_store_transfer(engine->store, bounce, page, whole, false);
     if (status == PTN_OK && write) {
       memcpy(inside, memory, part);
+      *begun = true;
       status = ptn_store_transfer(engine->store, bounce, page, whole, true);
     } else if (status == PTN_OK) {
       memcpy(memory, inside, part);
@@ -338,6 +340,11 @@ ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory,
   }
   ptn_arena_free(bounce);
   return status;
+}
+
+ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write) {
+  bool begun = false;
+  return copy(engine, offset, memory, bytes, write, &begun);
 }
 
 /* A stretch of one array of a parameter. */
@@ -379,13 +386,16 @@ static ptn_status transfer_on_disk(ptn_engine *engine, chunk *chunk, const stret
   }
   uint64_t begin = part->array == 0 ? 0 : array_offset(engine, chunk, part->array - 1);
   uint64_t offset = chunk->extents[chunk->current].offset + begin + part->offset_bytes;
-  ptn_status status = ptn_homes_transfer(engine, offset, memory, part->bytes, write);
-  if (write && part->array == 0) {
-    ptn_lock(&engine->mutex);
+  bool begun = false;
+  ptn_status status = copy(engine, offset, memory, part->bytes, write, &begun);
+  if (!write) return status;
+  ptn_lock(&engine->mutex);
+  if (status != PTN_OK && begun) engine->torn_writes++;
+  if (part->array == 0) {
     ptn_residency_settle(engine);
     ptn_residency_forget(engine, chunk);
-    ptn_unlock(&engine->mutex);
   }
+  ptn_unlock(&engine->mutex);
   return status;
 }
 

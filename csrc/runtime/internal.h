@@ -220,6 +220,7 @@ struct ptn_engine {
   ptn_stash *stash;
   uint64_t stash_bytes; /* on disk at most in the step before */
   uint64_t own_bytes; /* of extents that the caller reserved */
+  uint64_t torn_writes;
   ptn_team *team; /* of the host's lane over a device; else NULL */
   void (*release)(void *owner);
   uint32_t n_chunks, n_params, n_groups, n_states;

@@ -156,14 +156,17 @@ def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[
         meter.mark(number, False)
         meter.read_together(chunks)
         keycaches.note(number, args, kwargs)
-        kept: list[torch.Tensor] = []  # as large as what forward puts others in the place of, which its recomputation needs
+        kept: list[torch.Tensor] = []  # as large as what forward writes to, or puts others in the place of: for its recomputation
         if recomputes(mode):
             beginning = Beginning(block)
+            copies = beginning.copies()
             output = checkpoint(
                 as_given(as_begun(forward, beginning), args, kwargs), *args, use_reentrant=False, determinism_check="none",
                 preserve_rng_state=False, early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
             )  # fmt: skip
             kept += [torch.empty_like(value) for value in beginning.settle() if not meter.bytes_of([value])]
+            kept += [copy for held, copy, version in copies if held._version != version]
+            copies.clear()
         elif mode == "swap":
             stash = DryStash(meter.stashed, meter.uncounted)
             with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):

@@ -276,6 +276,11 @@ class Beginning:
             (store, name, held) for store in self.stores for name, held in store.items() if isinstance(held, torch.Tensor)
         ]
 
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """What is copied before a forward that is to be recomputed: each tensor, one as large, and its version now."""
+        small = [held for _, _, held in self.tensors if _is_small(held)]
+        return [(held, torch.empty_like(held), held._version) for held in small]
+
     def settle(self) -> list[torch.Tensor]:
         """Forward is over; the tensors that it put others in the place of."""
         replaced = [held for store, name, held in self.tensors if store.get(name) is not held]

@@ -12,6 +12,7 @@ master from then on; so a master that nobody set is its parameter, widened (csrc
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,13 @@ def widened_bytes(layout: Layout, max_grad_norm: float | None) -> int:
     if layout.dtype != torch.bfloat16 or max_grad_norm is None:
         return 0
     return _core.rounded_bytes(max((4 * entry.count for entry in layout.entries if entry.group >= 0), default=0))
+
+
+def loose_grads_bytes(layout: Layout, params: Sequence[nn.Parameter]) -> int:
+    """What gradients of parameters take that are not the optimizer's, and not frozen: they stay in `.grad` until somebody drops
+    them, which the optimizer does not."""
+    loose = (entry.count for p, entry in zip(params, layout.entries, strict=True) if entry.group < 0 and p.requires_grad)
+    return sum(_core.rounded_bytes(count * layout.dtype.itemsize) for count in loose if count)
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:

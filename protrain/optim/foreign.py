@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from ..base.counting import counted, uncounted
-from ..errors import Error, StepError
+from ..errors import DiskError, Error, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
+from ..runtime.loads import PARAMETERS, STATE
 from .footprint import Footprint, Shared, check_on_cpu, one_line, own_mode, run_narrowed, without_hooks
 from .parking import Parked, Space, Tree, clone, described, same, tensors_of
 
@@ -298,8 +299,10 @@ class _Step:
             if session.engine.commits() != self._commits:
                 raise  # an interrupt that came when the step was made
             traceback.clear_frames(error.__traceback__)  # what the class's step holds there is memory that state comes back to
-            self._take_back()
-            foreign._under_way = None
+            try:
+                self._take_back()
+            finally:
+                foreign._under_way = None
             if isinstance(error, Error) or not isinstance(error, Exception):
                 raise
             where = f" at {session.layout.entries[number].name}" if number >= 0 else ""
@@ -463,31 +466,49 @@ class _Step:
         """Parameters, states and the user's object are what they were.
 
         Raises:
-            StepError: something that was kept on disk cannot be read.
+            DiskError, StepError: something that was kept on disk cannot be read. All else is put back, and nobody trains, runs or
+                saves the mixture.
         """
-        foreign, session = self._foreign, self._session
+        session = self._session
         self._settle(self._before)
         for made in self._made.values():
             if made is not None:
                 made.release()
-        for number, kept in self._kept.items():
-            foreign._live.pop(number, None)  # first: what comes back takes its memory
-            home = session.params[number].data
-            try:
-                if isinstance(kept, Parked):
-                    kept.take_out("value", home)
-                    tree = kept.fetch()
-                else:
-                    home.copy_(kept["value"])
-                    tree = kept
-            except Exception as error:
-                raise StepError(
-                    f"optimizer {foreign.name}: its step failed, and {session.layout.entries[number].name} could not be put "
-                    f"back: {one_line(error)}; load a checkpoint"
-                ) from error
-            if "state" in tree:
-                foreign._live[number] = tree["state"]
-            if isinstance(kept, Parked):
-                kept.release()
         self._made.clear()
-        self._kept.clear()
+        failed: BaseException | None = None
+        for number in list(self._kept):
+            kept = self._kept.pop(number)
+            try:
+                self._put_back(number, kept)
+            except BaseException as error:
+                failed = failed or self._not_put_back(number, error)
+            finally:
+                if isinstance(kept, Parked):
+                    kept.release()
+        if failed is not None:
+            session.values.loads.begin(PARAMETERS, STATE, cause="a step failed, could not be taken back")
+            raise failed
+
+    def _not_put_back(self, number: int, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error
+        text = (
+            f"optimizer {self._foreign.name}: its step failed, and {self._session.layout.entries[number].name} could not be put "
+            f"back: {one_line(error)}; load a checkpoint"
+        )
+        if isinstance(error, DiskError):
+            return DiskError(text, errno=error.errno or 0, filename=error.filename or "", asked_bytes=error.asked_bytes)
+        return StepError(text)
+
+    def _put_back(self, number: int, kept: Tree | Parked) -> None:
+        """One parameter and its state are what they were."""
+        foreign, home = self._foreign, self._session.params[number].data
+        foreign._live.pop(number, None)  # first: what comes back takes its memory
+        if isinstance(kept, Parked):
+            kept.take_out("value", home)
+            tree = kept.fetch()
+        else:
+            home.copy_(kept["value"])
+            tree = kept
+        if "state" in tree:
+            foreign._live[number] = tree["state"]

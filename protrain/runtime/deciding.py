@@ -83,7 +83,7 @@ class Decider:
             run = run.with_loss(self.loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like
-        beside_bytes = wrapped.widened_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
+        beside_bytes = wrapped.widened_bytes + wrapped.loose_grads_bytes + wrapped.compute.overhead.of(settings.memory_bytes)
         between_bytes = wrapped.compute.overhead.between(run.checkpoint_peak_bytes) * self.lost_times if run is not None else 0
         beside_bytes += wrapped.buffer_bytes if run is None and not unknown_bytes else 0  # else they are among what is known
         n_persist, n_buffer, n_ahead = None, 0, 0

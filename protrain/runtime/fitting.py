@@ -43,7 +43,7 @@ ROOM_FOR_LOSS = (4, 2, 0)
 #: Of the planned peak; outputs of a smaller share are planned for as if the program held them.
 LEAST_OUTPUT_SHARE = 0.02
 #: A request that is refused where nobody knows what else the step will ask for names a budget that is larger by this part.
-NAMED_PART = 16
+NAMED_PART = 8
 #: Of the size of chunks is what the smallest plan takes beside slots for what one operation reads.
 _OTHER_CHUNKS = 2
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.

@@ -112,12 +112,14 @@ class Gradients:
             return
         with DisableTorchFunction():
             grad = p.grad
-            p.grad = None
             if grad is None:
                 return
             if task == self._stray:
+                p.grad = None
                 self._left.add(number)
                 return
+            self._check_dense(number, grad)  # where it is refused it stays where it is, and step() refuses it, too
+            p.grad = None
             grad = self._dense(number, grad)
             last = self.passes == self.wanted
             use = UPDATE if last and self._updates.behind_backward else SPILL
@@ -134,13 +136,16 @@ class Gradients:
         Raises:
             PlanError: it is sparse, or not of the parameters' type.
         """
+        self._check_dense(number, grad)
+        return laid(grad.resolve_neg(), self._layout.entries[number].strides)
+
+    def _check_dense(self, number: int, grad: torch.Tensor) -> None:
         entry = self._layout.entries[number]
         if grad.layout != torch.strided or grad.dtype != self._layout.dtype:
             wanted = str(self._layout.dtype).removeprefix("torch.")
             raise PlanError(
                 f"the gradient of {entry.name} is {grad.layout} {grad.dtype}; only dense {wanted} gradients are supported"
             )
-        return laid(grad.resolve_neg(), entry.strides)
 
     def _total(self, number: int, grad: torch.Tensor) -> torch.Tensor:
         """The sum of this step's gradients of one parameter: those on disk came first."""
@@ -212,32 +217,41 @@ class Gradients:
         return in_memory
 
     def _take_given(self) -> None:
-        """Gradients that the user set for parameters on disk."""
-        for number, (p, entry) in enumerate(zip(self._params, self._layout.entries, strict=True)):
-            if entry.group < 0 or not entry.count or self._engine.in_memory(entry.chunk):
-                continue
-            with DisableTorchFunction():
-                grad, p.grad = p.grad, None
-            if grad is not None:
+        """Gradients that the user set for parameters on disk. All are looked at before the first is taken."""
+        given: list[tuple[int, torch.Tensor]] = []
+        with DisableTorchFunction():
+            for number, (p, entry) in enumerate(zip(self._params, self._layout.entries, strict=True)):
+                if entry.group < 0 or not entry.count or self._engine.in_memory(entry.chunk) or p.grad is None:
+                    continue
+                self._check_dense(number, p.grad)
+                given.append((number, p.grad))
+            while given:
+                number, grad = given.pop(0)
+                self._params[number].grad = None
                 grad = self._dense(number, grad)
                 self._engine.gradient(number, self._compute.on_device(grad), grad, SPILL)
                 self.taken.add(number)
 
     def clip(self, max_grad_norm: float) -> tuple[torch.Tensor, float]:
-        """The global norm and the factor of the gradients, as torch.nn.utils.clip_grad_norm_ computes them."""
-        norms = []
-        for number, (p, entry) in enumerate(zip(self._params, self._layout.entries, strict=True)):
-            if number in self._norms:
-                norms.append(self._norms[number])
-            elif number in self.taken:
-                norms.append(self._norm_on_disk(number))
-            elif entry.group >= 0 and p.grad is not None:
-                norms.append(_norm(p.grad))
-        if not norms:
-            return torch.tensor(0.0, dtype=torch.float32), 1.0
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
-        factor = torch.clamp(max_grad_norm / (total + 1e-6), max=1.0)
-        return total, float(factor)
+        """The global norm and the factor of the gradients, as torch.nn.utils.clip_grad_norm_ computes them of all of the model's
+        parameters. Those of parameters that are not the optimizer's are scaled here, as there."""
+        norms, loose = [], []
+        with DisableTorchFunction():
+            for number, (p, entry) in enumerate(zip(self._params, self._layout.entries, strict=True)):
+                if number in self._norms:
+                    norms.append(self._norms[number])
+                elif number in self.taken:
+                    norms.append(self._norm_on_disk(number))
+                elif p.grad is not None:
+                    norms.append(_norm(p.grad))
+                    loose += [p.grad] if entry.group < 0 else []
+            if not norms:
+                return torch.tensor(0.0, dtype=torch.float32), 1.0
+            total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+            factor = float(torch.clamp(max_grad_norm / (total + 1e-6), max=1.0))
+            for grad in loose:
+                grad.mul_(factor)
+        return total, factor
 
     def _norm_on_disk(self, number: int) -> torch.Tensor:
         """The norm of a gradient that is whole on disk: the step's last pass added nothing, or there were fewer passes."""

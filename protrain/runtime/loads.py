@@ -1,5 +1,5 @@
-"""Loads that did not end: values are put one by one, and a disk that fails between two leaves old ones beside new ones. Such a
-model is neither trained, nor run, nor saved, until a whole load has replaced what the other left.
+"""Loads that did not end, and other changes: values are put one by one, and a disk that fails between two leaves old ones beside
+new ones. Such a model is neither trained, nor run, nor saved, until a whole load has replaced what the other left.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .. import _core
 from ..errors import DiskError, StepError
 
 PARAMETERS, STATE = "parameters", "optimizer state"
@@ -15,8 +16,10 @@ PARAMETERS, STATE = "parameters", "optimizer state"
 class Loads:
     """Of one session."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine, self._torn_writes = engine, 0
         self._half: set[str] = set()
+        self._cause = "the last load failed half-way"  # of what is half there
         self._found: list[DiskError] | None = None  # none: no load_state_dict is under way
 
     @contextmanager
@@ -28,11 +31,26 @@ class Loads:
         yield half
         self.end(*parts)
 
-    def begin(self, *parts: str) -> None:
+    def begin(self, *parts: str, cause: str = "the last load failed half-way") -> None:
+        """From here on these parts are a mixture, until a whole load of them ends; cause: in the words of `check`."""
         self._half.update(parts)
+        self._cause = cause
 
     def end(self, *parts: str) -> None:
         self._half.difference_update(parts)
+
+    @contextmanager
+    def whole(self, name: str, part: str) -> Iterator[None]:
+        """Around a write of a parameter of this name, or of one of its arrays, to its home: what a disk that failed under way has
+        left there is a mixture."""
+        try:
+            yield
+        except DiskError:
+            torn_writes = self._engine.stats()["torn_writes"]
+            if torn_writes != self._torn_writes:
+                self._torn_writes = torn_writes
+                self.begin(part, cause=f"the disk failed while {name} was written")
+            raise
 
     @contextmanager
     def of_state_dict(self) -> Iterator[None]:
@@ -67,8 +85,8 @@ class Loads:
         """Whether all values are of one load or step.
 
         Raises:
-            StepError: a load did not end.
+            StepError: a load did not end, or the disk failed while something else changed them.
         """
         if self._half:
             parts = " and ".join(part for part in (PARAMETERS, STATE) if part in self._half)
-            raise StepError(f"{what}: the last load failed half-way and left a mixture of {parts}: load a checkpoint again")
+            raise StepError(f"{what}: {self._cause} and left a mixture of {parts}: load a checkpoint again")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .. import _core
+from .. import _core, errors
 
 #: A step that had this part of the highest since wrap in memory is as good as the highest.
 _AS_HIGH = 0.99
@@ -34,6 +34,7 @@ class Marks:
         self._updates = self._within = False
         self.loss_bytes: int | None = None
         self._highest_step = self.foretold_bytes = 0
+        self._losses = errors.n_losses
 
     def begin(self) -> None:
         """From here on it is another step."""
@@ -42,6 +43,12 @@ class Marks:
         self._refused_bytes = self._at_output = self._since_output = 0
         self.highest_bytes = self.planned_bytes = self.within_bytes = 0
         self._updates, self._within, self.loss_bytes = False, False, None
+        self._losses = errors.n_losses
+
+    @property
+    def lost(self) -> bool:
+        """Whether the disk failed, or the system had no memory, since the step began, for whomever."""
+        return errors.n_losses != self._losses
 
     def mark(self) -> int:
         """The highest since the last mark."""

@@ -12,7 +12,7 @@ memory, as a graph or a view of before, once the chunk has other values than it 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
-from ..errors import Error
+from ..errors import BudgetError, Error
 from ..model.parameters import DisableTorchFunction, Owner, enchain, release
 from ..model.views import Views
 from ..profiling.device_clock import DeviceClock
 from .activations import SavedParameter, check_version
+from .loads import PARAMETERS, Loads
 from .otherhooks import n_backwards
 from .wrapped import Wrapped
 
@@ -62,6 +63,7 @@ class Residency:
         self._layout, self._params, self._element_bytes = wrapped.layout, wrapped.params, wrapped.element_bytes
         self._engine, self.owner, self._compute = engine, owner, wrapped.compute
         self._device_clock = device_clock
+        self.loads = Loads(engine)
         self._demand = engine.demand if device_clock is None else self._demand_over_device
         self._bases: dict[int, torch.Tensor] = {}  # chunk -> its region as one flat tensor
         self._begins: dict[int, int] = {}  # chunk -> where its region begins
@@ -211,19 +213,33 @@ class Residency:
         chunks = list(dict.fromkeys(self._layout.entries[number].chunk for number in numbers))
         if self.filling:
             chunks = [chunk for chunk in chunks if chunk not in self.filling]
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
             self._bind_rest()
             if not self._demand(chunk):
                 self._unbound = chunk
                 try:
                     self._engine.own_slot(chunk)  # its slot is taken by what this same operation reads
-                except Error:  # there was none made
+                except Error as error:  # there was none made
                     self._unbound = None
+                    if isinstance(error, BudgetError) and place + 1 < len(chunks):
+                        raise self._refuse_together(error, chunks, place) from None
                     raise
                 self.own_slots += 1
                 self._bind_rest()
                 self._demand(chunk)
             yield chunk
+
+    def _refuse_together(self, error: BudgetError, chunks: Sequence[int], place: int) -> BudgetError:
+        """Of an operation that reads all these chunks: no slot was made for the one in this place, nor for those behind."""
+        rest = sum(not self._engine.in_memory(chunk) for chunk in chunks[place + 1 :])
+        smallest_bytes = error.smallest_bytes + rest * _core.rounded_bytes(self._layout.chunk_bytes)
+        return BudgetError(
+            f"an operation reads parameters of {len(chunks)} chunks at once, for which the memory budget has no room; give a "
+            f"budget of at least {smallest_bytes} bytes, or let it read fewer parameters at a time",
+            needed_bytes=error.needed_bytes,
+            budget_bytes=error.budget_bytes,
+            smallest_bytes=smallest_bytes,
+        )
 
     def _demand_over_device(self, chunk: int) -> bool:
         assert self._device_clock is not None
@@ -236,14 +252,30 @@ class Residency:
             self.bind(self._unbound)
             self._unbound = None
 
-    def write_back(self, number: int) -> None:
-        """A parameter was changed in place outside of an update: its home follows at once."""
+    def write_back(self, numbers: Iterable[int]) -> None:
+        """Parameters were changed in place outside of an update: their homes follow at once. Where that is refused, or fails,
+        they are what their homes are, also those behind it.
+
+        Raises:
+            StepError, DiskError: the first of them.
+        """
+        first: BaseException | None = None
+        for number in numbers:
+            try:
+                self._write_back(number)
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _write_back(self, number: int) -> None:
         p, entry = self._params[number], self._layout.entries[number]
         if entry.chunk in self.filling:
             return
         with DisableTorchFunction():
             values = self._compute.to_host(p)
-            self._engine.transfer(number, 0, self._compute.on_host(values), True)
+            with self.loads.whole(entry.name, PARAMETERS):
+                self._engine.transfer(number, 0, self._compute.on_host(values), True)
         self.note_changed([number])
         assert entry.count == p.numel()
 

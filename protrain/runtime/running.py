@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -74,6 +75,12 @@ def _parents(model: nn.Module, name: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
 
 
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch call is one that changes what it is given, by torch's names."""
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
+
+
 class Together:
     """A context in which parameters are read at once, wherever they are: their chunks stay, and they are plain ones. Interrupts
     may come anywhere; what was begun is ended then.
@@ -111,16 +118,18 @@ class Together:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:
-            if kind is None and self._chunks:
+            if self._chunks:
                 self._write_back()
+        except BaseException:
+            if kind is None:  # else what came out of the context tells
+                raise
         finally:
             self.release()
 
     def _write_back(self) -> None:
         """What was changed in place."""
-        for number, version in zip(self.found, self._versions, strict=True):
-            if self._params[number]._version != version:
-                self._runner.residency.write_back(number)
+        versions = zip(self.found, self._versions, strict=True)
+        self._runner.residency.write_back(number for number, was in versions if self._params[number]._version != was)
 
     def release(self) -> None:
         """The context is over, whether it is left or not."""
@@ -332,14 +341,18 @@ class Runner:
                 self.residency.end_loans()  # outside of a forward and a backward each ends those before
             for chunk in self.residency.bring(numbers):
                 chunks.append(chunk)
-            with DisableTorchFunction():
-                if torch.is_grad_enabled():
-                    result = run_operation(self, func, args, kwargs)
-                else:
-                    result = func(*args, **kwargs)
-            for tensor, number, version in zip(found, numbers, versions, strict=True):
-                if tensor._version != version:
-                    self.residency.write_back(number)
+            try:
+                with DisableTorchFunction():
+                    if torch.is_grad_enabled():
+                        result = run_operation(self, func, args, kwargs)
+                    else:
+                        result = func(*args, **kwargs)
+            except BaseException:
+                with suppress(BaseException):  # the first one tells
+                    part_done = writes(func, kwargs)  # which shows in no version where it ended in the middle
+                    self.residency.write_back(numbers if part_done else self._changed(found, numbers, versions))
+                raise
+            self.residency.write_back(self._changed(found, numbers, versions))
             if lends:
                 self.residency.lend(chunks)
         finally:
@@ -347,6 +360,11 @@ class Runner:
             for chunk in chunks:
                 self._engine.unuse(chunk)
         return result
+
+    @staticmethod
+    def _changed(found: list[Any], numbers: list[int], versions: list[int]) -> list[int]:
+        """Numbers of those whose versions are others now."""
+        return [number for tensor, number, was in zip(found, numbers, versions, strict=True) if tensor._version != was]
 
     def call_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what was compiled, whose parameters are plain ones.

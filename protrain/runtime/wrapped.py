@@ -19,7 +19,7 @@ from ..model.compiled import find_compiled
 from ..model.fused import find_fused, find_recurrent
 from ..model.layout import Layout, first_blocks
 from ..model.placing import Places
-from ..model.precision import state_arrays, widened_bytes
+from ..model.precision import loose_grads_bytes, state_arrays, widened_bytes
 from ..optim.foreign import Foreign
 from ..optim.optimizers import Hyper, hyper_of
 from ..planner.plans import Plan
@@ -136,6 +136,10 @@ class Wrapped:
     @property
     def widened_bytes(self) -> int:
         return widened_bytes(self.layout, self.settings.max_grad_norm)
+
+    @property
+    def loose_grads_bytes(self) -> int:
+        return loose_grads_bytes(self.layout, self.params)
 
     def make_engine(self) -> _core.Engine:
         """An engine of these parameters; nothing of it has a home yet.

@@ -41,7 +41,7 @@ class Described(torch.Tensor):
 def described(shape: tuple[int, ...], strides: Strides, value: Value) -> torch.Tensor:
     """A float32 tensor of `shape` and dense `strides` that `save` asks `value` for when its turn has come."""
     with uncounted():
-        stand_in = torch.empty(1, device="cpu").expand(shape).as_subclass(Described)
+        stand_in = torch.empty((), device="cpu").expand(shape).as_subclass(Described)
     stand_in._value, stand_in._strides = value, strides
     return stand_in
 

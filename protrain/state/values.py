@@ -18,7 +18,7 @@ from ..model.parameters import DisableTorchFunction
 from ..model.precision import master, write_master
 from ..model.strides import laid
 from ..runtime import changes
-from ..runtime.loads import Loads
+from ..runtime.loads import PARAMETERS, STATE
 from ..runtime.residency import Residency
 from ..runtime.wrapped import Wrapped
 
@@ -32,7 +32,7 @@ class Values:
         self.wrapped, self.engine, self.residency, self.turn = wrapped, engine, residency, turn
         self.masters_given: set[int] = set()
         self.strides_changed = False
-        self.loads = Loads()
+        self.loads = residency.loads
 
     def get(self, number: int, array: int = 0) -> torch.Tensor:
         """An owned copy of a parameter, or of another of its arrays, in ordinary memory and no budget."""
@@ -73,6 +73,7 @@ class Values:
             compute = self.wrapped.compute
             tensor = compute.to_host(laid(value.detach().resolve_neg().to(dtype=dtype), entry.strides))
             if tensor.numel():
-                self.engine.transfer(number, array, compute.on_host(tensor), True)
+                with self.loads.whole(entry.name, STATE if array else PARAMETERS):
+                    self.engine.transfer(number, array, compute.on_host(tensor), True)
             if array == 0:
                 self.residency.note_changed([number])
