@@ -26,6 +26,7 @@ from .base.sizes import (
     check_folder,
     default_disk_folder,
     default_memory_bytes,
+    measuring_bytes,
     parse_bytes,
     warn_above_limit,
 )
@@ -536,7 +537,7 @@ def _foresee(
     chunk_of = {id(p): entry.chunk for (_, p), entry in zip(named, layout.entries, strict=True)}
     workspace: Workspace = workspace_bytes
     if not compute.separate:
-        workspace = MeasuredWorkspace(partial(counted_alone, folder, default_memory_bytes()))
+        workspace = MeasuredWorkspace(partial(counted_alone, folder, measuring_bytes(budget)))
     try:
         with keycaches.dropped(kwargs, keycaches.are_of_no_use(model)):
             run = dry_run(model, args, kwargs, modules, chunk_of, round_bytes=_core.rounded_bytes, workspace=workspace)

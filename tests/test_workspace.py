@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from protrain import _core
+from protrain.base import sizes
 from protrain.base.counting import counted_alone
 from protrain.dryrun import fakes, workspace
 from protrain.dryrun.knownvalues import KnownValues
@@ -253,7 +254,7 @@ def test_what_fails_on_zeros_takes_no_more_than_its_inputs_and_outputs(disk: Pat
     output = torch.linalg.cholesky(x)
     told = measured(torch.ops.aten.cholesky.default, (x,), {}, [output])
     assert told == 2 * x.nbytes
-    assert not measured.missed, "more memory would not help"
+    assert not measured.take_missed(), "more memory would not help"
 
 
 def test_an_operation_of_another_library_is_not_run(disk: Path) -> None:
@@ -290,6 +291,16 @@ def test_what_had_no_memory_is_measured_another_time(
     with monkeypatch.context() as patch:
         patch.setattr(MeasuredWorkspace, "_measure", refuse)
         assert measured.kept_bytes(torch.ops.aten.mm.default, given, {}) is None
-    assert measured.missed
+    assert measured.take_missed()
+    assert not measured.take_missed()
     assert len(asked) == 1
     assert measured.kept_bytes(torch.ops.aten.mm.default, given, {}) == 64 * 64 * 4
+
+
+def test_a_kernel_is_not_measured_far_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was refused 4 MiB for a batch of gigabytes had them taken first."""
+    monkeypatch.setattr(sizes, "default_memory_bytes", lambda: 64 << 30)
+    assert sizes.measuring_bytes(4 << 20) == 1 << 30
+    assert sizes.measuring_bytes(1 << 30) == 4 << 30
+    monkeypatch.setattr(sizes, "default_memory_bytes", lambda: 2 << 30)
+    assert sizes.measuring_bytes(1 << 30) == 2 << 30

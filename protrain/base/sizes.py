@@ -185,6 +185,12 @@ def default_memory_bytes() -> int:
     return max(free - max(free // 8, 256 * MIB), min(64 * MIB, free // 2))
 
 
+def measuring_bytes(budget_bytes: int) -> int:
+    """For a kernel that is measured beside a budget, for a step that does not fit it: four times as much, at least a GiB, where
+    that is free. What takes more is foreseen by a formula: who is refused by so much need not wait for it, nor have it taken."""
+    return min(default_memory_bytes(), max(4 * budget_bytes, GIB))
+
+
 def default_disk_folder() -> str:
     """`$PROTRAIN_DISK`, else the temporary directory, "~" in it the home folder. The store's file has no name there, so nothing
     else is needed."""

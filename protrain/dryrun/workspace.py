@@ -259,8 +259,7 @@ def _like(make: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tens
 
 
 class MeasuredWorkspace:
-    """A `Workspace` by the table, and by a run of each operation of which that is not the last word. missed: there was one that
-    had no memory to run in, so that what it takes may be more than the table says, or less than all inputs and outputs.
+    """A `Workspace` by the table, and by a run of each operation of which that is not the last word.
 
     Args:
         counted: tensors made inside count in the engine that it yields. What its budget refuses is left to the table.
@@ -268,7 +267,13 @@ class MeasuredWorkspace:
 
     def __init__(self, counted: Callable[[], AbstractContextManager[_core.Engine]]) -> None:
         self._counted = counted
-        self.missed = False
+        self._missed: set[Hashable] = set()
+
+    def take_missed(self) -> bool:
+        """Whether since this was last asked there was an operation that had no memory to run in, so that what it takes may be
+        more than the table says, or less than all inputs and outputs. From here on it is tried again."""
+        missed, self._missed = bool(self._missed), set()
+        return missed
 
     def __call__(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> int:
         name = operation._schema.name
@@ -295,11 +300,11 @@ class MeasuredWorkspace:
             operation, _described(args), _described(sorted(kwargs.items())), torch.get_num_threads(),
             torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
         )  # fmt: skip
-        if key not in _found:
+        if key not in _found and key not in self._missed:
             try:
                 _found[key] = self._run_once(operation, args, kwargs)
             except Error:  # no memory for it now
-                self.missed = True
+                self._missed.add(key)
         return _found.get(key)
 
     def _run_once(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Measured | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from .. import _core
 from ..base.counting import counted, counted_alone
-from ..base.sizes import default_memory_bytes
+from ..base.sizes import measuring_bytes
 from ..dryrun.dryrun import dry_forward, dry_run
 from ..dryrun.phases import DryRun
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
@@ -84,14 +84,12 @@ class Foreseer:
         return found
 
     def _beside(self) -> Workspace:
-        return MeasuredWorkspace(partial(counted_alone, self._wrapped.settings.disk, default_memory_bytes()))
+        settings = self._wrapped.settings
+        return MeasuredWorkspace(partial(counted_alone, settings.disk, measuring_bytes(settings.memory_bytes)))
 
     def _missed(self) -> bool:
         """Whether since it was last asked an operation could not be measured."""
-        if not isinstance(self._workspace, MeasuredWorkspace):
-            return False
-        missed, self._workspace.missed = self._workspace.missed, False
-        return missed
+        return isinstance(self._workspace, MeasuredWorkspace) and self._workspace.take_missed()
 
     def _dry_run(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: Workspace) -> DryRun:
         with no_outer_hooks():
