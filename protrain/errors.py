@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Error(Exception):
-    """Base class of all of protrain's errors. After any of them the model's last complete step is intact; but where a load fails
-    half-way, forward, `step()` and `save` raise StepError until one has ended."""
+    """Base class of all of protrain's errors. After any of them the model's last complete step is intact; but where the disk fails
+    half-way through a load, or another change of values, forward, `step()` and `save` raise StepError until a load has ended."""
 
     _keywords: tuple[str, ...] = ()  # of its constructor, beside the message
 
@@ -55,8 +55,8 @@ class DiskError(Error, OSError):
 
 
 class StepError(Error):
-    """Calls came in an order that no training step has, and the step can go on as if the call had not been made; or the last load
-    failed half-way: load again."""
+    """Calls came in an order that no training step has, and the step can go on as if the call had not been made; or a load,
+    or another change of values, failed half-way: load again."""
 
 
 class PlanError(Error, ValueError):
