@@ -6,8 +6,9 @@ from typing import Any
 
 
 class Error(Exception):
-    """Base class of all of protrain's errors. After any of them the model's last complete step is intact; but where the disk fails
-    half-way through a load, or another change of values, forward, `step()` and `save` raise StepError until a load has ended."""
+    """Base class of all of protrain's errors. After any of them the model's last complete step is intact; but where the disk
+    fails half-way through a load, or another change of values, forward, `step()` and `save` raise StepError until a load has
+    ended."""
 
     _keywords: tuple[str, ...] = ()  # of its constructor, beside the message
 

@@ -12,7 +12,7 @@ import weakref
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -682,7 +682,10 @@ def test_a_read_that_fails_tells_errno_and_bytes(
 
 def test_loads_inside_of_a_load() -> None:
     """What fails behind one that a module's own load_state_dict made is still the outer one's."""
-    loads, error = Loads(), protrain.DiskError("the disk failed", errno=errno.EIO, filename="store", asked_bytes=4096)
+    loads, error = (
+        Loads(cast("Any", None)),
+        protrain.DiskError("the disk failed", errno=errno.EIO, filename="store", asked_bytes=4096),
+    )
 
     def load() -> None:
         with loads.of_state_dict():

@@ -30,7 +30,6 @@ from ..base.counting import counted, uncounted
 from ..errors import DiskError, Error, StepError
 from ..model.parameters import DisableTorchFunction
 from ..model.strides import laid
-from ..runtime.loads import PARAMETERS, STATE
 from .footprint import Footprint, Shared, check_on_cpu, one_line, own_mode, run_narrowed, without_hooks
 from .parking import Parked, Space, Tree, clone, described, same, tensors_of
 
@@ -486,7 +485,7 @@ class _Step:
                 if isinstance(kept, Parked):
                     kept.release()
         if failed is not None:
-            session.values.loads.begin(PARAMETERS, STATE, cause="a step failed, could not be taken back")
+            session.values.loads.mix("a step failed, could not be taken back")
             raise failed
 
     def _not_put_back(self, number: int, error: BaseException) -> BaseException:

@@ -23,7 +23,6 @@ from ..model.precision import has_master
 from ..model.recording import refuse_recording
 from ..model.strides import dense_strides
 from ..optim.optimizers import check_set_to_none
-from .loads import PARAMETERS, STATE
 
 if TYPE_CHECKING:
     from ..state.values import Values
@@ -132,7 +131,7 @@ def _take_over(values: Values, number: int, value: torch.Tensor) -> None:
     except BaseException as error:
         entry.strides = before
         if not isinstance(error, StepError):  # which refuses the first
-            values.loads.begin(PARAMETERS, STATE, cause=f"{entry.name} was to lie otherwise, which failed half-way")
+            values.loads.mix(f"{entry.name} was to lie otherwise, which failed half-way")
         raise
     values.strides_changed = True
     if values.residency.address(number) is not None:

@@ -36,6 +36,10 @@ class Loads:
         self._half.update(parts)
         self._cause = cause
 
+    def mix(self, cause: str) -> None:
+        """The same of all parts, by something that was no load."""
+        self.begin(PARAMETERS, STATE, cause=cause)
+
     def end(self, *parts: str) -> None:
         self._half.difference_update(parts)
 
