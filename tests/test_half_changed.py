@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ class Failing:
         return getattr(self._inner, self._method)(*args)
 
 
+@contextmanager
+def writes_fail(model: Any, first: int = 1, *, torn: bool = False) -> Iterator[None]:
+    """Inside, writes of values fail from the one of this number on. torn: when some of it was written."""
+    values = model._protrain_session.values
+    inner = values.engine
+    values.engine = values.loads._engine = Failing(inner, "transfer", first, torn=torn, write=True)
+    try:
+        with pytest.raises(protrain.DiskError):
+            yield
+    finally:
+        values.engine = values.loads._engine = inner
+
+
 def test_an_operation_on_several_that_is_refused_changes_none(disk: Path) -> None:
     """The slot of the first alone was forgotten, and forward and update went on with what had become of the others."""
     plain, optimizer, model, wrapped = pair(disk)
@@ -139,8 +153,7 @@ def test_no_step_of_a_part_of_the_gradients_where_the_disk_failed(disk: Path, fi
 
 def test_a_given_gradient_that_step_refuses_stays(disk: Path) -> None:
     _, _, model, wrapped = pair(disk)
-    name = on_disk(model)[0]
-    p = dict(model.named_parameters())[name]
+    p = dict(model.named_parameters())[on_disk(model)[0]]
     p.grad = torch.zeros_like(p.detach()).to_sparse()
     for _ in range(2):
         with pytest.raises(protrain.PlanError, match="only dense"):
@@ -184,12 +197,10 @@ def test_a_step_that_cannot_be_taken_back_leaves_a_mixture_that_says_so(
 
 def test_a_parameter_that_was_written_in_part_is_not_trained(disk: Path) -> None:
     plain, optimizer, model, wrapped = pair(disk)
-    values, name = model._protrain_session.values, on_disk(model)[0]
-    p, inner = dict(model.named_parameters())[name], values.engine
-    values.engine = values.loads._engine = Failing(inner, "transfer", torn=True, write=True)
-    with pytest.raises(protrain.DiskError):
+    name = on_disk(model)[0]
+    p = dict(model.named_parameters())[name]
+    with writes_fail(model, torn=True):
         p.data = torch.zeros_like(p.detach())
-    values.engine = values.loads._engine = inner
     with pytest.raises(protrain.StepError, match=f"the disk failed while {name} was written and left a mixture of parameters"):
         model(rows(7))
     model.load_state_dict(plain.state_dict())
@@ -200,12 +211,9 @@ def test_a_parameter_that_was_written_in_part_is_not_trained(disk: Path) -> None
 
 def test_a_write_that_never_began_leaves_all_as_it_was(disk: Path) -> None:
     plain, optimizer, model, wrapped = pair(disk)
-    values, name = model._protrain_session.values, on_disk(model)[0]
-    p, inner = dict(model.named_parameters())[name], values.engine
-    values.engine = values.loads._engine = Failing(inner, "transfer", write=True)
-    with pytest.raises(protrain.DiskError):
+    p = dict(model.named_parameters())[on_disk(model)[0]]
+    with writes_fail(model):
         p.data = torch.zeros_like(p.detach())
-    values.engine = values.loads._engine = inner
     step(plain, optimizer, 9)
     step(model, wrapped, 9)
     assert same(model, plain)
@@ -214,11 +222,8 @@ def test_a_write_that_never_began_leaves_all_as_it_was(disk: Path) -> None:
 def test_state_that_lies_half_in_new_strides_is_not_trained(disk: Path) -> None:
     """The step after it was made with moments in another order than their parameter's."""
     _, _, model, _ = pair(disk)
-    values, name = model._protrain_session.values, on_disk(model)[0]
-    p, inner = dict(model.named_parameters())[name], values.engine
-    values.engine = Failing(inner, "transfer", 2, write=True)
-    with pytest.raises(protrain.DiskError):
+    p = dict(model.named_parameters())[on_disk(model)[0]]
+    with writes_fail(model, 2):
         p.data = p.detach().clone().t().contiguous().t()
-    values.engine = inner
     with pytest.raises(protrain.StepError, match="was to lie otherwise, which failed half-way and left a mixture"):
         model(rows(7))

@@ -118,9 +118,8 @@ class Gradients:
                 p.grad = None
                 self._left.add(number)
                 return
-            self._check_dense(number, grad)  # where it is refused it stays where it is, and step() refuses it, too
+            grad = self._dense(number, grad)  # where it is refused it stays where it is, and step() refuses it, too
             p.grad = None
-            grad = self._dense(number, grad)
             last = self.passes == self.wanted
             use = UPDATE if last and self._updates.behind_backward else SPILL
             if last and settings.max_grad_norm is not None:

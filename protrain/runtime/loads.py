@@ -11,6 +11,7 @@ from .. import _core
 from ..errors import DiskError, StepError
 
 PARAMETERS, STATE = "parameters", "optimizer state"
+_LOAD_FAILED = "the last load failed half-way"
 
 
 class Loads:
@@ -19,7 +20,7 @@ class Loads:
     def __init__(self, engine: _core.Engine) -> None:
         self._engine, self._torn_writes = engine, 0
         self._half: set[str] = set()
-        self._cause = "the last load failed half-way"  # of what is half there
+        self._cause = _LOAD_FAILED  # of what is half there
         self._found: list[DiskError] | None = None  # none: no load_state_dict is under way
 
     @contextmanager
@@ -31,7 +32,7 @@ class Loads:
         yield half
         self.end(*parts)
 
-    def begin(self, *parts: str, cause: str = "the last load failed half-way") -> None:
+    def begin(self, *parts: str, cause: str = _LOAD_FAILED) -> None:
         """From here on these parts are a mixture, until a whole load of them ends; cause: in the words of `check`."""
         self._half.update(parts)
         self._cause = cause
