@@ -27,7 +27,8 @@ class BudgetError(Error):
     Attributes:
         needed_bytes: memory that would have been in use, at least.
         budget_bytes: the budget that was given.
-        smallest_bytes: the smallest budget that works, as far as it is known when the error is raised.
+        smallest_bytes: the smallest budget that works, as far as it is known when the error is raised. Of a request in the middle
+            of a step, whose rest nobody foresees, one that is worth a try: less may do.
     """
 
     _keywords = ("needed_bytes", "budget_bytes", "smallest_bytes")

@@ -369,6 +369,11 @@ class Session:
         self.fitter.differentiates = True
         self._name_budget()
 
+    def _penalizes(self) -> None:
+        """The loss that the program makes reads parameters itself."""
+        self.fitter.penalizes = True
+        self._name_budget()
+
     def _block_is_back(self, number: int, recomputed: bool) -> None:
         self.runner.block_is_back(number, recomputed)
 
@@ -690,6 +695,8 @@ class Session:
         if not self.homes.settled:
             self.homes.settle()
         own_slots = self.residency.own_slots
+        if self.marks.in_loss and not self.fitter.penalizes and torch.is_grad_enabled():
+            self._penalizes()
         try:
             return self.runner.call(func, found, numbers, args, kwargs)
         except DiskError as error:

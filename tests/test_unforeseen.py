@@ -3,6 +3,7 @@ and state in memory gives way, where the budget has any."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,11 +82,34 @@ def of_forwards(count: int) -> Callable[[Any, int], torch.Tensor]:
     return lambda model, number: torch.stack([model(x) for x in inputs(count, ROWS, seed=number)]).sum()
 
 
+def over_parameters(model: Any, number: int) -> torch.Tensor:
+    """Gradients of all parameters come before those of the model, and wait for them."""
+    return model(inputs(1, ROWS, seed=number)[0]) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def orthogonal(model: Any, number: int) -> torch.Tensor:
+    """What the loss holds grows with each parameter."""
+    weights = [p.repeat(4, 1) for p in model.parameters() if p.dim() == 2]
+    return model(inputs(1, ROWS, seed=number)[0]) + 0.01 * sum((w @ w.T).square().mean() for w in weights)
+
+
+def of_large_tensors(model: Any, number: int) -> torch.Tensor:
+    """Eight and more tensors that are each larger than any in the model."""
+    y = model(inputs(1, ROWS, seed=number)[0], loss=False)
+    near = (y @ y.T).repeat(4, 4)
+    for _ in range(8):
+        near = near.tanh()
+    return near.mean() + y.square().mean()
+
+
 @pytest.mark.parametrize(
     ("loss_of", "most"),
-    [(contrasted, 2), (of_forwards(2), 2), (three_forwards, 3), (of_forwards(8), 4), (gradient_penalty, 4)],
-    ids=["contrasted", "two", "three", "eight", "penalty"],
-)
+    [
+        (contrasted, 2), (of_forwards(2), 2), (three_forwards, 3), (of_forwards(8), 4), (gradient_penalty, 4),
+        (over_parameters, 2), (orthogonal, 7), (of_large_tensors, 6),
+    ],
+    ids=["contrasted", "two", "three", "eight", "penalty", "over parameters", "orthogonal", "large"],
+)  # fmt: skip
 def test_who_restarts_with_the_named_budget_does_not_do_so_for_ever(
     loss_of: Callable[[Any, int], torch.Tensor], most: int
 ) -> None:
@@ -101,6 +125,19 @@ def test_who_restarts_with_the_named_budget_does_not_do_so_for_ever(
         if IN_A_STEP in message:
             named.append(memory)
     assert len(named) <= most, named
+
+
+@pytest.mark.parametrize("more", [1.02, 1.1, 1.3])
+@pytest.mark.parametrize("loss_of", [orthogonal, of_large_tensors])
+def test_plans_know_what_the_loss_of_the_first_step_took(loss_of: Callable[[Any, int], torch.Tensor], more: float) -> None:
+    """Also where that step had to leave room, which the plans behind it need not."""
+    _, ample = wrapped(loss_of, 2 << 30)
+    memory = int(more * ample.peak_memory_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused, status = wrapped(loss_of, memory)
+    assert refused == 0
+    assert status.plan.peak_bytes == pytest.approx(status.peak_memory_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("more", [1.0, 1.25, 1.5])

@@ -103,6 +103,15 @@ uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes) {
 
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes) { account->goal_bytes = goal_bytes; }
 void ptn_account_set_named(ptn_account *account, uint64_t named_bytes) { account->named_bytes = named_bytes; }
+void ptn_account_set_growth(ptn_account *account, uint64_t from_bytes) { account->grown_from_bytes = from_bytes; }
+
+uint64_t ptn_account_named(const ptn_account *account, uint64_t needed_bytes) {
+  uint64_t from_bytes = account->grown_from_bytes, named_bytes = ptn_max_u64(needed_bytes, account->named_bytes);
+  if (from_bytes == 0 || needed_bytes <= from_bytes) return named_bytes;
+  uint64_t more_bytes = (needed_bytes - from_bytes) / PTN_GROWTH_PART;
+  return needed_bytes > UINT64_MAX - more_bytes ? named_bytes : ptn_max_u64(named_bytes, needed_bytes + more_bytes);
+}
+
 bool ptn_account_has_goal(const ptn_account *account) { return account && account->goal_bytes > 0; }
 
 uint64_t ptn_account_room(const ptn_account *account) {

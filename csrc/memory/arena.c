@@ -71,12 +71,15 @@ static ptn_status refuse(ptn_account *account, size_t bytes) {
   account->refused_count++;
   account->refused_bytes = ptn_max_u64(account->refused_bytes, needed);
   ptn_unlock(&ptn_arena_mutex);
-  unsigned long long smallest = ptn_max_u64(needed, account->named_bytes);
-  ptn_fail_budget(needed, limit, smallest,
-                  "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; "
-                  "give a budget of at least %llu bytes, or a smaller batch; a training step that is run again after "
-                  "optimizer.zero_grad() is planned with room for this",
-                  bytes, live, limit, smallest);
+  unsigned long long smallest = ptn_account_named(account, needed);
+  char wanted[128];
+  if (smallest == needed) snprintf(wanted, sizeof wanted, "give a budget of at least %llu bytes", smallest);
+  else snprintf(wanted, sizeof wanted, "this takes %llu, and more may follow: try a budget of %llu bytes", needed, smallest);
+  ptn_fail_budget(
+      needed, limit, smallest,
+      "a request of %zu bytes does not fit the memory budget: %llu of %llu bytes are in use; %s, or a smaller batch; a "
+      "training step that is run again after optimizer.zero_grad() is planned with room for this",
+      bytes, live, limit, wanted);
   ptn_last_error()->asked_bytes = bytes;
   return PTN_BUDGET;
 }

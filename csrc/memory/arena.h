@@ -64,6 +64,9 @@ void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
 void ptn_account_set_goal(ptn_account *account, uint64_t goal_bytes);
 /* What a refusal names at least as the budget that works; 0: no more than the request. */
 void ptn_account_set_named(ptn_account *account, uint64_t named_bytes);
+/* Since so many bytes were live something has been under way whose end nobody foresees: a refusal names what is needed with half of what
+ * was taken since, or more. 0: nothing has. */
+void ptn_account_set_growth(ptn_account *account, uint64_t from_bytes);
 /* NULL is allowed: false. */
 bool ptn_account_has_goal(const ptn_account *account);
 /* Bytes until the goal, or until the limit where there is no goal or it is beyond; 0 when it is passed. UINT64_MAX where there is

@@ -67,6 +67,7 @@ PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
 PyObject *ptn_python_mark_yielded(PyObject *object, PyObject *unused);
 PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_named(PyObject *object, PyObject *number);
+PyObject *ptn_python_set_growth(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);

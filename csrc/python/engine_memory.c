@@ -170,6 +170,10 @@ PyObject *ptn_python_set_named(PyObject *object, PyObject *number) {
   return set_of_account(object, number, ptn_account_set_named);
 }
 
+PyObject *ptn_python_set_growth(PyObject *object, PyObject *number) {
+  return set_of_account(object, number, ptn_account_set_growth);
+}
+
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);
   unsigned long long headroom_bytes, recompute_bytes;

@@ -772,6 +772,7 @@ static PyMethodDef engine_methods[] = {
     {"mark_yielded", ptn_python_mark_yielded, METH_NOARGS, NULL},
     {"set_goal", ptn_python_set_goal, METH_O, NULL},
     {"set_named", ptn_python_set_named, METH_O, NULL},
+    {"set_growth", ptn_python_set_growth, METH_O, NULL},
     {"set_headroom", ptn_python_set_headroom, METH_VARARGS, NULL},
     {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},
     {"stash_end", ptn_python_stash_end, METH_NOARGS, NULL},

@@ -61,11 +61,12 @@ def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
 
 class Fitter:
     """Of one session. planned: whether a batch was planned for; differentiates: whether a backward made a graph for another one;
-    words: what batches are known by; foresees: their dry runs."""
+    penalizes: whether a loss outside of the model has read parameters; words: what batches are known by; foresees: their dry
+    runs."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes, decider: Decider, carrier: Carrier) -> None:
         self._wrapped, self._homes, self._decider, self._carrier = wrapped, homes, decider, carrier
-        self.planned = self.differentiates = False
+        self.planned = self.differentiates = self.penalizes = False
         self.words = Words()
         self.foresees = Foreseer(wrapped, engine)
         self._unforeseen = Unforeseen()
@@ -237,30 +238,35 @@ class Fitter:
         """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
         before (None: not known). Where that was more than foreseen, and than the gradients that may wait beyond it, or the loss
         has left room that was kept for it, plans are made anew; returns the batch that decided where they may be others now."""
-        batches, run, roomy = list(batches), self._largest[0], self._decider.first_room_bytes > 0
+        batches, run, before = list(batches), self._largest[0], self._homes.arrangement
+        room_bytes, unseen_bytes = self._decider.first_room_bytes, self._decider.unseen_bytes
+        roomy = room_bytes > 0
         if run is None or not self._learns() or not all(covers(self._largest[1], shapes) for shapes in batches):
             return self.plan_anew() if self.end_first() else None
-        unseen_bytes, more_bytes = self._decider.unseen_bytes, self._decider.loss.more_than(run)
+        loss_bytes_before = self._decider.loss.more_than(run)
         fits, self._refused = True, 0
+        self.end_first()
         # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
         several = self._decider.several
-        pending_bytes = 0 if several.hold_bytes else self._homes.arrangement.pending_bytes
-        several.note_kept(run, self._homes.arrangement.plan)
+        pending_bytes = 0 if several.hold_bytes else before.pending_bytes
+        several.note_kept(run, before.plan)
         # Where blocks swap a step tells little: what they write leaves memory while the loss is made.
-        swaps = any(mode.endswith("swap") for mode in self._homes.arrangement.plan.block_modes)
+        swaps = any(mode.endswith("swap") for mode in before.plan.block_modes)
         whole = not several.hold_bytes and not (roomy and swaps) and all(shapes == self._largest[1] for shapes in batches)
         if whole and not self._decider.loss.known and self._decider.loss.note_first(loss_bytes or 0, run):
             self._decider.unseen_bytes = 0
         if whole and self._decider.loss.known and not swaps:
             self._decider.loss.note_light(loss_bytes or 0, run)
-        if unseen_bytes > self._decider.unseen_bytes or self._decider.loss.more_than(run) != more_bytes:
+        more_loss_bytes = self._decider.loss.more_than(run) - loss_bytes_before
+        if unseen_bytes > self._decider.unseen_bytes or more_loss_bytes:
             fits = self._plan_as_now()
-        more = highest_bytes - self._homes.arrangement.needed_bytes - pending_bytes
-        self.end_first()
-        if more > 0:
-            self._decider.unseen_bytes += more
+        now = self._homes.arrangement
+        more = highest_bytes - now.needed_bytes - pending_bytes - (0 if fits else max(more_loss_bytes, 0))
+        if more > 0:  # beside what this plan has room for, whatever was learned that it has not
+            planned_bytes = now.unseen_bytes - (room_bytes if now is before else 0)
+            self._decider.unseen_bytes = max(self._decider.unseen_bytes, planned_bytes + more)
             fits = self._plan_as_now()
-        if not roomy and fits and self._decider.unseen_bytes >= unseen_bytes and self._decider.loss.more_than(run) >= more_bytes:
+        if not roomy and fits and self._decider.unseen_bytes >= unseen_bytes and more_loss_bytes >= 0:
             return None
         return self.plan_anew()
 
@@ -387,8 +393,10 @@ class Fitter:
 
     def _more_bytes(self, run: DryRun) -> int:
         """What a step of this program may take beside one with a single forward and its backward."""
-        several_bytes = self._decider.several.needed_bytes(self._wrapped.layout)
-        return max(several_bytes, most_room(run, self._wrapped.layout)) if self.differentiates else several_bytes
+        layout, more_bytes = self._wrapped.layout, self._decider.several.needed_bytes(self._wrapped.layout)
+        if self.penalizes:  # its gradients come before those of the model, and wait for them
+            more_bytes = max(more_bytes, sum(layout.grad_bytes))
+        return max(more_bytes, most_room(run, layout)) if self.differentiates else more_bytes
 
     def note_beside(self, needed_bytes: int) -> None:
         """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was

@@ -40,7 +40,8 @@ class Marks:
         """From here on it is another step."""
         self._engine.mark()
         self._engine.mark_yielded()
-        self._refused_bytes = self._at_output = self._since_output = 0
+        self._loss_ends()
+        self._refused_bytes = self._since_output = 0
         self.highest_bytes = self.planned_bytes = self.within_bytes = 0
         self._updates, self._within, self.loss_bytes = False, False, None
         self._losses = errors.n_losses
@@ -112,10 +113,15 @@ class Marks:
         self.mark()
         held = self._engine.held()
         self._at_output = self._since_output = held["live_bytes"] + held["yielded_bytes"]
+        self._engine.set_growth(held["live_bytes"])
 
     def backward_begins(self) -> None:
         """A backward is at its first block."""
         if self._at_output:
             self.mark()
             self.loss_bytes = max(self.loss_bytes or 0, self._since_output - self._at_output)
-            self._at_output = 0
+            self._loss_ends()
+
+    def _loss_ends(self) -> None:
+        self._at_output = 0
+        self._engine.set_growth(0)

@@ -75,10 +75,17 @@ static void a_limit_holds_to_the_byte(void) {
   CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == error->needed_bytes);
   ptn_account_set_named(limited, 5 * PTN_PAGE_BYTES);
   CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == 5 * PTN_PAGE_BYTES);
-  CHECK(error->needed_bytes == 3 * PTN_PAGE_BYTES + 128 && strstr(error->message, "at least 20480 bytes"));
+  CHECK(error->needed_bytes == 3 * PTN_PAGE_BYTES + 128 && strstr(error->message, "try a budget of 20480 bytes"));
+  ptn_account_set_growth(limited, PTN_PAGE_BYTES + 128); /* a page and 128 bytes are live: two pages are asked for since */
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == 5 * PTN_PAGE_BYTES);
   ptn_account_set_named(limited, 0);
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET);
+  CHECK(error->smallest_bytes == error->needed_bytes + PTN_PAGE_BYTES && strstr(error->message, "this takes 12416,"));
+  ptn_account_set_growth(limited, 4 * PTN_PAGE_BYTES);
+  CHECK(ptn_arena_alloc(limited, 2 * PTN_PAGE_BYTES, &refused) == PTN_BUDGET && error->smallest_bytes == error->needed_bytes);
+  ptn_account_set_growth(limited, 0);
   CHECK(ptn_arena_alloc(limited, SIZE_MAX, &refused) == PTN_BUDGET);
-  CHECK(stats_of(limited).live_bytes == PTN_PAGE_BYTES + 128 && stats_of(limited).refused_count == 4);
+  CHECK(stats_of(limited).live_bytes == PTN_PAGE_BYTES + 128 && stats_of(limited).refused_count == 7);
   ptn_arena_free(small);
   void *exact = take(limited, 2 * PTN_PAGE_BYTES);
   CHECK(ptn_arena_alloc(limited, 1, &refused) == PTN_BUDGET);
