@@ -15,6 +15,7 @@ from twins import MIB, adamw
 
 import protrain
 from protrain.dryrun.dryrun import dry_run
+from protrain.dryrun.phases import DryRunError
 from protrain.runtime import foreseeing
 from protrain.runtime.batches import MOST_VALUES
 
@@ -625,3 +626,55 @@ def test_lengths_that_grow_with_every_step_are_not_all_planned_for_for_ever() ->
     assert losses == expected(plain, given)
     assert status.peak_memory_bytes <= smallest() * 3 // 2
     assert known == [((4, 11),), ((16, 4),)]
+
+
+@pytest.mark.parametrize("error", [protrain.DiskError("the disk failed", errno=5), protrain.OutOfMemoryError("no memory")])
+def test_a_dry_run_that_the_machine_fails_says_nothing_of_the_model(error: protrain.Error) -> None:
+    """The forward is refused with what it was, homes are where they were, and the next one is foreseen."""
+    failing = True
+
+    class Failing(Scores):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if failing:
+                raise error
+            return super().forward(ids)
+
+    model: Any = Failing()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(error), match=str(error)):
+            model(batches(1)[0])
+        failing = False
+        plain(model(batches(1)[0]), batches(1)[0]).backward()
+        optimizer.step()
+    status = protrain.status(model)
+    protrain.unwrap(model)
+    assert status.steps == 1
+    assert status.predicted_peak_bytes > 0
+
+
+def test_homes_go_back_behind_a_dry_run_that_tells_nothing(causal_lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks left memory for it, and the step before is known to be planned for."""
+    model = causal_lm("gpt2", hidden=64, layers=2, vocabulary=8192)
+    ids = torch.randint(8192, (4, 64))
+    model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)
+
+    def step() -> protrain.Plan:
+        loss = model(input_ids=ids, labels=ids).loss  # nobody holds its output
+        plan = protrain.status(model).plan
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return plan
+
+    def failing(_self: Any, _args: Any, _kwargs: Any, make_room: Callable[[], object]) -> Any:
+        make_room()
+        raise DryRunError("it tells nothing")
+
+    before = step()
+    monkeypatch.setattr(foreseeing.Foreseer, "step", failing)
+    now = step()
+    protrain.unwrap(model)
+    assert before.n_persist == before.n_chunks
+    assert (now.n_persist, now.block_modes) == (before.n_persist, before.block_modes)

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.counting import uncounted
+from ..errors import DiskError, OutOfMemoryError
 from ..model import keycaches, randomness
 from ..model.compiled import CALL, eager
 from ..model.held import tensors_held
@@ -129,6 +130,8 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
     memo.pop(id(None), None)
     try:
         twin.model = copy.deepcopy(model, memo)
+    except (DiskError, OutOfMemoryError):  # tell nothing of the model
+        raise
     except Exception as error:
         raise DryRunError(f"the model cannot be copied: {one_line(error)}") from error
     for module in model.modules():
@@ -213,6 +216,7 @@ def without_data(
 
     Raises:
         DryRunError: something inside failed.
+        DiskError, OutOfMemoryError: so did the disk, or memory, which says nothing of the model.
     """
     with handlers.waiting():
         random_state = torch.get_rng_state()
@@ -223,7 +227,7 @@ def without_data(
             ):  # fmt: skip
                 twin = _make_twin(model, chunk_of_param, round_bytes)
                 yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)
-        except DryRunError:
+        except (DryRunError, DiskError, OutOfMemoryError):
             raise
         except Exception as error:
             raise DryRunError(one_line(error)) from error

@@ -101,16 +101,16 @@ class Fitter:
         """
         before, unseen_bytes = self._homes.arrangement, self._decider.unseen_bytes
         try:
-            run: DryRun | None = self._foresee(args, kwargs)
-        except DryRunError as error:
-            run = None
-            warnings.warn(
-                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
-                stacklevel=6,
-            )
-        if self._homes.arrangement is before and self._is_same(shapes, run):
-            return None
-        try:
+            try:
+                run: DryRun | None = self._foresee(args, kwargs)
+            except DryRunError as error:
+                run = None
+                warnings.warn(
+                    f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
+                    stacklevel=6,
+                )
+            if self._homes.arrangement is before and self._is_same(shapes, run):
+                return None
             best, largest = self._first(run, args, kwargs), (run, shapes)
             if run is not None and self._decider.measured:
                 best, largest = self._decide_measured(run), (None, shapes)
@@ -119,13 +119,17 @@ class Fitter:
             self._carrier.carry_out(best)
         except BaseException:
             self._decider.unseen_bytes, self._decider.first_room_bytes = unseen_bytes, 0
-            if self._homes.arrangement is not before:
-                with suppress(Error):  # the first one tells
-                    self._homes.rearrange(before)
+            self._go_back_to(before)
             raise
         self._unforeseen.shows, self._largest, self.planned = run is None, largest, True
         self._add(shapes, run)
         return largest
+
+    def _go_back_to(self, before: Arrangement) -> None:
+        """Chunks may have left memory for a dry run that told nothing."""
+        if self._homes.arrangement is not before:
+            with suppress(Error):  # the first one tells
+                self._homes.rearrange(before)
 
     def _add(self, shapes: Shapes, run: DryRun | None) -> None:
         """This batch was planned for. What it covers comes to no plan any more, unless it takes more: where lengths grow with
@@ -413,13 +417,16 @@ class Fitter:
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
         if little or not self.foresees.holds_output or planned != [shapes] or not self._learns():
             return None
-        self.foresees.holds_output = False
+        self.foresees.holds_output, before = False, self._homes.arrangement
         try:
             run = self._foresee(args, kwargs)
-        except DryRunError:
-            return None
-        if (before := self._largest[0]) is not None:
-            self._decider.loss.note_anew(before, run)
+        except BaseException as error:
+            self._go_back_to(before)
+            if isinstance(error, DryRunError):
+                return None
+            raise
+        if (known := self._largest[0]) is not None:
+            self._decider.loss.note_anew(known, run)
         self._decider.dry_runs, self._largest = [(shapes, run)], (run, shapes)
         with suppress(BudgetError):  # something else is in memory
             self._plan_again()
