@@ -164,6 +164,24 @@ def test_steps_that_depart_are_planned_again_and_that_is_said_once(
     protrain.unwrap(model)
 
 
+def test_where_the_last_step_that_departs_shows_nothing_the_next_is_a_profile(
+    gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
+    (ids,) = token_batches(1)
+    for seconds, count in ((0.02, pacing.PROFILED_STEPS), (0.1, pacing.DEPARTED_STEPS - 1)):
+        clock.block_seconds = seconds
+        for _ in range(count):
+            step(model, optimizer, ids)
+    observe = pacing.Pacer._observe
+    monkeypatch.setattr(pacing.Pacer, "_observe", lambda *_: False)
+    step(model, optimizer, ids)
+    monkeypatch.setattr(pacing.Pacer, "_observe", observe)
+    step(model, optimizer, ids)
+    assert protrain.status(model).plan.step_seconds == pytest.approx(0.1, rel=0.01)
+    protrain.unwrap(model)
+
+
 def test_a_backward_that_failed_leaves_room_for_the_plan(gpt2: Any, token_batches: Any) -> None:
     model = gpt2()
     model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)

@@ -161,6 +161,8 @@ class Pacer:
                 self._learn_disk_again(self._run, update_seconds, update_bytes)
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
+            else:  # the next one that shows what blocks take
+                self._profiled = PROFILED_STEPS - 1
         elif planned > 0 and not self._departed and share == 1.0:
             if self._pause > 0:
                 self._pause -= 1
