@@ -332,8 +332,17 @@ def wrap(
         raise
     model.__dict__[KEY] = session
     _open.add(session)
+    weakref.finalize(ours, _end_counting, weakref.ref(session)).atexit = False
     session.engine.seek(0)
     return model, ours
+
+
+def _end_counting(of: weakref.ref[Session]) -> None:
+    """The optimizer that `wrap` returned is gone, and with it who could end a step: what is made from here on is the user's,
+    though a backward that failed holds the model until the next one, wherever that is."""
+    session = of()
+    if session is not None and not session.closed:
+        session.engine.leave_account()
 
 
 def _budgets(compute: Compute, memory: int | str | None, host_memory: int | str | None) -> tuple[int, int]:

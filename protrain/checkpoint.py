@@ -30,7 +30,7 @@ from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
 from .model.precision import has_master, saved_config
 from .optim.optimizers import Optimizer, check_arrays, hyper_of, n_states_of, state_names
-from .runtime.changes import name_parameters
+from .runtime.changes import adopt, name_parameters
 from .runtime.loads import PARAMETERS, STATE
 from .session import Session
 from .state.materialise import weight_files
@@ -395,6 +395,8 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     if _place(folder) != place:  # what was read so far may be of two checkpoints; later each file knows itself
         raise DiskError(f"{folder} was replaced while it was being read; load it again", errno=errno.ESTALE, filename=folder)
     session.zero_grad()
+    adopt(session.values)  # what was given by `.data` before is not to come over what is loaded
+    torch.autograd.graph.increment_version(session.params)  # what autograd saved of them is gone
     with session.values.loads.replacing(PARAMETERS, STATE) as half_loaded:
         _put(session, wanted, about["param_steps"], half_loaded)
         if bring is not None:

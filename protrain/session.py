@@ -54,7 +54,7 @@ from .runtime.marks import Marks
 from .runtime.otherhooks import release_failed_backward
 from .runtime.pacing import Pacer
 from .runtime.residency import Residency
-from .runtime.running import Runner, Together
+from .runtime.running import Runner, Together, inside_transform
 from .runtime.samples import MemorySamples
 from .runtime.updates import Updates
 from .runtime.wrapped import Wrapped
@@ -305,6 +305,9 @@ class Session:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
         shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
+            if inside_transform():  # where nothing is foreseen, and blocks run as they are
+                self._tells = False
+                return
             waits = self._awaited.any() and torch._C._current_graph_task_id() == -1  # else one goes on, which is another matter
             if (under_way or waits) and self.fitter.planned:
                 self._tells = False

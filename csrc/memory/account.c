@@ -70,8 +70,7 @@ static void retire(ptn_account *account) {
 
 void ptn_account_destroy(ptn_account *account) {
   if (!account) return;
-  ptn_account *mine = account;
-  atomic_compare_exchange_strong(&used_account, &mine, NULL);
+  ptn_arena_use_no_more(account);
   ptn_lock(&ptn_arena_mutex);
   ptn_slabs_forget(account);
   if (limited(account)) {
@@ -192,6 +191,7 @@ uint64_t ptn_account_mark(ptn_account *account) {
 }
 
 ptn_account *ptn_arena_use(ptn_account *account) { return atomic_exchange(&used_account, account); }
+void ptn_arena_use_no_more(ptn_account *account) { atomic_compare_exchange_strong(&used_account, &account, NULL); }
 ptn_account *ptn_arena_used(void) { return apart ? NULL : atomic_load_explicit(&used_account, memory_order_acquire); }
 
 bool ptn_arena_set_apart(bool on) {

@@ -120,6 +120,8 @@ void ptn_arena_fetch_soon(const ptn_block *block);
 /* The account that tensors made by torch belong to from now on, in every thread that is not set apart; NULL: none. Returns the
  * one before. */
 ptn_account *ptn_arena_use(ptn_account *account);
+/* None from now on, where they belong to this one. */
+void ptn_arena_use_no_more(ptn_account *account);
 /* What this thread's tensors belong to. */
 ptn_account *ptn_arena_used(void);
 /* Whether what the calling thread makes belongs to no account from now on, whatever others use. Returns what was. */

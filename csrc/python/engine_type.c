@@ -697,6 +697,15 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
+/* Over a device it has no effect: there tensors count where torch's own allocator is asked for them. */
+static PyObject *engine_leave_account(PyObject *object, PyObject *unused) {
+  ENGINE_OR_RETURN;
+  (void)engine;
+  (void)unused;
+  ptn_arena_use_no_more(ptn_python_account(object));
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_charge(PyObject *object, PyObject *number) {
   ENGINE_OR_RETURN;
   (void)engine;
@@ -766,6 +775,7 @@ static PyMethodDef engine_methods[] = {
     {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
     {"charge", engine_charge, METH_O, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},
+    {"leave_account", engine_leave_account, METH_NOARGS, NULL},
     {"stats", ptn_python_stats, METH_NOARGS, NULL},
     {"held", ptn_python_held, METH_NOARGS, NULL},
     {"mark", ptn_python_mark, METH_NOARGS, NULL},

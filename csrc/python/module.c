@@ -10,6 +10,7 @@
 #include "python/binding.h"
 #include "torch/allocator.h"
 #include "torch/square_roots.h"
+#include "torch/storage.h"
 
 int ptn_python_forks;
 static pthread_once_t watch_once = PTHREAD_ONCE_INIT;
@@ -93,6 +94,17 @@ static PyObject *mark_static(PyObject *module, PyObject *number) {
   Py_RETURN_NONE;
 }
 
+/* swap_memory(_cdata of a storage of torch's, of another one of as many bytes) */
+static PyObject *swap_memory(PyObject *module, PyObject *arguments) {
+  (void)module;
+  PyObject *one, *other;
+  if (!PyArg_ParseTuple(arguments, "OO:swap_memory", &one, &other)) return NULL;
+  void *first = PyLong_AsVoidPtr(one), *second = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(other);
+  if (PyErr_Occurred()) return NULL;
+  ptn_torch_swap_memory(first, second);
+  Py_RETURN_NONE;
+}
+
 /* checksum(buffer, sum of what comes before it) */
 static PyObject *checksum(PyObject *module, PyObject *arguments) {
   (void)module;
@@ -139,6 +151,7 @@ static PyMethodDef module_methods[] = {
     {"set_apart", set_apart, METH_O, NULL},
     {"move_apart", move_apart, METH_O, NULL},
     {"mark_static", mark_static, METH_O, NULL},
+    {"swap_memory", swap_memory, METH_VARARGS, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},
     {"cpu_features", cpu_features, METH_NOARGS, NULL},
     {"direct_storage", direct_storage, METH_VARARGS, NULL},

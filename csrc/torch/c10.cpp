@@ -89,6 +89,12 @@ static void open_or_shut(storage *place, bool open) {
 
 extern "C" void ptn_torch_open_storage(void *storage, bool open) { open_or_shut(static_cast<c10::StorageImpl *>(storage), open); }
 
+extern "C" void ptn_torch_swap_memory(void *one, void *other) {
+  auto *first = static_cast<c10::StorageImpl *>(one), *second = static_cast<c10::StorageImpl *>(other);
+  c10::DataPtr memory = first->set_data_ptr(c10::DataPtr());
+  first->set_data_ptr_noswap(second->set_data_ptr(std::move(memory)));
+}
+
 /* A hold is torch's own class, which is a pointer to the counter: the bytes of that are ptn_counter's address, and nothing has to
  * be allocated. */
 static_assert(sizeof(c10::VariableVersion) == sizeof(void *) && alignof(c10::VariableVersion) <= alignof(void *));

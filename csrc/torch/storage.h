@@ -17,6 +17,10 @@ extern "C" {
  * it. Needs nothing of Python. Without effect where torch is older than 2.12, which cannot open again. */
 void ptn_torch_open_storage(void *storage, bool open);
 
+/* Two storages, alive and as long as each other, have each other's memory from now on. Who ends either needs the GIL, where that memory
+ * is an object's of Python. */
+void ptn_torch_swap_memory(void *one, void *other);
+
 #ifdef __cplusplus
 }
 #endif

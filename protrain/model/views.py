@@ -55,6 +55,30 @@ class Views:
             _lay(view, found.set_(base.untyped_storage(), offset, size, stride))
             view.lifted = None
 
+    def part(self, chunk: int) -> None:
+        """Views of this chunk show memory of their own from now on, as they lie: they are plain tensors."""
+        for view in self.of(chunk):
+            _make_plain(view)
+
+    def part_from(self, chunk: int, number: int, values: torch.Tensor, begin_bytes: int) -> None:
+        """Those of parameter `number`, which begins at this byte of the chunk, show these values from now on, which lie as
+        its own do."""
+        with _unseen():
+            for view in self.of(chunk):
+                if view._protrain[1] != number:
+                    continue
+                offset, size, stride = view.lifted or (int(view.storage_offset()), view.size(), view.stride())
+                found = torch.empty(0, dtype=view.dtype, device=view.device)
+                first = offset - begin_bytes // view.element_size()
+                _lay(view, found.set_(values.untyped_storage(), first, size, stride))
+                _make_plain(view)
+
+
+def _make_plain(view: ChunkView) -> None:
+    view.lifted = None
+    view.__class__ = torch.Tensor  # type: ignore[assignment]
+    del view._protrain
+
 
 @contextmanager
 def _unseen() -> Iterator[None]:

@@ -215,6 +215,18 @@ class Optimizer(torch.optim.Optimizer):
         if self._session is not None:  # torch's own constructor sets an empty one
             refuse_state()
 
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """The groups, which updates are made by. Others that are set take their place; of other parameters they are refused."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        if self._session is None:  # torch's own constructor, and ours
+            self._groups = groups
+        else:
+            self._groups[:] = groups
+
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         """Refused: a pickle, and a copy of what it would hold, is of the whole model's state at once."""
         raise PlanError(

@@ -156,6 +156,7 @@ class Frame:
         self.copied, self.stashes = copied, stash is not None
         self.inputs: Any = inputs  # None: the block was recomputed
         self.versions = versions_of(kept)
+        self.parameters = runner.versions_in(number)
         self.compute = runner.compute
         others = list(leaves)
         for parent in runner.parents[number]:
@@ -205,6 +206,12 @@ class Frame:
                     f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
                     "keep this block, or change a copy of its input"
                 )
+        if self.runner.versions_in(self.number) != self.parameters and not self.runner.changed_since(self.block, self.commits):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                f"{self.name} is recomputed, and a parameter of it was changed in or behind its forward; change it behind "
+                "backward, or wrap with block_modes that keep or swap this block"
+            )
         if self.runner.changed_since(self.block, self.commits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: block "

@@ -7,6 +7,7 @@ a parameter, is refused by name.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ from ..model.precision import has_master
 from ..model.recording import refuse_recording
 from ..model.strides import dense_strides
 from ..optim.optimizers import check_set_to_none
+from .residency import storage_of
 
 if TYPE_CHECKING:
     from ..state.values import Values
@@ -60,44 +62,102 @@ def set_data(values: Values, number: int, value: torch.Tensor) -> None:
         return
     check_value(layout.entries[number].name, p.shape, layout.dtype, values.wrapped.compute.device, value)
     with torch.no_grad(), uncounted():
-        _take_over(values, number, value.clone())
+        value = value.clone()
+        for other in values.residency.who_shows(number):  # that are in memory, and have what this one was from here on
+            shows = values.wrapped.params[other]
+            shows.data = _taken(values, shows.data, set())
+        values.residency.part_views(number, lambda: values.get(number))
+        _take_over(values, number, value)
     torch.autograd.graph.increment_version(p)  # what autograd saved of it is gone
 
 
 def adopt(values: Values, only: int | None = None) -> None:
-    """Parameters in memory, all or one of them, whose `.data` was set lie somewhere else now, or otherwise: their values are
-    taken over, and their strides, and their place is again that in their chunk.
+    """Parameters in memory whose `.data` was set lie somewhere else now, or otherwise: their values are taken over, and their
+    strides, and their place is again that in their chunk. What showed their memory shows what it did. only: those of the chunk
+    of this one.
 
     Raises:
-        PlanError: they are of another shape, type or device, or their memory is another one.
+        PlanError: they are of another shape, type or device, or their memory is another one; or something shows memory of their
+            chunk, and others of it were given no other values, so that it cannot be told whose it shows.
         StepError: a step is under way.
     """
-    params, layout = values.wrapped.params, values.wrapped.layout
+    layout = values.wrapped.layout
     if only is None:
         _check_places(values)
+    found: dict[int, list[int]] = {}
     for chunk in range(layout.n_chunks) if only is None else (layout.entries[only].chunk,):
         begin = values.residency.begin(chunk)
-        if begin is None or not values.engine.in_memory(chunk):
-            continue
-        for number in layout.members[chunk] if only is None else (only,):
-            p, entry = params[number], layout.entries[number]
-            lies = p.data_ptr() == begin + entry.offset_bytes and p.dtype == layout.dtype and p.stride() == entry.strides
-            if entry.count and not lies:
-                _adopt(values, number)
+        if begin is not None and values.engine.in_memory(chunk):
+            storage = storage_of(values.residency.base(chunk))
+            elsewhere = [number for number in layout.members[chunk] if not _lies(values, number, storage, begin)]
+            if elsewhere:
+                found[chunk] = elsewhere
+    if found:
+        _adopt(values, found)
 
 
-def _adopt(values: Values, number: int) -> None:
+def _lies(values: Values, number: int, storage: int, begin: int) -> bool:
+    """Whether a parameter is where it is in its chunk, which has this storage and begins at this address."""
     p, layout = values.wrapped.params[number], values.wrapped.layout
-    entry, given = layout.entries[number], p.data
-    check_value(entry.name, entry.shape, layout.dtype, values.wrapped.compute.device, given)
-    with DisableTorchFunction(), uncounted():
-        p.data = values.residency.place(number)
-        inside = given.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()  # of what is about to be written
+    entry = layout.entries[number]
+    if not entry.count:
+        return True
+    here = storage_of(p) == storage and p.data_ptr() == begin + entry.offset_bytes  # others may refuse to say where they are
+    return here and p.dtype == layout.dtype and p.stride() == entry.strides
+
+
+def _adopt(values: Values, found: dict[int, list[int]]) -> None:
+    params, layout = values.wrapped.params, values.wrapped.layout
+    with DisableTorchFunction(), torch.no_grad(), uncounted():
+        shown = _shown(values, found)
+        given = {number: params[number].data for numbers in found.values() for number in numbers}
+        for number, tensor in given.items():
+            check_value(
+                layout.entries[number].name, layout.entries[number].shape, layout.dtype, values.wrapped.compute.device, tensor
+            )
+        ours = {storage_of(values.residency.base(chunk)) for chunk in found}
+        taken = {number: _taken(values, tensor, ours) for number, tensor in given.items()}
         try:
-            _take_over(values, number, given.clone() if inside else given)
+            for chunk in shown:
+                values.residency.part(chunk)
+            for number in given:
+                params[number].data = values.residency.place(number)
+                _take_over(values, number, taken[number])
+                del taken[number]
         except BaseException:
-            p.data = given
+            for number in taken:
+                params[number].data = given[number]
             raise
+
+
+def _taken(values: Values, given: torch.Tensor, ours: set[int]) -> torch.Tensor:
+    """What a tensor shows that a parameter was given, in memory that is not about to be written; ours: storages that are."""
+    shown = values.residency.shown(given)
+    if shown is None:
+        return given.clone() if storage_of(given) in ours else given
+    whole = values.wrapped.compute.to_device(values.get(shown))  # of a parameter on disk
+    first = given.storage_offset() - values.wrapped.layout.entries[shown].offset_bytes // given.element_size()
+    return whole.as_strided(given.shape, given.stride(), first)
+
+
+def _shown(values: Values, found: dict[int, list[int]]) -> list[int]:
+    """Of chunks some of whose parameters lie elsewhere, those whose memory something else shows.
+
+    Raises:
+        PlanError: others of such a chunk lie where they did.
+    """
+    layout = values.wrapped.layout
+    own = Counter(storage_of(p) for p in values.wrapped.params)
+    shown = [chunk for chunk in found if values.residency.is_shown(chunk, own)]
+    for chunk in shown:
+        others = [number for number in layout.members[chunk] if layout.entries[number].count and number not in found[chunk]]
+        if others:
+            raise PlanError(
+                f"parameter {layout.entries[found[chunk][0]].name} was given other data while a tensor over memory of its chunk "
+                f"is alive, as p.data and p.detach() make one, and {layout.entries[others[0]].name} beside it was given none: "
+                "keep copies, p.detach().clone()"
+            )
+    return shown
 
 
 def _check_places(values: Values) -> None:

@@ -14,11 +14,11 @@ from contextlib import suppress
 import torch
 
 from .. import _core
-from ..errors import BudgetError, DiskError, Error
+from ..errors import BudgetError, DiskError
 from ..planner.plans import Arrangement
 from ..planner.tiers import STAGING_PIECES
 from .residency import Residency
-from .running import Runner
+from .running import Runner, outside_transforms
 from .wrapped import Wrapped
 
 
@@ -97,7 +97,7 @@ class Homes:
         except BaseException:
             try:
                 self._move(old)
-            except Error:  # the first one tells; what is not done now is done by settle
+            except Exception:  # the first one tells; what is not done now is done by settle
                 self._use(old)
                 self._residency.watch_all()
             raise
@@ -112,7 +112,8 @@ class Homes:
             self._move(self.arrangement)
 
     def _move(self, arrangement: Arrangement) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # what is made of memory here is no tensor of inference
+        # What is made of memory here is no tensor of inference, nor of a transform of torch.func that the forward is inside of.
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
             engine, foreign = self._engine, self._wrapped.foreign
             self.settled = False
             self._residency.unbind_all()

@@ -12,12 +12,14 @@ memory, as a graph or a view of before, once the chunk has other values than it 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
@@ -41,7 +43,7 @@ def _mark_of_node() -> object | None:
     return None if node is None else node.metadata.setdefault(_MARK, object())  # type: ignore[attr-defined]
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """Which storage the tensor shows; 0: none, as torch's zeros that take no memory, of forward-mode AD."""
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage()._cdata
 
@@ -122,6 +124,43 @@ class Residency:
                     self._engine.guard(chunk, left)
                     self._engine.guard(chunk, self._guarded(chunk))
 
+    def is_shown(self, chunk: int, own: Counter[int]) -> bool:
+        """Whether something shows the memory of a chunk that lies in memory beside its parameters, as what `.data` or detach()
+        gave does. own: how many parameters have each storage."""
+        storage = self._bases[chunk].untyped_storage()  # two uses: the tensor's and this one
+        return torch._C._storage_Use_Count(storage._cdata) > 2 + own[storage._cdata]
+
+    def part(self, chunk: int) -> None:
+        """What shows the memory of a chunk that lies in memory has a copy of it from now on, as it was; parameters keep it."""
+        base = self._bases[chunk]
+        with torch.no_grad(), DisableTorchFunction():
+            copy = base.clone()
+            _core.swap_memory(storage_of(base), storage_of(copy))
+        self._stays.pop(chunk, None)
+        self._views.part(chunk)
+        self.bind(chunk)
+
+    def part_views(self, number: int, values: Callable[[], torch.Tensor]) -> None:
+        """Views of a parameter on disk show what it was from now on, `values`."""
+        entry = self._layout.entries[number]
+        if any(view._protrain[1] == number for view in self._views.of(entry.chunk)):
+            self._views.part_from(entry.chunk, number, values(), entry.offset_bytes)
+
+    def shown(self, tensor: torch.Tensor) -> int | None:
+        """The parameter on disk whose bytes the tensor shows; None: it shows another's."""
+        chunk = self._chunk_of_storage.get(storage_of(tensor))
+        return None if chunk is None else self._number_at(chunk, tensor)
+
+    def who_shows(self, number: int) -> list[int]:
+        """Parameters in memory whose `.data` shows this parameter, which is on disk."""
+        chunk = self._layout.entries[number].chunk
+        if chunk not in self._bases:
+            return []
+        storage = storage_of(self._bases[chunk])
+        with DisableTorchFunction():
+            others = [i for i, p in enumerate(self._params) if type(p) is nn.Parameter and storage_of(p) == storage]
+            return [i for i in others if self.shown(self._params[i]) == number]
+
     def _guarded(self, chunk: int) -> torch.UntypedStorage | None:
         """The storage of a chunk on disk that has a place."""
         storage = self._bases[chunk].untyped_storage() if chunk in self._bases else None
@@ -165,8 +204,10 @@ class Residency:
             yield from self._layout.members[chunk]
 
     def place(self, number: int) -> torch.Tensor:
-        """A view of where the values of parameter `number` lie, of its shape and strides."""
+        """A view of where the values of parameter `number` lie, of its shape and strides. One without elements lies nowhere."""
         entry = self._layout.entries[number]
+        if not entry.count:
+            return torch.empty_strided(entry.shape, entry.strides, dtype=self._layout.dtype, device=self._compute.device)
         first = entry.offset_bytes // self._element_bytes
         return self._bases[entry.chunk].as_strided(entry.shape, entry.strides, first)
 
@@ -191,7 +232,7 @@ class Residency:
 
     def owner_of_memory(self, tensor: torch.Tensor, numbers: list[int]) -> int | None:
         """The parameter whose bytes the tensor shows, where its storage is that of one of these parameters' chunks; else None."""
-        chunk = self._chunk_of_storage.get(_storage_of(tensor))
+        chunk = self._chunk_of_storage.get(storage_of(tensor))
         if chunk is None or all(self._layout.entries[number].chunk != chunk for number in numbers):
             return None
         return self._number_at(chunk, tensor)
@@ -297,7 +338,7 @@ class Residency:
         with DisableTorchFunction():
             if tensor.layout != torch.strided:
                 return None
-            chunk = self._chunk_of_storage.get(_storage_of(tensor))
+            chunk = self._chunk_of_storage.get(storage_of(tensor))
             if chunk is None:
                 return None
             return self.saved_view(tensor, self._number_at(chunk, tensor))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import get_ident
 from typing import Any
 
@@ -43,6 +43,15 @@ WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint
 def inside_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Inside, no transform of torch.func is under way: what is made is no tensor of its."""
+    if not inside_transform():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _check_may_read() -> None:
@@ -169,6 +178,7 @@ class Runner:
         self._saved: dict[int, int] | None = None  # in this pass, by blocks that were recomputed; None: nobody asks
         self._most_saved: dict[int, int] = {}  # in one of the passes before
         self._commits_of: dict[int, int] = {}  # of each parameter by number: how many steps there were when one last changed it
+        self._params_in: dict[int, list[nn.Parameter]] = {}  # each block
         self.noted_commits = 0  # steps that the engine has made, and all that follows from them is done
 
     def forget_habits(self) -> None:
@@ -278,6 +288,13 @@ class Runner:
         number_of, commits_of = self._wrapped.number_of, self._commits_of
         return now != commits and any(commits_of.get(number_of.get(id(p), -1), 0) > commits for p in block.parameters())
 
+    def versions_in(self, number: int) -> list[int]:
+        """The versions of block `number`'s parameters, which change where somebody writes to them."""
+        if number not in self._params_in:
+            self._params_in[number] = list(self.blocks[number][1].parameters())
+        with DisableTorchFunction():
+            return [p._version for p in self._params_in[number]]
+
     def can_copy(self, size_bytes: int) -> bool:
         """Whether the budget has room now for copies of so many bytes, and for as much again."""
         return self.compute.held_bytes(self._engine) + 2 * size_bytes <= self._wrapped.settings.memory_bytes
@@ -352,7 +369,8 @@ class Runner:
                     part_done = writes(func, kwargs)  # which shows in no version where it ended in the middle
                     self.residency.write_back(numbers if part_done else self._changed(found, numbers, versions))
                 raise
-            self.residency.write_back(self._changed(found, numbers, versions))
+            silent = getattr(func, "__name__", "").startswith("_fused_")  # updates of torch's, which leave versions as they were
+            self.residency.write_back(numbers if silent else self._changed(found, numbers, versions))
             if lends:
                 self.residency.lend(chunks)
         finally:
