@@ -52,9 +52,10 @@ from .runtime.homes import Homes
 from .runtime.hooks import ModelHooks
 from .runtime.marks import Marks
 from .runtime.otherhooks import release_failed_backward
+from .runtime.outside import inside_transform
 from .runtime.pacing import Pacer
 from .runtime.residency import Residency
-from .runtime.running import Runner, Together, inside_transform
+from .runtime.running import Runner, Together
 from .runtime.samples import MemorySamples
 from .runtime.updates import Updates
 from .runtime.wrapped import Wrapped

@@ -15,21 +15,21 @@ import protrain
 
 
 def half_a_step(disk: Path) -> tuple[Any, Any]:
-    """What a test holds that failed: the wrapped model, and its loss."""
+    """What a test holds that failed: the wrapped model, and its loss and its optimizer."""
     model: Any = Chain()
-    model, _ = protrain.wrap(model, adamw(model), memory=TIGHT, disk=disk)
-    return model, model(inputs(1)[0])
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=disk)
+    return model, (model(inputs(1)[0]), optimizer)
 
 
 def test_what_is_left_wrapped_is_closed(fresh_disk: Path) -> None:
-    model, loss = half_a_step(fresh_disk)
+    model, rest = half_a_step(fresh_disk)
     with pytest.raises(protrain.BudgetError):
         torch.empty(2 * TIGHT, dtype=torch.uint8)
     close_sessions(open_sessions())
     torch.empty(2 * TIGHT, dtype=torch.uint8)
     again, _ = half_a_step(fresh_disk)
     assert open_sessions() == {protrain.session_of(again)}
-    del model, loss
+    del model, rest
     protrain.unwrap(again)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from nets import TIGHT, Chain, inputs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from twins import MIB, adamw, run
 
 import protrain
@@ -137,6 +139,24 @@ def test_views_of_before_show_what_a_parameter_was(memory: int) -> None:
     protrain.unwrap(model)
 
 
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_data_given_to_itself_changes_nothing(memory: int) -> None:
+    """As modules do that are converted to what they are. Views go on to show the parameter, as in plain torch."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    step(model, optimizer, inputs(1)[0])
+    kept = [(p, p.data, p.detach()[1:3]) for p in model.parameters()]
+    for p, _, _ in kept:
+        p.data = p.data
+    with torch.no_grad():
+        for p, _, _ in kept:
+            p.add_(1)
+    for p, whole, part in kept:
+        assert torch.equal(whole, p.detach())
+        assert torch.equal(part, p.detach()[1:3])
+    protrain.unwrap(model)
+
+
 def test_what_a_view_shows_that_cannot_be_told_is_refused() -> None:
     """In memory a view shows a chunk; whose bytes it shows is not known where only some of them were given other data."""
     model: Any = Chain()
@@ -258,6 +278,21 @@ def test_no_home_moves_inside_a_transform(transformed: Callable[[Any, torch.Tens
     for x in inputs(3, rows=12):
         assert step(model, ours, x) == step(plain, theirs, x)
     assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_a_call_with_fake_tensors_leaves_parameters_as_they_are(memory: int, steps: int) -> None:
+    """As those who estimate memory or operations make it; it may be an error, where parameters are on disk."""
+    plain, model = Chain(), Chain()
+    ours, theirs = protrain.wrap(model, adamw(model), memory=memory)[1], adamw(plain)
+    for x in inputs(steps):
+        assert step(model, ours, x) == step(plain, theirs, x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, suppress(Exception):
+        model(mode.from_tensor(inputs(1, rows=12)[0]))
+    for x in inputs(3):
+        assert step(model, ours, x) == step(plain, theirs, x)
     protrain.unwrap(model)
 
 

@@ -386,3 +386,27 @@ def test_a_dry_run_draws_nothing_and_its_values_count_in_no_budget(arena: _core.
     foreseen(model, ids, labels)
     assert arena.mark() - before <= 64 << 10
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Named(nn.Module):
+    """Experts that are found by a name, of a number that was asked for, as some libraries keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(16, 16) for number in range(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.nn.functional.one_hot(self.router(x).argmax(-1), 4)
+        y = torch.zeros_like(x)
+        for number in (chosen.sum(0) > 0).nonzero():
+            rows = chosen[:, number[0]].nonzero()[:, 0]
+            y = y.index_add(0, rows, self.experts[f"expert_{number[0]}"](x[rows]))
+        assert len(f"{y.sum()}") > 1  # of what is not known it says what it did
+        return y
+
+
+def test_a_number_that_is_known_stands_in_a_name() -> None:
+    model = Named()
+    plan = protrain.plan(model, {"x": torch.randn(64, 16)}, memory=64 << 20, optimizer=torch.optim.AdamW(model.parameters()))
+    assert plan.peak_bytes > 0

@@ -127,6 +127,54 @@ def test_who_restarts_with_the_named_budget_does_not_do_so_for_ever(
     assert len(named) <= most, named
 
 
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Longer(nn.Module):
+    """By its argument a layer more; and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stack = nn.Sequential(*(Small() for _ in range(4)), nn.Linear(128, 16))
+        self.never, self.more = Small(), Small()
+
+    def forward(self, x: torch.Tensor, longer: bool = False) -> torch.Tensor:
+        y: torch.Tensor = self.stack(self.more(x) if longer else x)
+        return y
+
+
+@pytest.mark.parametrize("memory", range(4_000_000, 4_300_000, 50_000))
+def test_what_is_named_has_room_for_two_kinds_of_batches(memory: int) -> None:
+    """Where each of them fits by itself, but beside the slots of the other only in what is named."""
+
+    def trained(memory: int) -> int | None:
+        model: Any = Longer()
+        model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+        try:
+            for number in range(4):
+                model(torch.randn(4, 10, 128), longer=number % 2 > 0).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except protrain.BudgetError as error:
+            return error.smallest_bytes
+        finally:
+            protrain.unwrap(model)
+        return None
+
+    named = trained(memory)
+    if named is not None:
+        assert named > memory
+        assert trained(named) is None
+
+
 @pytest.mark.parametrize("more", [1.02, 1.1, 1.3])
 @pytest.mark.parametrize("loss_of", [orthogonal, of_large_tensors])
 def test_plans_know_what_the_loss_of_the_first_step_took(loss_of: Callable[[Any, int], torch.Tensor], more: float) -> None:

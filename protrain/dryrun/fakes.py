@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -79,9 +79,10 @@ def _call(known: KnownValues, workspace: Workspace, operation: Any, args: Sequen
 
 @contextmanager
 def as_with_data() -> Iterator[None]:
-    """Inside, modules of fake tensors may be moved and converted to what they are already, and torch.tensor takes fake tensors
-    among its numbers."""
+    """Inside, modules of fake tensors may be moved and converted to what they are already, torch.tensor takes fake tensors among
+    its numbers, and a number that is known stands in a text as it does, where libraries make names of them."""
     with ExitStack() as stack:
+        stack.enter_context(_replaced(FakeTensor, "__format__", _formatted))
         stack.enter_context(_replaced(nn.Module, "_apply", _converting(nn.Module._apply)))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(_replaced(torch, name, functools.partial(_put_together, getattr(torch, name))))
@@ -106,6 +107,13 @@ def _converting(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                 own.update(before)
 
     return converted
+
+
+def _formatted(tensor: torch.Tensor, spec: str) -> str:
+    if tensor.dim() == 0:
+        with suppress(DataDependentOutputException):
+            return format(tensor.item(), spec)
+    return torch.Tensor.__format__(tensor, spec)
 
 
 def _put_together(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

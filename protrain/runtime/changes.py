@@ -58,7 +58,7 @@ def set_data(values: Values, number: int, value: torch.Tensor) -> None:
         StepError: a step is under way.
     """
     p, layout = values.wrapped.params[number], values.wrapped.layout
-    if value is p:
+    if value is p or values.residency.shows(value, number):
         return
     check_value(layout.entries[number].name, p.shape, layout.dtype, values.wrapped.compute.device, value)
     with torch.no_grad(), uncounted():
@@ -88,21 +88,23 @@ def adopt(values: Values, only: int | None = None) -> None:
     for chunk in range(layout.n_chunks) if only is None else (layout.entries[only].chunk,):
         begin = values.residency.begin(chunk)
         if begin is not None and values.engine.in_memory(chunk):
-            storage = storage_of(values.residency.base(chunk))
-            elsewhere = [number for number in layout.members[chunk] if not _lies(values, number, storage, begin)]
+            elsewhere = [number for number in layout.members[chunk] if not _lies(values, number, begin)]
             if elsewhere:
                 found[chunk] = elsewhere
     if found:
         _adopt(values, found)
 
 
-def _lies(values: Values, number: int, storage: int, begin: int) -> bool:
-    """Whether a parameter is where it is in its chunk, which has this storage and begins at this address."""
+def _lies(values: Values, number: int, begin: int) -> bool:
+    """Whether a parameter is where it is in its chunk, which begins at this address."""
     p, layout = values.wrapped.params[number], values.wrapped.layout
     entry = layout.entries[number]
     if not entry.count:
         return True
-    here = storage_of(p) == storage and p.data_ptr() == begin + entry.offset_bytes  # others may refuse to say where they are
+    try:
+        here = p.data_ptr() == begin + entry.offset_bytes
+    except RuntimeError:  # it has the memory of one that is on disk, which is shut
+        return False
     return here and p.dtype == layout.dtype and p.stride() == entry.strides
 
 

@@ -153,7 +153,7 @@ class Decider:
         Raises:
             BudgetError: there is none.
         """
-        budget, more, attempts = self._wrapped.settings.memory_bytes, unknown_bytes, 0
+        budget, more, most, attempts = self._wrapped.settings.memory_bytes, unknown_bytes, 0, 0
         others = [other for other in (also, *(known for _, known in self.dry_runs)) if other is not None and other is not run]
         if self._wrapped.settings.plan is not None:
             others = []
@@ -169,7 +169,10 @@ class Decider:
             lacks = max(lacks, self.lacks_within(found))
             if lacks <= 0:
                 return found
-            more += lacks if attempts < 16 else max(lacks, more)
+            if attempts == 0 and like is None and not as_now:
+                most = more + budget - found.smallest_bytes  # with that it is the smallest plan, which leaves the others most
+            wanted = more + (lacks if attempts < 16 else max(lacks, more))
+            more = most if more < most < wanted else wanted
             attempts += 1
 
     def with_others(self, best: Arrangement, largest: Batch) -> tuple[Arrangement, Batch]:

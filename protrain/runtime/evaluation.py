@@ -29,7 +29,7 @@ from ..planner.plans import Arrangement
 from .carrying import Carrier
 from .foreseeing import Foreseer
 from .homes import Homes
-from .running import inside_transform
+from .outside import inside_transform
 from .wrapped import Wrapped
 
 #: Kinds of batches, and needs of each kind, that are remembered; a user who evaluates after each epoch asks for the same again.

@@ -17,8 +17,9 @@ from .. import _core
 from ..errors import BudgetError, DiskError
 from ..planner.plans import Arrangement
 from ..planner.tiers import STAGING_PIECES
+from .outside import outside_transforms
 from .residency import Residency
-from .running import Runner, outside_transforms
+from .running import Runner
 from .wrapped import Wrapped
 
 

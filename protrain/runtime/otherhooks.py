@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.counting import uncounted
 from ..errors import PlanError, StepError
 from ..model.parameters import DisableTorchFunction
+from .outside import inside_transform
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -45,7 +46,7 @@ def no_outer_hooks() -> Iterator[None]:
 def release_failed_backward() -> None:
     """A backward that ended in an exception leaves its graph in torch's queue, with all it saved, until the next backward of the
     thread begins: so make one, of nothing."""
-    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._current_graph_task_id() != -1 or inside_transform():
         return  # this is a backward, or a transform of torch.func, which takes none
     with uncounted(), no_outer_hooks(), torch.inference_mode(False), torch.enable_grad(), DisableTorchFunction():
         torch.zeros((), requires_grad=True).clone().backward()

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _core
 from ..errors import BudgetError, Error
-from ..model.parameters import DisableTorchFunction, Owner, enchain, release
+from ..model.parameters import ChunkTensor, ChunkView, DisableTorchFunction, Owner, enchain, release
 from ..model.views import Views
 from ..profiling.device_clock import DeviceClock
 from .activations import SavedParameter, check_version
 from .loads import PARAMETERS, Loads
 from .otherhooks import n_backwards
+from .outside import outside_modes
 from .wrapped import Wrapped
 
 #: Under this name a node of the graph has its mark among its metadata.
@@ -85,6 +85,10 @@ class Residency:
 
     def bind(self, chunk: int) -> None:
         """Make the chunk's parameters views of where the chunk lies now."""
+        with outside_modes():
+            self._bind(chunk)
+
+    def _bind(self, chunk: int) -> None:
         self.unbind(chunk)
         base = self._bases[chunk] = self._compute.base(self._engine, chunk, self._layout.dtype)
         self._begins[chunk] = base.data_ptr()
@@ -127,15 +131,21 @@ class Residency:
     def is_shown(self, chunk: int, own: Counter[int]) -> bool:
         """Whether something shows the memory of a chunk that lies in memory beside its parameters, as what `.data` or detach()
         gave does. own: how many parameters have each storage."""
-        storage = self._bases[chunk].untyped_storage()  # two uses: the tensor's and this one
-        return torch._C._storage_Use_Count(storage._cdata) > 2 + own[storage._cdata]
+        storage, *others = self._storages(chunk)  # two uses: the tensor's and this one
+        return bool(others) or torch._C._storage_Use_Count(storage._cdata) > 2 + own[storage._cdata]
+
+    def _storages(self, chunk: int) -> list[torch.UntypedStorage]:
+        """Those that lie over a chunk in memory: its own, and of those from before it was last away what is alive."""
+        storage = self._bases[chunk].untyped_storage()
+        stayed = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._stays.get(chunk, (0, []))[1]]
+        return [storage, *(other for other in stayed if other is not None and other._cdata != storage._cdata)]
 
     def part(self, chunk: int) -> None:
         """What shows the memory of a chunk that lies in memory has a copy of it from now on, as it was; parameters keep it."""
-        base = self._bases[chunk]
         with torch.no_grad(), DisableTorchFunction():
-            copy = base.clone()
-            _core.swap_memory(storage_of(base), storage_of(copy))
+            for storage in self._storages(chunk):
+                copy = self._bases[chunk].clone()
+                _core.swap_memory(storage._cdata, storage_of(copy))
         self._stays.pop(chunk, None)
         self._views.part(chunk)
         self.bind(chunk)
@@ -151,6 +161,15 @@ class Residency:
         chunk = self._chunk_of_storage.get(storage_of(tensor))
         return None if chunk is None else self._number_at(chunk, tensor)
 
+    def shows(self, value: torch.Tensor, number: int) -> bool:
+        """Whether a tensor is parameter `number`, which is on disk, all of it and as it lies."""
+        if not isinstance(value, ChunkView) or value._protrain != (self.owner, number):
+            return False
+        with DisableTorchFunction():
+            p = self._params[number]
+            same = (value.dtype, value.shape, value.stride()) == (p.dtype, p.shape, p.stride())
+            return same and value.storage_offset() == p.storage_offset() and not value.is_conj() and not value.is_neg()
+
     def who_shows(self, number: int) -> list[int]:
         """Parameters in memory whose `.data` shows this parameter, which is on disk."""
         chunk = self._layout.entries[number].chunk
@@ -158,7 +177,7 @@ class Residency:
             return []
         storage = storage_of(self._bases[chunk])
         with DisableTorchFunction():
-            others = [i for i, p in enumerate(self._params) if type(p) is nn.Parameter and storage_of(p) == storage]
+            others = [i for i, p in enumerate(self._params) if not isinstance(p, ChunkTensor) and storage_of(p) == storage]
             return [i for i in others if self.shown(self._params[i]) == number]
 
     def _guarded(self, chunk: int) -> torch.UntypedStorage | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -33,25 +33,12 @@ from .activations import (
 )
 from .device_stash import DeviceStash, Stashed
 from .otherhooks import Hooks, check_outer_hooks
+from .outside import inside_transform
 from .residency import Residency
 from .wrapped import Wrapped
 
 #: What a block does where nothing may leave memory: outside of a training step's forward.
 WITHOUT_STASH = {"keep": "keep", "swap": "checkpoint", "checkpoint": "checkpoint", "checkpoint_swap": "checkpoint"}
-
-
-def inside_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_transforms() -> AbstractContextManager[object]:
-    """Inside, no transform of torch.func is under way: what is made is no tensor of its."""
-    if not inside_transform():
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 def _check_may_read() -> None:
