@@ -301,6 +301,9 @@ def wrap(
     on_meta = next((name for name, p in named if p.device.type == "meta"), None)
     if on_meta and param_init_fn is None and weights is None:
         raise PlanError(f"model: parameter {on_meta} is on meta; give param_init_fn or weights")
+    made_apart = next((name for name, p in named if p.is_inference()), None)
+    if made_apart:
+        raise PlanError(f"model: parameter {made_apart} was made in torch.inference_mode(), and has no version: make it outside")
     if weights is not None:
         weights = check_folder(weights, "weights")
         materialise.weight_files(weights)

@@ -313,3 +313,11 @@ def test_the_budget_of_a_model_that_is_gone_is_in_force_no_more(within: str) -> 
     gc.collect()
     assert torch.ones(16 << 20).sum() == 16 << 20
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # which ends the one that failed
+
+
+def test_parameters_made_in_inference_mode_are_refused() -> None:
+    model: Any = Chain()
+    with torch.inference_mode():
+        model.blocks[1].up = nn.Linear(256, 512)
+    with pytest.raises(protrain.PlanError, match=r"blocks\.1\.up\.weight was made in torch\.inference_mode"):
+        protrain.wrap(model, adamw(model), memory=1 << 30)
