@@ -12,13 +12,14 @@
 
 #define PTN_SMALL_CLASSES 64 /* class c: slots of c * PTN_TENSOR_ALIGN_BYTES; 0 is not used */
 
-#define PTN_GROWTH_PART 2 /* of what was taken since the begin of something whose end nobody knows a refusal names so much more */
+/* Of what was taken since the begin of something whose end nobody knows a refusal names one in so many more. */
+#define PTN_GROWTH_PART 2
 
 struct ptn_slab;
 
 struct ptn_account {
   ptn_account *next; /* among those that may be used again */
-  bool open; /* between create and destroy */
+  bool open;         /* between create and destroy */
   uint64_t limit_bytes; /* as long as it is open */
   _Atomic uint64_t goal_bytes; /* set and read without the lock, as the next two */
   _Atomic uint64_t named_bytes, grown_from_bytes;
@@ -33,11 +34,11 @@ struct ptn_account {
 extern ptn_mutex ptn_arena_mutex;
 
 typedef struct ptn_account_totals {
-  uint64_t live_bytes; /* of all accounts and of nobody */
+  uint64_t live_bytes;           /* of all accounts and of nobody */
   uint64_t unlimited_live_bytes; /* of those without a limit */
-  uint64_t limit_bytes; /* sum of the limits */
-  uint64_t limited_count; /* accounts with a limit */
-  uint64_t high_water_bytes; /* highest live_bytes since the last trim */
+  uint64_t limit_bytes;          /* sum of the limits */
+  uint64_t limited_count;        /* accounts with a limit */
+  uint64_t high_water_bytes;     /* highest live_bytes since the last trim */
 } ptn_account_totals;
 
 extern ptn_account_totals ptn_totals;
@@ -56,7 +57,7 @@ void ptn_account_add_charge(ptn_account *account, uint64_t bytes); /* there is r
 /* What may be resident: see arena.h. Never below what is live. */
 uint64_t ptn_resident_ceiling(void);
 bool ptn_accounts_hold(void); /* the invariants of account.c */
-void ptn_arena_settle(void); /* of arena.c: purges what is resident above the ceiling, after the ceiling may have fallen */
+void ptn_arena_settle(void);  /* of arena.c: purges what is resident above the ceiling, after the ceiling may have fallen */
 void ptn_accounts_after_fork(void); /* in the child: no account is in use, no pressure is asked */
 
 #endif

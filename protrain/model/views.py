@@ -50,10 +50,7 @@ class Views:
     def put(self, view: ChunkView, base: torch.Tensor) -> None:
         """The view lies in the chunk whose memory `base` is, as it lay in it before."""
         with _unseen():
-            offset, size, stride = view.lifted or (int(view.storage_offset()), view.size(), view.stride())
-            found = torch.empty(0, dtype=view.dtype, device=view.device)
-            _lay(view, found.set_(base.untyped_storage(), offset, size, stride))
-            view.lifted = None
+            _put(view, base, 0)
 
     def part(self, chunk: int) -> None:
         """Views of this chunk show memory of their own from now on, as they lie: they are plain tensors."""
@@ -67,15 +64,19 @@ class Views:
             for view in self.of(chunk):
                 if view._protrain[1] != number:
                     continue
-                offset, size, stride = view.lifted or (int(view.storage_offset()), view.size(), view.stride())
-                found = torch.empty(0, dtype=view.dtype, device=view.device)
-                first = offset - begin_bytes // view.element_size()
-                _lay(view, found.set_(values.untyped_storage(), first, size, stride))
+                _put(view, values, begin_bytes)
                 _make_plain(view)
 
 
-def _make_plain(view: ChunkView) -> None:
+def _put(view: ChunkView, memory: torch.Tensor, begin_bytes: int) -> None:
+    """The view lies in this memory, which begins at this byte of the chunk, as it lay in the chunk."""
+    offset, size, stride = view.lifted or (int(view.storage_offset()), view.size(), view.stride())
+    found = torch.empty(0, dtype=view.dtype, device=view.device)
+    _lay(view, found.set_(memory.untyped_storage(), offset - begin_bytes // view.element_size(), size, stride))
     view.lifted = None
+
+
+def _make_plain(view: ChunkView) -> None:
     view.__class__ = torch.Tensor  # type: ignore[assignment]
     del view._protrain
 

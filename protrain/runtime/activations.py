@@ -206,17 +206,17 @@ class Frame:
                     f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
                     "keep this block, or change a copy of its input"
                 )
-        if self.runner.versions_in(self.number) != self.parameters and not self.runner.changed_since(self.block, self.commits):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
-                f"{self.name} is recomputed, and a parameter of it was changed in or behind its forward; change it behind "
-                "backward, or wrap with block_modes that keep or swap this block"
-            )
         if self.runner.changed_since(self.block, self.commits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: block "
                 f"{self.name} is recomputed, and optimizer.step() changed its parameters after its forward; call backward() "
                 "before step(), or wrap with block_modes that keep this block"
+            )
+        if self.runner.versions_in(self.number) != self.parameters:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                f"{self.name} is recomputed, and a parameter of it was changed in or behind its forward; change it behind "
+                "backward, or wrap with block_modes that keep or swap this block"
             )
         inputs = bring_inputs(self.inputs)
         before_bytes = self.runner.bytes_in_use()

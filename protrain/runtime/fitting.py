@@ -101,16 +101,16 @@ class Fitter:
         """
         before, unseen_bytes = self._homes.arrangement, self._decider.unseen_bytes
         try:
-            try:
-                run: DryRun | None = self._foresee(args, kwargs)
-            except DryRunError as error:
-                run = None
-                warnings.warn(
-                    f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
-                    stacklevel=6,
-                )
-            if self._homes.arrangement is before and self._is_same(shapes, run):
-                return None
+            run: DryRun | None = self._foresee(args, kwargs)
+        except DryRunError as error:
+            run = None
+            warnings.warn(
+                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
+                stacklevel=6,
+            )
+        if self._homes.arrangement is before and self._is_same(shapes, run):
+            return None
+        try:
             best, largest = self._first(run, args, kwargs), (run, shapes)
             if run is not None and self._decider.measured:
                 best, largest = self._decide_measured(run), (None, shapes)
@@ -126,7 +126,7 @@ class Fitter:
         return largest
 
     def _go_back_to(self, before: Arrangement) -> None:
-        """Chunks may have left memory for a dry run that told nothing."""
+        """What chunks left memory for did not come to an end."""
         if self._homes.arrangement is not before:
             with suppress(Error):  # the first one tells
                 self._homes.rearrange(before)
@@ -417,16 +417,13 @@ class Fitter:
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
         if little or not self.foresees.holds_output or planned != [shapes] or not self._learns():
             return None
-        self.foresees.holds_output, before = False, self._homes.arrangement
+        self.foresees.holds_output = False
         try:
             run = self._foresee(args, kwargs)
-        except BaseException as error:
-            self._go_back_to(before)
-            if isinstance(error, DryRunError):
-                return None
-            raise
-        if (known := self._largest[0]) is not None:
-            self._decider.loss.note_anew(known, run)
+        except DryRunError:
+            return None
+        if (before := self._largest[0]) is not None:
+            self._decider.loss.note_anew(before, run)
         self._decider.dry_runs, self._largest = [(shapes, run)], (run, shapes)
         with suppress(BudgetError):  # something else is in memory
             self._plan_again()
@@ -494,7 +491,12 @@ class Fitter:
         return largest
 
     def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-        return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self._carrier.emptied()))
+        before = self._homes.arrangement
+        try:
+            return self.foresees.step(args, kwargs, lambda: self._homes.rearrange(self._carrier.emptied()))
+        except BaseException:
+            self._go_back_to(before)
+            raise
 
     def _refusal(self, error: BudgetError, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetError:
         """With a smallest budget that works for who wraps the model anew."""

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.counting import uncounted
 from ..errors import PlanError, StepError
 from ..model.parameters import DisableTorchFunction
-from .outside import inside_transform
+from .outside import inside_transform, outside_modes
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -36,7 +35,7 @@ def no_outer_hooks() -> Iterator[None]:
         pop()
         outer.append(hooks)
     try:
-        with _disable_current_modes():
+        with outside_modes():
             yield
     finally:
         for pack, unpack in reversed(outer):
