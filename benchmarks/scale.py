@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.families import gpt2_config
 from protrain.base.sizes import format_bytes
 from protrain.errors import BudgetError
 from protrain.planner.explain import explain, limit_of
 from protrain.planner.hardware import Hardware, load_hardware
-from protrain.planner.offline import gpt2_config, plan_for, profile_offline
+from protrain.planner.offline import plan_for, profile_offline
 from protrain.planner.plans import Plan
 
 MACHINES = Path(__file__).resolve().parent / "machines"

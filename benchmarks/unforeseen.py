@@ -3,8 +3,8 @@
     python -m benchmarks.unforeseen --out benchmarks/results/unforeseen.json
 
 Six blocks, 201 MiB of parameters, state and gradients, in loops that hold more than one forward before one backward does: by
-budget, how many of their steps are refused, with a first step that leaves room and state in memory that gives way, and without
-them. Then ordinary loops: their first steps in seconds with them and without, fresh models in turns, medians.
+budget, how many of their steps are refused, with a first step that leaves room, state in memory that gives way and forwards whose
+blocks swap when nobody foresaw them, and without these. Then ordinary loops: their first steps in seconds with them and without, fresh models in turns, medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import protrain
-from benchmarks.refusals import NO_FIRST_ROOM, NO_YIELDING, until_made
+from benchmarks.refusals import NO_FIRST_ROOM, NO_SWAPPING, NO_YIELDING, until_made
 from benchmarks.turns import Run, gpt2, keep_rows
 
 WIDTH, ROWS, N_STEPS, MOST_REFUSED = 512, (8, 64), 8, 8
@@ -116,7 +116,7 @@ def _train(loss_of: Callable[[Any, int], torch.Tensor], memory: int | None) -> t
 def _without(kind: str) -> ExitStack:
     """A context, in which what spares programs a refusal is left out where the kind says so."""
     stack = ExitStack()
-    for change in (NO_FIRST_ROOM, NO_YIELDING) if kind == "without" else ():
+    for change in (NO_FIRST_ROOM, NO_YIELDING, NO_SWAPPING) if kind == "without" else ():
         stack.enter_context(patch.object(*change))
     return stack
 

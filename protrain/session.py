@@ -189,6 +189,8 @@ class Session:
                 leaves = [leaf for leaf in tensors if leaf.dim()]
                 largest = max(leaves, key=torch.Tensor.numel, default=None)
                 self._output = (weakref.ref(largest), sum(leaf.nbytes for leaf in leaves)) if largest is not None else None
+                if self.fitter.measures_loss(self._batches):
+                    self.engine.stash_flush()
                 self.marks.model_returned()
                 if largest is not None and not self.wrapped.blocks:
                     self.clock.watch_model(largest)
@@ -234,6 +236,7 @@ class Session:
         begins = self._began is None and torch.is_grad_enabled()  # an evaluation is no part of the step that comes after it
         if begins:
             self._batches.clear()
+        modes_before = self.runner.modes
         if self.runner.depth <= 1:
             self.runner.modes = self.homes.arrangement.plan.block_modes
         may_move = self._may_move()
@@ -245,7 +248,7 @@ class Session:
             if may_move:
                 self.evaluation.end()
             if self.runner.depth <= 1 and not self._under_way() and not (begins and waits):
-                self._prepare(begins, args, kwargs)
+                self._prepare(begins, modes_before, args, kwargs)
             self._fit(args, kwargs)
             if begins:
                 now = self.homes.arrangement
@@ -330,11 +333,13 @@ class Session:
         if largest is not None and self.foreign is None:
             self.pacer.foresaw(*largest)
 
-    def _prepare(self, begins: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare(self, begins: bool, modes_before: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward, with no gradients under way: plans are made anew by what the step before has shown. begins: the
-        forward is its step's first."""
+        forward is its step's first; modes_before: of the blocks in the one before."""
         if not begins:
-            self.fitter.note_several()
+            self.fitter.note_several(modes_before)
+            if self.fitter.must_swap():
+                self.runner.swap_all()
             self._name_budget()
             self._held_before = None
             return

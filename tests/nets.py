@@ -13,7 +13,7 @@ from torch import nn
 from twins import MIB, Loop, adamw, assert_equal, run
 
 import protrain
-from benchmarks.refusals import NO_FIRST_ROOM, NO_YIELDING
+from benchmarks.refusals import NO_FIRST_ROOM, NO_SWAPPING, NO_YIELDING
 from protrain.runtime.pacing import Pacer
 
 TIGHT = 20 * MIB  # the state of a Chain is 41 MiB
@@ -91,8 +91,9 @@ class Starting(nn.Module):
 
 
 def rigid(monkeypatch: pytest.MonkeyPatch, *, first_room: bool = False, yields: bool = False) -> None:
-    """Without what spares programs that no plan foresaw a refusal, or the one of the two: a first step leaves room for them, and
-    state in memory gives way."""
+    """Without what spares programs that no plan foresaw a refusal: a first step leaves room for them, state in memory gives way,
+    and what their forwards save leaves memory."""
+    monkeypatch.setattr(*NO_SWAPPING)
     if not first_room:
         monkeypatch.setattr(*NO_FIRST_ROOM)
     if not yields:

@@ -32,7 +32,7 @@ class Rig:
         for chunk in range(n_chunks):
             self.engine.to_disk(chunk)
         self.engine.set_slots(list(range(n_chunks)), [chunk_bytes] * n_chunks)
-        self.engine.set_ring(1 << 16, 2, True)
+        self.engine.set_ring(1 << 16, 2)
         self.engine.set_hyper(0, ADAM)
 
     def give(self, gradient: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def test_what_was_read_ahead_in_vain_is_no_step(disk: Path, rigs: list[Rig]) -> 
     """Values may be written while its reads are still on their way: nobody waits for what they bring."""
     rigs.append(Rig(disk, 1 << 30, n_chunks=1, n_each=1, count=4 * MIB))
     engine, values = rigs[0].engine, torch.ones(4 * MIB)
-    engine.set_ring(8 * MIB, 2, False)
+    engine.set_ring(8 * MIB, 2)
     engine.gradient(0, values.data_ptr(), values, UPDATE)
     engine.wait()
     engine.make_step([], 1.0)
@@ -116,7 +116,7 @@ def test_what_was_read_ahead_in_vain_is_no_step(disk: Path, rigs: list[Rig]) -> 
         lambda engine, address: engine.set_order([1 << 32]),
         lambda engine, address: engine.set_headroom(-1, 0),
         lambda engine, address: (engine.drop_slots(), engine.set_slots([0], [4096, 4096])),
-        lambda engine, address: engine.set_ring(1 << 62, 1 << 15, True),
+        lambda engine, address: engine.set_ring(1 << 62, 1 << 15),
         lambda engine, address: engine.make_step([(2, 0)], 1.0),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain import errors
+from protrain import _core, errors
 
 STATUS = Path(__file__).resolve().parent.parent / "csrc" / "base" / "status.h"
 RAISED: dict[str, type[Exception]] = {
@@ -24,6 +25,22 @@ RAISED: dict[str, type[Exception]] = {
     "INVALID": ValueError,
     "DEVICE": errors.DeviceError,
 }
+
+
+@pytest.mark.parametrize("name", ["ä" * 150, os.fsdecode(b"d\xff")], ids=["cut inside of a letter", "no text"])
+def test_names_of_folders_that_cannot_be_told_whole(name: str) -> None:
+    with pytest.raises(protrain.DiskError, match="cannot use the folder"):
+        _core.disk_bench(f"/nowhere/a{name}")
+
+
+def test_a_folder_may_have_any_name(fresh_disk: Path) -> None:
+    folder = os.path.join(os.fspath(fresh_disk), os.fsdecode(b"d\xff"))
+    os.mkdir(folder)
+    assert _core.disk_bench(folder, 1 << 20)["bytes"] == 1 << 20
+    model: Any = nn.Linear(4, 4)
+    model, _ = protrain.wrap(model, torch.optim.AdamW(model.parameters()), memory="8MiB", disk=folder)
+    model(torch.ones(2, 4)).sum().backward()
+    protrain.unwrap(model)
 
 
 def test_every_status_of_the_core_has_its_exception() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.papers.families import gpt2_config, gpt2_parameters, most_layers
 from protrain import _core
 from protrain.dryrun import dryrun
 from protrain.dryrun.dryrun import dry_run
@@ -24,10 +25,6 @@ from protrain.planner import offline
 from protrain.planner.hardware import Disk, Hardware, load_hardware, shipped_hardware
 from protrain.planner.offline import (
     counted_times,
-    gpt2_config,
-    gpt2_of,
-    gpt2_parameters,
-    most_layers,
     plan_for,
     plan_offline,
     profile_offline,
@@ -479,13 +476,5 @@ def test_a_thing_that_is_no_model_is_named() -> None:
 # ---- families ----
 
 
-@pytest.mark.parametrize("billions", [1, 4, 10, 20, 87])
-def test_a_gpt2_has_about_the_size_asked_for(billions: float) -> None:
-    config = gpt2_of(billions)
-    assert gpt2_parameters(config.n_embd, config.n_layer) == pytest.approx(billions * 1e9, rel=0.03)
-
-
 def test_parameters_are_counted_as_the_model_has_them() -> None:
     assert gpt2_parameters_of(gpt2_config(2048, 2)) == gpt2_parameters(2048, 2)
-    with pytest.raises(ValueError, match="billions is 0; give a number above 0"):
-        gpt2_of(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,10 +15,13 @@ import transformers
 from browser import WIDTHS, Tags, looks_of
 from conftest import LanguageModel, TokenBatches
 from program import interrupted, run
+from standin import StandIn
 from twins import adamw, loss_of
 
 import protrain
 from protrain.cli import report, report_charts, report_pieces, words
+from protrain.device import compute
+from protrain.profiling import timeline
 from protrain.runtime.homes import Homes
 
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
@@ -111,6 +115,17 @@ def test_a_report_that_cannot_be_made_is_refused_in_one_line(monkeypatch: pytest
 
 
 # ---- the page ----
+
+
+@pytest.fixture
+def gpt2_over_device(
+    causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, Any, list[Any]]]:
+    monkeypatch.setattr(compute, "stand_in", StandIn())
+    model = causal_lm("gpt2", hidden=128)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="6MiB", host_memory="256MiB", disk=fresh_disk)
+    yield model, optimizer, token_batches(3)
+    protrain.unwrap(model)
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +253,25 @@ def test_axes_have_room_for_their_numbers_however_long_a_step_takes(work: Path, 
     for look in looks_of(tmp_path / "page.html", tmp_path, "light"):
         assert look["charts"] == len(charts)
         assert look["faults"] == []
+
+
+def test_lanes_of_a_device_are_drawn(gpt2_over_device: Any, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="no vl-convert-python: pip install 'protrain[report]'")
+    model, optimizer, batches = gpt2_over_device
+    recorder = report.Recorder(model)
+    for ids in batches:
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.after(loss.item(), protrain.status(model))
+    found = recorder.recorded()
+    assert found is not None
+    assert {"upload", "offload"} <= {row.lane for row in found.rows}
+    page = tmp_path / "page.html"
+    report.write(str(page), report.Page("protrain train", "over a device", [], {"gpt2": found}))
+    assert "parameters" in page.read_text()
+
+
+def test_every_lane_has_its_colour() -> None:
+    assert set(report_charts.LANE_COLOURS) == set(timeline.LANES) - {"step"}

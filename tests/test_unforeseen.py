@@ -11,10 +11,10 @@ import pytest
 import torch
 from nets import Chain, inputs, rigid
 from torch import nn
-from twins import adamw
+from twins import MIB, adamw
 
 import protrain
-from benchmarks.refusals import until_made
+from benchmarks.refusals import NO_SWAPPING, until_made
 from protrain.api import find_session
 
 ROWS = 512
@@ -248,6 +248,22 @@ def test_a_larger_budget_trains_what_a_smaller_one_does(more: float) -> None:
     assert started(three_forwards, int(more * first_of_a_batch()), want) is None
 
 
+@pytest.mark.parametrize("memory", [20.0, 22.2, 23.3, 25.7, 28.3, 29.8])
+def test_a_first_step_whose_blocks_swap_shows_what_the_loss_takes(memory: float) -> None:
+    """All of it, though what they write leaves memory meanwhile: the next plan keeps blocks, and has room for it."""
+    plain = Chain()
+    want, _ = train(plain, adamw(plain), over_parameters, 4)
+    assert started(over_parameters, int(memory * MIB), want) is None
+
+
+@pytest.mark.parametrize("memory", [33.2, 40.3, 49.0, 56.8])
+def test_forwards_that_nobody_foresaw_leave_memory(memory: float) -> None:
+    """Where the first step's plan recomputes, and has no room for so many that wait; a smaller budget's swaps, and has."""
+    plain = Chain()
+    want, _ = train(plain, adamw(plain), of_forwards(8), 4)
+    assert started(of_forwards(8), int(memory * MIB), want) is None
+
+
 @pytest.mark.parametrize("within", ["the first forward", "a later forward", "backward"])
 @pytest.mark.parametrize("memory", [8 << 20, 64 << 20])
 def test_no_step_is_made_of_what_a_refusal_has_left(within: str, memory: int) -> None:
@@ -353,8 +369,9 @@ def started(
     return None
 
 
-def test_state_gives_way_and_comes_back() -> None:
+def test_state_gives_way_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loop that takes more now and then: the plan before it has filled the budget, and the one behind it leaves room."""
+    monkeypatch.setattr(*NO_SWAPPING)
     _, ample = wrapped(now_and_then, 1 << 30)
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=int(0.8 * ample.peak_memory_bytes))
@@ -371,8 +388,9 @@ def test_state_gives_way_and_comes_back() -> None:
     assert [number for number, n_bytes in enumerate(away) if n_bytes] == [3]
 
 
-def test_state_that_gave_way_in_a_step_that_is_not_made() -> None:
+def test_state_that_gave_way_in_a_step_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked at, saved and trained with as ever."""
+    monkeypatch.setattr(*NO_SWAPPING)
 
     def light(model: Any, number: int) -> torch.Tensor:
         return now_and_then(model, number % 3)

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.families import gpt2_config, gpt2_parameters, most_layers
 from benchmarks.papers.records import table
 from protrain.base.sizes import GIB
 from protrain.errors import BudgetError
 from protrain.model.layout import pack
 from protrain.planner.hardware import Hardware, load_hardware
-from protrain.planner.offline import gpt2_config, gpt2_parameters, most_layers
 from protrain.planner.plans import Plan
 
 SEQ = 1024

@@ -17,6 +17,9 @@ static inline uint64_t ptn_max_u64(uint64_t a, uint64_t b) { return a > b ? a : 
 static inline int64_t ptn_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t ptn_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
+static inline double ptn_min_f64(double a, double b) { return a < b ? a : b; }
+static inline double ptn_max_f64(double a, double b) { return a > b ? a : b; }
+
 /* What is going to be read or written soon, by whoever meanwhile moves so many bytes that no cache would have it then. Nothing is
  * touched: it may be anything, also no memory. */
 static inline void ptn_fetch_soon(const void *begin, size_t bytes) {

@@ -78,9 +78,9 @@ typedef struct walk {
 /* What it takes to move these bytes through all their lanes at once. */
 static double pipeline_ns(const ptn_bounds *bounds, const double *bytes) {
   double ns[PTN_N_LANES], longest_ns = 0;
-  for (int i = 0; i < PTN_N_LANES; i++) longest_ns = ptn_most(longest_ns, ns[i] = bytes[i] * bounds->best_ns_per_byte[i]);
-  longest_ns = ptn_most(longest_ns, (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap);
-  return ptn_most(longest_ns, (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap);
+  for (int i = 0; i < PTN_N_LANES; i++) longest_ns = ptn_max_f64(longest_ns, ns[i] = bytes[i] * bounds->best_ns_per_byte[i]);
+  longest_ns = ptn_max_f64(longest_ns, (ns[PTN_DISK_READ] + ns[PTN_DISK_WRITE]) / bounds->lanes.disk_overlap);
+  return ptn_max_f64(longest_ns, (ns[PTN_UPLOAD] + ns[PTN_OFFLOAD]) / bounds->lanes.link_overlap);
 }
 
 static transfer make_transfer(const ptn_bounds *bounds, const double *bytes) {
@@ -131,7 +131,7 @@ static void move(walk *at, const transfer *moved, double times) {
 /* May begin now, and not before. Queues are told in the order of time. */
 static void enqueue(walk *at, double now_ns, const transfer *begun) {
   for (int i = 0; i < N_QUEUES; i++) {
-    double end_ns = ptn_most(at->queue_ns[i], now_ns) + begun->queue_ns[i];
+    double end_ns = ptn_max_f64(at->queue_ns[i], now_ns) + begun->queue_ns[i];
     at->queue_ns[i] = begun->queue_ns[i] > 0 ? end_ns : at->queue_ns[i];
   }
 }
@@ -145,7 +145,7 @@ double ptn_bounds_drag_part(const ptn_profile *profile) {
   for (int i = 0; i < PTN_N_LANES; i++) {
     if (!lanes.present[i]) continue;
     bool stash = i == PTN_DISK_READ || i == PTN_DISK_WRITE || i == PTN_UPLOAD || i == PTN_OFFLOAD;
-    double drag_ns = lanes.drag_ns_per_byte[i] + (stash ? ptn_most(profile->stash_drag_ns_per_byte, 0) : 0);
+    double drag_ns = lanes.drag_ns_per_byte[i] + (stash ? ptn_max_f64(profile->stash_drag_ns_per_byte, 0) : 0);
     busy += drag_ns / lanes.ns_per_byte[0][i];
     idle += drag_ns / lanes.ns_per_byte[1][i];
   }
@@ -157,7 +157,7 @@ static void read_request(ptn_bounds *bounds) {
   const ptn_plan_request *request = bounds->course.request;
   ptn_lanes_read(&bounds->lanes, request->profile);
   for (int i = 0; i < PTN_N_LANES; i++) {
-    bounds->best_ns_per_byte[i] = ptn_least(bounds->lanes.ns_per_byte[0][i], bounds->lanes.ns_per_byte[1][i]);
+    bounds->best_ns_per_byte[i] = ptn_min_f64(bounds->lanes.ns_per_byte[0][i], bounds->lanes.ns_per_byte[1][i]);
   }
   bounds->disk_alone = !bounds->lanes.present[PTN_UPLOAD] && request->n_ranks <= 1;
   bounds->drag_part = ptn_bounds_drag_part(request->profile);
@@ -212,11 +212,11 @@ static void wait_for_room(const ptn_bounds *bounds, walk *at, uint32_t p, double
   const ptn_candidate *candidate = at->candidate;
   double room_bytes =
       (double)candidate->above_static_bytes - (double)bounds->course.request->fixed_bytes - (double)candidate->live[p].peak_bytes;
-  double written_bytes = at->put_bytes - ptn_most(room_bytes, 0);
-  written_bytes = ptn_least(written_bytes, at->put_bytes - at->total_stash_bytes / PTN_KEPT_PART);
+  double written_bytes = at->put_bytes - ptn_max_f64(room_bytes, 0);
+  written_bytes = ptn_min_f64(written_bytes, at->put_bytes - at->total_stash_bytes / PTN_KEPT_PART);
   if (written_bytes <= at->written_bytes) return;
   at->written_bytes = written_bytes;
-  at->compute_ns = ptn_most(at->compute_ns, at->put_ns + (written_bytes - 1) * write_ns_per_byte);
+  at->compute_ns = ptn_max_f64(at->compute_ns, at->put_ns + (written_bytes - 1) * write_ns_per_byte);
 }
 
 static void spend(walk *at, double ns) {
@@ -242,7 +242,7 @@ static void demand(const ptn_bounds *bounds, walk *at, uint32_t chunk) {
   move(at, fetch, 1);
   wait_for_fetch(at, bounds->free_ns[slot], fetch->ns);
   /* The cost of the access itself comes after the wait. */
-  at->compute_ns = ptn_most(at->compute_ns, at->fetch_ns + (double)bounds->course.request->profile->access_ns);
+  at->compute_ns = ptn_max_f64(at->compute_ns, at->fetch_ns + (double)bounds->course.request->profile->access_ns);
   bounds->holder[slot] = chunk;
 }
 
@@ -252,7 +252,7 @@ static void hold_slot(const ptn_bounds *bounds, const walk *at, uint32_t chunk, 
   if (bounds->holder[slot] != chunk) return;
   uint32_t last_phase = bounds->course.request->access_phases[bounds->last[slot]];
   bool makes = last_phase == p || bounds->course.request->phases[last_phase].backward;
-  if (makes) bounds->free_ns[slot] = ptn_most(bounds->free_ns[slot], at->update_ns);
+  if (makes) bounds->free_ns[slot] = ptn_max_f64(bounds->free_ns[slot], at->update_ns);
 }
 
 /* The chunk, which is not persistent, is complete now. */
@@ -264,7 +264,7 @@ static void walk_update(const ptn_bounds *bounds, walk *at, uint32_t chunk, uint
   move(at, &transfers->update, 1);
   if (bounds->keeps > 0) move(at, &transfers->keep, 1);
   if (bounds->keeps > 1) move(at, &transfers->add, bounds->keeps - 1);
-  at->update_ns = (behind ? ptn_most(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
+  at->update_ns = (behind ? ptn_max_f64(at->update_ns, at->compute_ns) : at->update_ns) + transfers->update.ns;
   if (behind && !bounds->lanes.present[PTN_UPLOAD]) hold_slot(bounds, at, chunk, p);
 }
 
@@ -346,7 +346,7 @@ static void walk_later_passes(const ptn_bounds *bounds, walk *at) {
 /* Of the stash's bytes up to those that phase p consumes, what was written must be read again before it begins. */
 static void wait_for_stash(walk *at, double start_bytes, double read_ns_per_byte) {
   double read_bytes = at->written_bytes - start_bytes - 1;
-  if (read_bytes > 0) at->compute_ns = ptn_most(at->compute_ns, at->turn_ns + read_bytes * read_ns_per_byte);
+  if (read_bytes > 0) at->compute_ns = ptn_max_f64(at->compute_ns, at->turn_ns + read_bytes * read_ns_per_byte);
 }
 
 /* The first pass. start_bytes of what each forward phase saves are left in room_bytes, which is the course's scratch. */
@@ -419,15 +419,15 @@ int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_
   }
   *moved_bytes = (uint64_t)(chunk_bytes + 2 * at.total_stash_bytes);
 
-  double open_ns = in_step_ns(bounds, &at), lanes_ns = ptn_most(pipeline_ns(bounds, at.bytes), at.readers_ns),
+  double open_ns = in_step_ns(bounds, &at), lanes_ns = ptn_max_f64(pipeline_ns(bounds, at.bytes), at.readers_ns),
          drag_ns = stash_drag_ns;
   for (int i = 0; i < PTN_N_LANES; i++) drag_ns += at.bytes[i] * bounds->lanes.drag_ns_per_byte[i];
   double work_ns = passes * at.work_ns + drag_ns * bounds->drag_part;
   double walk_ns = at.compute_ns + (passes - 1) * at.work_ns;
   bool behind = bounds->course.n_passes == 1 && !request->grads_outlive_backward;
-  for (int i = 0; i < N_QUEUES; i++) walk_ns = ptn_most(walk_ns, at.queue_ns[i]);
+  for (int i = 0; i < N_QUEUES; i++) walk_ns = ptn_max_f64(walk_ns, at.queue_ns[i]);
   if (request->grads_outlive_backward) walk_ns += at.update_ns;
-  if (behind) walk_ns = ptn_most(walk_ns, at.update_ns);
-  double bound_ns = (ptn_most(work_ns, ptn_most(walk_ns, lanes_ns)) + open_ns + fixed_ns) * (1 - 1e-9) - 16;
+  if (behind) walk_ns = ptn_max_f64(walk_ns, at.update_ns);
+  double bound_ns = (ptn_max_f64(work_ns, ptn_max_f64(walk_ns, lanes_ns)) + open_ns + fixed_ns) * (1 - 1e-9) - 16;
   return at.impossible || bound_ns >= (double)PTN_NEVER_NS ? PTN_NEVER_NS : bound_ns > 0 ? (int64_t)bound_ns : 0;
 }

@@ -10,7 +10,6 @@
  */
 #include "plan/search_internal.h"
 
-#define FEW_CHUNKS 16
 #define MOST_BITS 32 /* of so many blocks that could swap each alone is looked at */
 
 /* The last from `least` to `most` that fits beside slots of so many bytes; least where none does. Without slots needs never fall
@@ -39,7 +38,7 @@ uint32_t ptn_climb_most_without_slots(ptn_trials *trials, uint32_t set) {
 int64_t ptn_climb_most_persistent(ptn_trials *trials, uint32_t set, uint32_t window, uint32_t last) {
   uint32_t least = trials->least_persist, at = last;
   if (ptn_trials_fits(trials, set, window, last)) return last;
-  if (trials->request->n_chunks <= FEW_CHUNKS) {
+  if (trials->request->n_chunks <= PTN_FEW_CHUNKS) {
     while (at > least && !ptn_trials_fits(trials, set, window, at)) at--;
     return ptn_trials_fits(trials, set, window, at) ? (int64_t)at : -1;
   }

@@ -58,7 +58,7 @@ static void place_run(fill *at, ptn_layout_param *run, size_t count, uint64_t ch
 
 ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_bytes, uint32_t *n_chunks) {
   *n_chunks = 0;
-  if (chunk_bytes == 0) return ptn_fail(PTN_INVALID, "chunk_bytes is 0; give at least one page");
+  if (chunk_bytes == 0) return ptn_fail(PTN_INVALID, "chunk_bytes is 0; give one or more");
   if (n_params > UINT32_MAX) return ptn_fail(PTN_INVALID, "%zu parameters, at most %u are possible", n_params, UINT32_MAX);
   uint64_t total_bytes = 0;
   for (size_t i = 0; i < n_params; i++) {

@@ -1,5 +1,6 @@
 /* The planner's own parts, between its files and its tests; others include plan/plan.h.
  *
+ *   layout.c    which parameters share a chunk
  *   request.c   whether what was asked can be planned at all
  *   slots.c     which slot each chunk that comes and goes is loaded into
  *   peak.c      what a candidate holds at its highest moment
@@ -9,7 +10,8 @@
  *   room.c      what it leaves for that beside the ring and holes, and the ring itself
  *   rule.c      which candidate is taken where nothing was timed
  *   simulate.c  what a candidate takes in time, event by event; simulate_course.c: what it does in which order,
- *               simulate_lanes.c: how jobs share lanes, simulate_jobs.c, simulate_stash.c: what waits for its turn
+ *               simulate_lanes.c: how jobs share lanes, simulate_jobs.c, simulate_moves.c, simulate_stash.c: what waits for
+ *               its turn
  *   bounds.c    the least it can take, in closed form; sums.c: of many at once
  *   search.c    which candidate is taken where a profile has times; families.c: among which, trials.c: what each takes,
  *               climb.c: what is near one

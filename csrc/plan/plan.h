@@ -31,7 +31,7 @@ typedef struct ptn_layout_param {
  * chunk while they fit. Writes chunk and offset_bytes; *n_chunks is set; chunk sizes are the caller's to sum. */
 ptn_status ptn_layout(ptn_layout_param *params, size_t n_params, uint64_t chunk_bytes, uint32_t *n_chunks);
 
-/* The chunk size from least_bytes to most_bytes, a multiple of a page, with which packing wastes least: the parameters of blocks
+/* The chunk size from least_bytes to most_bytes, rounded up to a page, with which packing wastes least: the parameters of blocks
  * are packed with each size of a grid, and the size counts whose chunks fill the largest of them best; of those as good, the
  * largest. Overwrites chunk and offset_bytes of params. */
 ptn_status ptn_layout_size(ptn_layout_param *params, size_t n_params, uint64_t least_bytes, uint64_t most_bytes,
@@ -86,7 +86,7 @@ typedef struct ptn_plan_request {
   const uint32_t *accesses; /* chunk of each access in a step, in order, forward and backward */
   const uint32_t *access_phases; /* the phase of each access, never falling; NULL: not known, then nothing is timed */
   uint32_t n_together; /* the most chunks that one operation reads at once; 0 is read as 1 */
-  uint32_t n_arrays; /* arrays in a piece of the ring: 1 + states, one more where gradients outlive backward */
+  uint32_t n_arrays; /* arrays in a piece of the ring: parameters, each of state, gradients */
   const ptn_mode *modes; /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
   int64_t n_persist; /* as given, or -1: the planner chooses */
   int64_t n_buffer, n_ahead; /* with n_persist given: slots, and how far ahead is read, of the plan that it is from, where they
@@ -142,7 +142,7 @@ typedef struct ptn_plan {
   uint32_t n_host; /* chunks from n_persist on whose home is the host; those behind them are on disk */
   uint64_t host_bytes; /* their parameters and state, and the stash and the ring where they are there; of one rank */
   ptn_forecast forecast; /* zeros without a profile */
-  /* The caller's arrays: n_chunks and n_blocks entries, n_slots <= n_chunks. */
+  /* The caller's arrays: n_chunks and n_blocks entries, n_buffer <= n_chunks. */
   int32_t *slot_of_chunk; /* -1: persistent */
   uint64_t *slot_bytes;
   ptn_mode *modes;

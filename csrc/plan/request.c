@@ -141,6 +141,9 @@ static ptn_status check_times(const ptn_plan_request *request) {
     }
     total_ns += (double)times->compute_ns + (double)times->recompute_ns;
   }
+  if (!sound(profile->request_ns, (double)MOST_NS))
+    return ptn_fail(PTN_INVALID, "profile: a request costs %g ns; 0 to %lld are possible", profile->request_ns,
+                    (long long)MOST_NS);
   const int64_t costs_ns[] = {profile->step_fixed_ns, profile->access_ns, profile->checkpoint_ns, profile->swap_ns};
   for (size_t i = 0; i < sizeof costs_ns / sizeof *costs_ns; i++) {
     if (costs_ns[i] < 0 || costs_ns[i] > MOST_NS) {

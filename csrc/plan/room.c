@@ -100,10 +100,11 @@ static int ring_level(const ptn_fit *fit, int64_t needed_bytes) {
   return best;
 }
 
-/* Requests for the pieces of chunks from n_persist on: all arrays are read, but for gradients, and written. */
+/* Requests for the pieces of chunks from n_persist on: state is read, parameters and state are written. Gradients that outlive backward
+ * come from the disk, too, and parameters with them, which lie in no slot any more. */
 static double requests_of(const ptn_fit *fit, uint32_t n_persist, int level) {
   uint64_t pieces = fit->pieces_from[(size_t)level * ((size_t)fit->request->n_chunks + 1) + n_persist];
-  return (double)pieces * (2.0 * fit->request->n_arrays - 1);
+  return (double)pieces * (2.0 * fit->request->n_arrays - (fit->request->grads_outlive_backward ? 1 : 3));
 }
 
 int64_t ptn_fit_squeeze_ns(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {

@@ -33,8 +33,7 @@
 #include "base/bytes.h"
 #include "plan/search_internal.h"
 
-#define FEW_CHUNKS 16        /* any number of them persistent */
-#define FEW_CHUNKS_GIVEN 128 /* the same where modes are given, and nothing else is to be found */
+#define FEW_CHUNKS_GIVEN 128 /* of which any number is tried where modes are given, and nothing else is to be found */
 #define N_FEWER 6            /* numbers of persistent chunks below the most that fits, of many chunks */
 #define N_RANGES 3           /* of numbers of persistent chunks, in the bound of a set */
 #define N_SWAP_STEPS 8
@@ -278,7 +277,7 @@ static ptn_status push_counted(search *at, const entry *of, uint32_t window, uin
 }
 
 static ptn_status open_window(search *at, const entry *of, uint32_t window, uint32_t last) {
-  uint32_t n_chunks = at->request->n_chunks, few = at->request->modes ? FEW_CHUNKS_GIVEN : FEW_CHUNKS;
+  uint32_t n_chunks = at->request->n_chunks, few = at->request->modes ? FEW_CHUNKS_GIVEN : PTN_FEW_CHUNKS;
   uint32_t fewer = n_chunks <= few ? n_chunks : N_FEWER;
   int64_t most = ptn_climb_most_persistent(&at->trials, of->choice.set, window, last);
   if (most < 0) return PTN_OK;

@@ -5,6 +5,8 @@
 
 #include "plan/parts.h"
 
+#define PTN_FEW_CHUNKS 16 /* of which any number is tried as persistent */
+
 /* ---- families.c ---- */
 
 typedef enum ptn_keep_family {

@@ -89,12 +89,12 @@ void ptn_simulation_settle(ptn_simulation *run) {
   run->dirty = true;
   double elapsed_ns = run->now_ns - run->since_ns;
   run->since_ns = run->now_ns;
-  if (run->runs && run->in_stretch) run->work_ns = ptn_most((run->end_ns - run->now_ns) * run->lanes.compute_speed, 0);
+  if (run->runs && run->in_stretch) run->work_ns = ptn_max_f64((run->end_ns - run->now_ns) * run->lanes.compute_speed, 0);
   if (elapsed_ns <= 0) return;
   for (int f = 0; f < PTN_N_FLOWS; f++) {
     ptn_flow *flow = &run->flows[f];
     if (!flow->active) continue;
-    move(run, f, ptn_least(flow->rate * elapsed_ns, flow->left));
+    move(run, f, ptn_min_f64(flow->rate * elapsed_ns, flow->left));
   }
   for (int i = 0; i < PTN_N_LANES; i++) run->tally.busy_ns[i] += run->lanes.busy[i] * elapsed_ns;
   if (run->runs) run->tally.drag_ns += elapsed_ns * (1 - run->lanes.compute_speed);
@@ -244,12 +244,12 @@ static void end_stretch(ptn_simulation *run) {
 /* Time goes on to the next event. */
 static void pass_time(ptn_simulation *run) {
   double next_ns = run->in_stretch ? run->end_ns : INFINITY;
-  for (int f = 0; f < PTN_N_FLOWS; f++) next_ns = ptn_least(next_ns, run->flows[f].end_ns);
+  for (int f = 0; f < PTN_N_FLOWS; f++) next_ns = ptn_min_f64(next_ns, run->flows[f].end_ns);
   if (!(next_ns < (double)PTN_NEVER_NS)) {
     ptn_simulation_stop(run, run->runs ? PTN_WAIT_UPDATE : run->wait);
     return;
   }
-  run->now_ns = ptn_most(next_ns, run->now_ns);
+  run->now_ns = ptn_max_f64(next_ns, run->now_ns);
   bool stretch_ends = run->in_stretch && run->end_ns <= next_ns;
   for (int f = 0; f < PTN_N_FLOWS; f++) {
     ptn_flow *flow = &run->flows[f];
@@ -280,7 +280,7 @@ static void reset(ptn_simulation *run) {
 /* A part of the step, in whole ns; never more than what is left of the longest forecast. */
 static int64_t part(ptn_forecast *out, double ns) {
   int64_t left_ns = PTN_NEVER_NS - out->step_ns;
-  int64_t whole_ns = ns < (double)left_ns ? (int64_t)llround(ptn_most(ns, 0)) : left_ns;
+  int64_t whole_ns = ns < (double)left_ns ? (int64_t)llround(ptn_max_f64(ns, 0)) : left_ns;
   out->step_ns += whole_ns;
   return whole_ns;
 }

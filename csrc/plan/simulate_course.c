@@ -226,7 +226,7 @@ static void split_half(ptn_course *course, uint32_t first) {
   memmove(&course->stretches[at + 1], &course->stretches[at], (course->n_stretches - at) * sizeof *course->stretches);
   course->n_stretches++;
   ptn_stretch *head = &course->stretches[at], *rest = head + 1;
-  head->work_ns = ptn_least(half_ns - before_ns, rest->work_ns);
+  head->work_ns = ptn_min_f64(half_ns - before_ns, rest->work_ns);
   uint32_t completes = head->completes;
   head->ends = false;
   head->completes = 0;
@@ -333,12 +333,12 @@ static void find_room(ptn_course *course) {
     for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
       uint32_t chunk = course->complete[i];
       double grad_bytes = (double)request->chunks[chunk].grad_bytes;
-      if (chunk >= candidate->n_persist) pending_bytes = ptn_most(pending_bytes, counts_pending ? grad_bytes : 0);
+      if (chunk >= candidate->n_persist) pending_bytes = ptn_max_f64(pending_bytes, counts_pending ? grad_bytes : 0);
       else if (!adds_up) complete_bytes += grad_bytes;
     }
     double behind_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].after_bytes;
-    double used_bytes = always_bytes + ptn_most(before_bytes, behind_bytes);
-    course->room_bytes[p] = ptn_most((double)candidate->above_static_bytes - used_bytes, 0);
+    double used_bytes = always_bytes + ptn_max_f64(before_bytes, behind_bytes);
+    course->room_bytes[p] = ptn_max_f64((double)candidate->above_static_bytes - used_bytes, 0);
   }
 }
 
@@ -349,9 +349,9 @@ static void choose_kept(ptn_course *course, double total_bytes) {
   for (uint32_t s = course->n_saved; s-- > 0 && kept_bytes < room_bytes;) {
     ptn_saved *saved = &course->saved[s];
     if (high == 0) low = high = saved->phase + 1;
-    for (; high < saved->consumer; high++) room_bytes = ptn_least(room_bytes, course->room_bytes[high]);
-    for (; low > saved->phase + 1; low--) room_bytes = ptn_least(room_bytes, course->room_bytes[low - 1]);
-    saved->kept_bytes = ptn_least(saved->away_bytes, ptn_most(room_bytes - kept_bytes, 0));
+    for (; high < saved->consumer; high++) room_bytes = ptn_min_f64(room_bytes, course->room_bytes[high]);
+    for (; low > saved->phase + 1; low--) room_bytes = ptn_min_f64(room_bytes, course->room_bytes[low - 1]);
+    saved->kept_bytes = ptn_min_f64(saved->away_bytes, ptn_max_f64(room_bytes - kept_bytes, 0));
     saved->away_bytes -= saved->kept_bytes;
     kept_bytes += saved->kept_bytes;
   }
@@ -363,7 +363,8 @@ static void find_late(ptn_course *course) {
     ptn_saved *saved = &course->saved[s];
     if (course->candidate->modes[course->request->phases[saved->phase].block] != PTN_SWAP) continue;
     double enough_bytes = saved->away_bytes / PTN_STREAM_PART;
-    saved->late_bytes = saved->away_bytes * ptn_most(1 - course->room_bytes[saved->consumer] / ptn_most(enough_bytes, 1), 0);
+    saved->late_bytes =
+        saved->away_bytes * ptn_max_f64(1 - course->room_bytes[saved->consumer] / ptn_max_f64(enough_bytes, 1), 0);
   }
 }
 

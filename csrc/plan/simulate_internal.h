@@ -8,13 +8,11 @@
 #ifndef PTN_PLAN_SIMULATE_INTERNAL_H
 #define PTN_PLAN_SIMULATE_INTERNAL_H
 
+#include "base/bytes.h"
 #include "plan/parts.h"
 
 #define PTN_LEAST_COMPUTE_SPEED 0.2 /* beside lanes, of its own */
 #define PTN_KEPT_PART 4 /* of the stash's bytes, one in so many stays in memory (runtime/stash_rule.c) */
-
-static inline double ptn_least(double a, double b) { return a < b ? a : b; }
-static inline double ptn_most(double a, double b) { return a > b ? a : b; }
 
 /* ---- lanes (simulate_lanes.c) ---- */
 

@@ -22,12 +22,12 @@ void ptn_lanes_read(ptn_lanes *lanes, const ptn_profile *profile) {
     const ptn_lane_speed *speed = &profile->lanes[i];
     double idle_bytes_per_s = speed->idle_bytes_per_s > 0 ? speed->idle_bytes_per_s : speed->bytes_per_s;
     lanes->present[i] = speed->bytes_per_s > 0;
-    lanes->ns_per_byte[0][i] = lanes->present[i] ? ptn_most(1e9 / speed->bytes_per_s, LEAST_NS_PER_BYTE) : 0;
-    lanes->ns_per_byte[1][i] = lanes->present[i] ? ptn_most(1e9 / idle_bytes_per_s, LEAST_NS_PER_BYTE) : 0;
+    lanes->ns_per_byte[0][i] = lanes->present[i] ? ptn_max_f64(1e9 / speed->bytes_per_s, LEAST_NS_PER_BYTE) : 0;
+    lanes->ns_per_byte[1][i] = lanes->present[i] ? ptn_max_f64(1e9 / idle_bytes_per_s, LEAST_NS_PER_BYTE) : 0;
     lanes->drag_ns_per_byte[i] = speed->drag_ns_per_byte;
   }
-  lanes->disk_overlap = ptn_least(ptn_most(profile->disk_overlap, 1), 2);
-  lanes->link_overlap = ptn_least(ptn_most(profile->link_overlap, 1), 2);
+  lanes->disk_overlap = ptn_min_f64(ptn_max_f64(profile->disk_overlap, 1), 2);
+  lanes->link_overlap = ptn_min_f64(ptn_max_f64(profile->link_overlap, 1), 2);
 }
 
 void ptn_flow_start(const ptn_lanes *lanes, ptn_flow *flow, const double *unit_bytes, double more_drag_ns) {
@@ -47,7 +47,7 @@ static double pace(const double *needs_ns, const double *left, double disk_left,
   for (int i = 0; i < PTN_N_LANES; i++) {
     if (needs_ns[i] == 0) continue;
     if (left[i] <= NOTHING_LEFT) return 0;
-    unit_ns = ptn_most(unit_ns, left[i] == 1 ? needs_ns[i] : needs_ns[i] / left[i]);
+    unit_ns = ptn_max_f64(unit_ns, left[i] == 1 ? needs_ns[i] : needs_ns[i] / left[i]);
   }
   double disk_ns = needs_ns[PTN_DISK_READ] + needs_ns[PTN_DISK_WRITE], link_ns = needs_ns[PTN_UPLOAD] + needs_ns[PTN_OFFLOAD];
   if ((disk_ns > 0 && disk_left <= NOTHING_LEFT) || (link_ns > 0 && link_left <= NOTHING_LEFT)) return 0;
@@ -68,11 +68,11 @@ void ptn_lanes_share(ptn_lanes *lanes, ptn_flow *flows, bool compute_runs) {
     double unit_ns = pace(needs_ns, left, disk_left, link_left);
     flow->rate = unit_ns > 0 ? 1 / unit_ns : 0;
     if (flow->rate == 0) continue;
-    for (int i = 0; i < PTN_N_LANES; i++) left[i] = ptn_most(left[i] - flow->rate * needs_ns[i], 0);
-    disk_left = ptn_most(disk_left - flow->rate * (needs_ns[PTN_DISK_READ] + needs_ns[PTN_DISK_WRITE]), 0);
-    link_left = ptn_most(link_left - flow->rate * (needs_ns[PTN_UPLOAD] + needs_ns[PTN_OFFLOAD]), 0);
+    for (int i = 0; i < PTN_N_LANES; i++) left[i] = ptn_max_f64(left[i] - flow->rate * needs_ns[i], 0);
+    disk_left = ptn_max_f64(disk_left - flow->rate * (needs_ns[PTN_DISK_READ] + needs_ns[PTN_DISK_WRITE]), 0);
+    link_left = ptn_max_f64(link_left - flow->rate * (needs_ns[PTN_UPLOAD] + needs_ns[PTN_OFFLOAD]), 0);
     drag += flow->rate * flow->drag_ns;
   }
   for (int i = 0; i < PTN_N_LANES; i++) lanes->busy[i] = 1 - left[i];
-  lanes->compute_speed = ptn_most(1 - drag, PTN_LEAST_COMPUTE_SPEED);
+  lanes->compute_speed = ptn_max_f64(1 - drag, PTN_LEAST_COMPUTE_SPEED);
 }

@@ -20,7 +20,7 @@
 static double queued_bytes(const ptn_simulation *run) { return run->put_bytes - run->written_bytes; }
 
 static double unread_bytes(const ptn_simulation *run, const ptn_saved *saved) {
-  double written_bytes = ptn_least(ptn_most(run->written_bytes - saved->start_bytes, 0), saved->away_bytes);
+  double written_bytes = ptn_min_f64(ptn_max_f64(run->written_bytes - saved->start_bytes, 0), saved->away_bytes);
   return saved->put && !saved->consumed ? written_bytes - saved->read_bytes : 0;
 }
 
@@ -30,7 +30,7 @@ static double room_bytes(const ptn_simulation *run) {
 }
 
 double ptn_saved_free_bytes(const ptn_simulation *run) {
-  return ptn_most(room_bytes(run) - queued_bytes(run) - run->kept_bytes - run->ahead_bytes, 0);
+  return ptn_max_f64(room_bytes(run) - queued_bytes(run) - run->kept_bytes - run->ahead_bytes, 0);
 }
 
 static void start_moving(ptn_simulation *run, bool read, double bytes) {
@@ -48,7 +48,7 @@ static void start_moving(ptn_simulation *run, bool read, double bytes) {
 
 static double most_ahead_bytes(const ptn_simulation *run) {
   ptn_lane_name lane = run->course.stash_on_host ? PTN_UPLOAD : PTN_DISK_READ;
-  return ptn_most(run->course.request->profile->lanes[lane].bytes_per_s * AHEAD_SECONDS, LEAST_AHEAD_BYTES);
+  return ptn_max_f64(run->course.request->profile->lanes[lane].bytes_per_s * AHEAD_SECONDS, LEAST_AHEAD_BYTES);
 }
 
 /* Bytes to read now of what is next; sets `reading`. */
@@ -66,13 +66,13 @@ static double next_read_bytes(ptn_simulation *run) {
   double unread = unread_bytes(run, &course->saved[run->reading]);
   double held_bytes = queued_bytes(run) + run->kept_bytes + run->ahead_bytes;
   return run->reader == run->consumer ? unread - course->saved[run->reading].late_bytes
-                                      : ptn_least(unread, ptn_least(room_bytes(run), most_ahead_bytes(run)) - held_bytes);
+                                      : ptn_min_f64(unread, ptn_min_f64(room_bytes(run), most_ahead_bytes(run)) - held_bytes);
 }
 
 void ptn_saved_move(ptn_simulation *run) {
   bool pressed = !run->runs && run->wait == PTN_WAIT_STASH_WRITE;
   double write_bytes = run->turned && !pressed ? 0 : queued_bytes(run);
-  if (pressed) write_bytes = ptn_least(write_bytes, queued_bytes(run) + run->kept_bytes - room_bytes(run));
+  if (pressed) write_bytes = ptn_min_f64(write_bytes, queued_bytes(run) + run->kept_bytes - room_bytes(run));
   start_moving(run, false, write_bytes);
   start_moving(run, true, next_read_bytes(run));
 }
@@ -81,7 +81,7 @@ void ptn_saved_move(ptn_simulation *run) {
 static void take_back(ptn_simulation *run, ptn_saved *saved) {
   run->kept_bytes -= saved->kept_bytes;
   bool last = saved->start_bytes + saved->away_bytes >= run->put_bytes;
-  if (last && queued_bytes(run) > 0) run->put_bytes = ptn_most(run->written_bytes, saved->start_bytes);
+  if (last && queued_bytes(run) > 0) run->put_bytes = ptn_max_f64(run->written_bytes, saved->start_bytes);
 }
 
 static void consume(ptn_simulation *run, ptn_saved *saved) {

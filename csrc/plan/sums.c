@@ -124,7 +124,7 @@ ptn_status ptn_sums_create(ptn_sums **out, const ptn_plan_request *request) {
   sums->link = sums->lanes.present[PTN_UPLOAD];
   sums->passes = request->n_passes > 0 ? request->n_passes : 1;
   for (int i = 0; i < PTN_N_LANES; i++) {
-    sums->best_ns_per_byte[i] = ptn_least(sums->lanes.ns_per_byte[0][i], sums->lanes.ns_per_byte[1][i]);
+    sums->best_ns_per_byte[i] = ptn_min_f64(sums->lanes.ns_per_byte[0][i], sums->lanes.ns_per_byte[1][i]);
   }
   for (uint32_t i = 0; i < profile->n_phases; i++) sums->base_ns += sums->passes * (double)profile->phases[i].compute_ns;
   sums->drag_part = ptn_bounds_drag_part(profile);
@@ -148,7 +148,7 @@ void ptn_sums_destroy(ptn_sums *sums) {
 
 /* Of what a part of a pass fetches, the slots hold some bytes; they may be those that cost a lane most. */
 static void add_left(double *lanes, const double *whole, double held_bytes, double times) {
-  for (int i = 0; i < PTN_N_LANES; i++) lanes[i] += times * ptn_most(whole[i] - held_bytes, 0);
+  for (int i = 0; i < PTN_N_LANES; i++) lanes[i] += times * ptn_max_f64(whole[i] - held_bytes, 0);
 }
 
 double ptn_sums_least_ns(const ptn_sums *sums, const ptn_many *many) {
@@ -173,12 +173,12 @@ double ptn_sums_least_ns(const ptn_sums *sums, const ptn_many *many) {
   lanes[PTN_DISK_WRITE] += on_disk;
   for (int i = 0; i < PTN_N_LANES; i++) {
     drag_ns += lanes[i] * sums->lanes.drag_ns_per_byte[i];
-    longest_ns = ptn_most(longest_ns, lanes[i] *= sums->best_ns_per_byte[i]);
+    longest_ns = ptn_max_f64(longest_ns, lanes[i] *= sums->best_ns_per_byte[i]);
   }
-  longest_ns = ptn_most(longest_ns, (lanes[PTN_DISK_READ] + lanes[PTN_DISK_WRITE]) / sums->lanes.disk_overlap);
-  longest_ns = ptn_most(longest_ns, (lanes[PTN_UPLOAD] + lanes[PTN_OFFLOAD]) / sums->lanes.link_overlap);
+  longest_ns = ptn_max_f64(longest_ns, (lanes[PTN_DISK_READ] + lanes[PTN_DISK_WRITE]) / sums->lanes.disk_overlap);
+  longest_ns = ptn_max_f64(longest_ns, (lanes[PTN_UPLOAD] + lanes[PTN_OFFLOAD]) / sums->lanes.link_overlap);
   double demands = sums->visits[end] - sums->visits[many->most_persist];
   double work_ns = sums->base_ns + sums->passes * (many->recompute_ns + demands * (double)request->profile->access_ns);
   double open_ns = sums->in_step_ns[many->least_persist] + (double)request->profile->step_fixed_ns;
-  return (ptn_most(work_ns + drag_ns * sums->drag_part, longest_ns) + open_ns) * (1 - 1e-9);
+  return (ptn_max_f64(work_ns + drag_ns * sums->drag_part, longest_ns) + open_ns) * (1 - 1e-9);
 }

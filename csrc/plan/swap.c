@@ -48,7 +48,7 @@ uint64_t ptn_swap_stream_bytes(const ptn_plan_request *request, const uint32_t *
 }
 
 static uint64_t rise_bytes(const ptn_phase *phase, ptn_mode mode) {
-  (void)mode;
+  (void)mode; /* the same in each, as `highest` takes it */
   return phase->keep_peak_bytes - phase->keep_entry_bytes;
 }
 

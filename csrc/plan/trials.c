@@ -172,7 +172,7 @@ static double written_bytes(ptn_trials *trials, uint32_t set, double stash_bytes
   double fixed_bytes = (double)trials->request->fixed_bytes;
   double room_bytes = above_bytes - fixed_bytes - (double)trials->fit->live[trials->last_forward].peak_bytes;
   double written = stash_bytes - (room_bytes > 0 ? room_bytes : 0);
-  written = ptn_least(written, stash_bytes - stash_bytes / PTN_KEPT_PART);
+  written = ptn_min_f64(written, stash_bytes - stash_bytes / PTN_KEPT_PART);
   return written > 0 ? written : 0;
 }
 

@@ -28,7 +28,7 @@ extern PyType_Spec ptn_region_spec, ptn_device_spec, ptn_engine_spec, ptn_saved_
 /* A Region over memory that the object then owns a reference to; NULL region gives None. */
 PyObject *ptn_python_region(PyObject *region_type, ptn_region *region);
 
-/* (kind, lr, weight_decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov); 0 with an exception set. */
+/* (kind, lr, weight_decay, maximize, beta1, beta2, eps, amsgrad, momentum, dampening, nesterov, fused, lr_is_float); 0 with an exception set. */
 int ptn_python_hyper(PyObject *tuple, ptn_hyper *out);
 
 /* numbers.c. Converters for PyArg_Parse ("O&") into unsigned int and unsigned long long; what is negative or too large is an
@@ -38,7 +38,7 @@ int ptn_python_u64(PyObject *object, void *out);
 /* Whether the engine has a chunk, a parameter of this number; false with an exception set. */
 bool ptn_python_has_chunk(const ptn_engine *engine, uint32_t chunk);
 bool ptn_python_has_param(const ptn_engine *engine, uint32_t param);
-/* A list of non-negative integers as a malloc'ed array of uint64; NULL with an exception set. Free with PyMem_Free. */
+/* A list of non-negative integers as an array of uint64; NULL with an exception set. Free with PyMem_Free. */
 uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
 
 /* The engine of an Engine; NULL with an exception set where it is none, closed, or of a parent process. The driver stays. */
@@ -70,6 +70,7 @@ PyObject *ptn_python_set_named(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_growth(PyObject *object, PyObject *number);
 PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments);
 PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
+PyObject *ptn_python_stash_flush(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_go_on(PyObject *object, PyObject *unused);
 PyObject *ptn_python_stash_near(PyObject *object, PyObject *number);

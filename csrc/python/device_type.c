@@ -37,7 +37,11 @@ static ptn_device *find(int number, const char *library) {
 static ptn_device *open_device(int number, const char *library) {
   ptn_device *device = find(number, library);
   if (device) return device;
-  char *kept = all_count < DEVICES_MAX ? copy_of(library) : NULL;
+  if (all_count == DEVICES_MAX) {
+    PyErr_Format(PyExc_ValueError, "%d devices were opened, the most that are possible", DEVICES_MAX);
+    return NULL;
+  }
+  char *kept = copy_of(library);
   if (!kept) return (ptn_device *)PyErr_NoMemory();
   /* With the GIL: who asks meanwhile waits, and gets this one. */
   ptn_status status =

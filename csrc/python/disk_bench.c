@@ -52,12 +52,14 @@ static ptn_status run(const char *folder, uint64_t bytes, figures *out) {
 
 PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments) {
   (void)module;
-  const char *folder;
+  PyObject *folder;
   unsigned long long bytes = 256 * PTN_MIB;
-  if (!PyArg_ParseTuple(arguments, "s|O&", &folder, ptn_python_u64, &bytes)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&|O&", PyUnicode_FSConverter, &folder, ptn_python_u64, &bytes)) return NULL;
   figures out = {0};
   ptn_status status;
-  PTN_WITHOUT_GIL(status, run(folder, bytes, &out));
+  const char *path = PyBytes_AsString(folder);
+  PTN_WITHOUT_GIL(status, run(path, bytes, &out));
+  Py_DECREF(folder);
   if (status != PTN_OK) return ptn_python_raise();
   return Py_BuildValue("{s:d,s:d,s:K,s:s}", "write_seconds", out.write_seconds, "read_seconds", out.read_seconds, "bytes",
                        out.bytes, "engine", out.engine);

@@ -192,6 +192,14 @@ PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
+PyObject *ptn_python_stash_flush(PyObject *object, PyObject *unused) {
+  (void)unused;
+  ptn_engine *engine = ptn_python_drive(object);
+  if (!engine) return NULL;
+  PTN_IN_ENGINE(object, ptn_stash_flush(ptn_engine_stash(engine)));
+  Py_RETURN_NONE;
+}
+
 PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused) {
   (void)unused;
   ptn_engine *engine = ptn_python_engine(object);

@@ -218,19 +218,22 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   static char *names[] = {"folder",   "limit_bytes",        "chunks",         "params",
                           "n_groups", "n_states",           "disk_engine",    "bf16",
                           "device",   "device_limit_bytes", "current_stream", NULL};
-  const char *folder;
+  PyObject *folder;
   unsigned long long limit, device_limit = 0;
   PyObject *chunk_list, *param_list, *device_object = Py_None, *current_stream = Py_None;
   unsigned int n_groups, n_states;
   int disk_engine = PTN_DISK_AUTO, bf16 = 0;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO&O!O!O&O&|ipOO&O", names, &folder, ptn_python_u64, &limit,
-                                   &PyList_Type, &chunk_list, &PyList_Type, &param_list, ptn_python_u32, &n_groups,
-                                   ptn_python_u32, &n_states, &disk_engine, &bf16, &device_object, ptn_python_u64, &device_limit,
-                                   &current_stream))
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O&O&O!O!O&O&|ipOO&O", names, PyUnicode_FSConverter, &folder,
+                                   ptn_python_u64, &limit, &PyList_Type, &chunk_list, &PyList_Type, &param_list, ptn_python_u32,
+                                   &n_groups, ptn_python_u32, &n_states, &disk_engine, &bf16, &device_object, ptn_python_u64,
+                                   &device_limit, &current_stream))
     return NULL;
   int device_number = -1;
   ptn_device *device = NULL;
-  if (device_object != Py_None && !(device = ptn_python_device(device_object, &device_number))) return NULL;
+  if (device_object != Py_None && !(device = ptn_python_device(device_object, &device_number))) {
+    Py_DECREF(folder);
+    return NULL;
+  }
   size_t n_chunks = (size_t)PyList_Size(chunk_list), n_params = (size_t)PyList_Size(param_list);
   ptn_engine_chunk *chunks = PyMem_Malloc((n_chunks + 1) * sizeof *chunks);
   ptn_engine_param *params = PyMem_Malloc((n_params + 1) * sizeof *params);
@@ -247,7 +250,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
       self->device_number = device_number;
       self->bf16 = bf16 != 0;
       if (device && current_stream != Py_None) self->current_stream = Py_NewRef(current_stream);
-      ptn_engine_config config = {.folder = folder,
+      ptn_engine_config config = {.folder = PyBytes_AsString(folder),
                                   .disk_engine = (ptn_disk_engine)disk_engine,
                                   .n_chunks = (uint32_t)n_chunks,
                                   .n_params = (uint32_t)n_params,
@@ -266,6 +269,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   }
   PyMem_Free(chunks);
   PyMem_Free(params);
+  Py_DECREF(folder);
   return (PyObject *)self;
 }
 
@@ -363,10 +367,9 @@ static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
   ENGINE_OR_RETURN;
   unsigned long long piece_bytes;
   unsigned int n_pieces;
-  int with_grads;
-  if (!PyArg_ParseTuple(arguments, "O&O&p", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces, &with_grads)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces)) return NULL;
   ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_set_ring(engine, piece_bytes, n_pieces, with_grads != 0));
+  PTN_IN_ENGINE(object, status = ptn_engine_set_ring(engine, piece_bytes, n_pieces));
   return ptn_python_answer(status);
 }
 
@@ -693,7 +696,8 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
   const engine_object *self = (engine_object *)object;
   if (on) (void)ptn_arena_set_apart(false); /* an interrupt may have come before the thread that was apart was not any more */
   if (self->device_number < 0) ptn_arena_use(on ? ptn_python_account(object) : NULL);
-  else ptn_torch_cuda_use(self->device_number, self->device, on ? self->device_account : NULL);
+  else if (!ptn_torch_cuda_use(self->device_number, self->device, on ? self->device_account : NULL))
+    return PyErr_Format(PyExc_ValueError, "memory of GPU %d cannot be counted; its number is too large", self->device_number);
   Py_RETURN_NONE;
 }
 
@@ -785,6 +789,7 @@ static PyMethodDef engine_methods[] = {
     {"set_growth", ptn_python_set_growth, METH_O, NULL},
     {"set_headroom", ptn_python_set_headroom, METH_VARARGS, NULL},
     {"stash_begin", ptn_python_stash_begin, METH_NOARGS, NULL},
+    {"stash_flush", ptn_python_stash_flush, METH_NOARGS, NULL},
     {"stash_end", ptn_python_stash_end, METH_NOARGS, NULL},
     {"stash_go_on", ptn_python_stash_go_on, METH_NOARGS, NULL},
     {"stash_near", ptn_python_stash_near, METH_O, NULL},

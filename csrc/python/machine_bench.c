@@ -134,30 +134,36 @@ static ptn_status open_bench(bench_object *self, const char *folder, uint64_t fi
 
 static PyObject *bench_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"folder", "memory_bytes", "file_bytes", "fused", NULL};
-  const char *folder;
+  PyObject *folder;
   unsigned long long memory_bytes, file_bytes;
   int fused = 1;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "sO&O&|p", names, &folder, ptn_python_u64, &memory_bytes, ptn_python_u64,
-                                   &file_bytes, &fused))
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O&O&O&|p", names, PyUnicode_FSConverter, &folder, ptn_python_u64,
+                                   &memory_bytes, ptn_python_u64, &file_bytes, &fused))
     return NULL;
+  bench_object *self = NULL;
   if (memory_bytes % (ARRAYS * PIECE_COUNT * sizeof(float)) != 0 || memory_bytes == 0)
-    return PyErr_Format(PyExc_ValueError, "memory_bytes is %llu; a positive multiple of %zu is wanted", memory_bytes,
-                        ARRAYS * PIECE_COUNT * sizeof(float));
-  bench_object *self = PyObject_New(bench_object, type);
-  if (!self) return NULL;
+    PyErr_Format(PyExc_ValueError, "memory_bytes is %llu; a positive multiple of %zu is wanted", memory_bytes,
+                 ARRAYS * PIECE_COUNT * sizeof(float));
+  else self = PyObject_New(bench_object, type);
+  if (!self) {
+    Py_DECREF(folder);
+    return NULL;
+  }
   memset(&self->store, 0, sizeof *self - offsetof(bench_object, store));
   self->forks = ptn_python_forks;
   self->memory_bytes = memory_bytes;
   ptn_status status;
   ptn_error error;
+  const char *path = PyBytes_AsString(folder);
   Py_BEGIN_ALLOW_THREADS
-  status = open_bench(self, folder, file_bytes, fused != 0);
+  status = open_bench(self, path, file_bytes, fused != 0);
   if (status != PTN_OK) {
     ptn_error_save(&error);
     close_bench(self);
     (void)ptn_error_restore(&error);
   }
   Py_END_ALLOW_THREADS
+  Py_DECREF(folder);
   if (status == PTN_OK) return (PyObject *)self;
   ptn_python_raise();
   Py_DECREF(self);

@@ -162,7 +162,7 @@ void ptn_engine_drop_slots(ptn_engine *engine);
 /* One more slot, for a chunk whose own is taken by another that is needed at the same moment. */
 ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t chunk);
 /* The ring of pieces through which updates stream; piece_bytes is a multiple of PTN_PAGE_BYTES. */
-ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads);
+ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces);
 void ptn_engine_drop_ring(ptn_engine *engine);
 /* Gradients that always may wait for the update lane: bytes, beside those of the chunk being made. Those beyond wait as long as what
  * is live stays within the account's goal: who asks for memory beyond it waits for them. Without a goal the driving thread waits when

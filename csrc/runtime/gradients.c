@@ -146,14 +146,12 @@ static void wait_for_room(ptn_engine *engine) {
   ptn_engine_collect(engine);
 }
 
-static ptn_status check_gradient(const ptn_engine *engine, uint32_t number, ptn_gradient_use use) {
+static ptn_status check_gradient(const ptn_engine *engine, uint32_t number) {
   const param *param = &engine->params[number];
   const chunk *chunk = &engine->chunks[param->chunk];
   bool on_disk = chunk->home == HOME_DISK;
   if (!param->trained || !has_slot_home(chunk)) return ptn_fail(PTN_INVALID, "parameter %u takes no gradient here", number);
   if (on_disk && engine->n_pieces == 0) return ptn_fail(PTN_STEP, "a gradient came before the update lane has its ring");
-  if (on_disk && use != PTN_GRADIENT_UPDATE && !engine->ring_has_grads)
-    return ptn_fail(PTN_STEP, "a gradient is to be kept on disk and the ring was made without room for that");
   if (param->grad) return ptn_fail(PTN_STEP, "parameter %u has two gradients in one backward pass", number);
   return PTN_OK;
 }
@@ -219,7 +217,7 @@ static ptn_status take_from_device(ptn_engine *engine, uint32_t number, const vo
 }
 
 ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *data, void *owner, ptn_gradient_use use) {
-  PTN_TRY(check_gradient(engine, number, use));
+  PTN_TRY(check_gradient(engine, number));
   chunk *chunk = &engine->chunks[engine->params[number].chunk];
   if (use != PTN_GRADIENT_UPDATE) PTN_TRY(reserve_grads(engine, chunk));
   PTN_TRY(make_room_for_owner(engine));

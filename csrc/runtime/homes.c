@@ -180,12 +180,12 @@ ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t number) {
 
 /* ---- the ring ---- */
 
-static uint64_t ring_bytes(const ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
-  uint64_t arrays = 1 + engine->widening * engine->n_arrays + with_grads; /* in the size of one of parameters */
+static uint64_t ring_bytes(const ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces) {
+  uint64_t arrays = 2 + engine->widening * engine->n_arrays; /* in the size of one of parameters, as one of gradients is */
   return arrays * n_pieces * piece_bytes;
 }
 
-ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces, bool with_grads) {
+ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces) {
   PTN_TRY(ptn_homes_quiet(engine, "the ring cannot change"));
   if (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || n_pieces == 0)
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes, a positive count of whole pages is wanted", n_pieces,
@@ -194,7 +194,7 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
     return ptn_fail(PTN_INVALID, "%u pieces of %llu bytes are more than there are addresses", n_pieces,
                     (unsigned long long)piece_bytes);
   ptn_engine_drop_ring(engine);
-  uint64_t bytes = ring_bytes(engine, piece_bytes, n_pieces, with_grads);
+  uint64_t bytes = ring_bytes(engine, piece_bytes, n_pieces);
   piece *pieces = calloc(n_pieces, sizeof *pieces);
   if (!pieces) return ptn_fail(PTN_MEMORY, "no memory to describe %u pieces", n_pieces);
   void *memory;
@@ -208,8 +208,7 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
     pieces[i].engine = engine;
     for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
       bool wide = a >= PIECE_STATE && a < PIECE_GRAD;
-      bool used = wide ? a - PIECE_STATE < engine->n_arrays : a == PIECE_PARAM || with_grads;
-      if (!used) continue;
+      if (wide && a - PIECE_STATE >= engine->n_arrays) continue;
       pieces[i].arrays[a] = next;
       next += wide ? engine->widening * piece_bytes : piece_bytes;
     }
@@ -219,7 +218,6 @@ ptn_status ptn_engine_set_ring(ptn_engine *engine, uint64_t piece_bytes, uint32_
   engine->pieces = pieces;
   engine->n_pieces = n_pieces;
   engine->piece_bytes = piece_bytes;
-  engine->ring_has_grads = with_grads;
   ptn_unlock(&engine->mutex);
   return PTN_OK;
 }
@@ -253,8 +251,7 @@ void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out) {
   for (uint32_t i = 0; i < engine->n_slots; i++)
     if (engine->slots[i].region) out->slot_bytes += engine->slots[i].region->bytes;
   if (engine->n_pieces && !engine->over.device) /* there it is the host's */
-    out->ring_bytes =
-        counted_bytes(engine->ring_memory, ring_bytes(engine, engine->piece_bytes, engine->n_pieces, engine->ring_has_grads));
+    out->ring_bytes = counted_bytes(engine->ring_memory, ring_bytes(engine, engine->piece_bytes, engine->n_pieces));
   ptn_unlock(&engine->mutex);
 }
 

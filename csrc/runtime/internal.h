@@ -255,7 +255,6 @@ struct ptn_engine {
   uint32_t n_pieces;
   uint64_t piece_head, piece_middle, piece_tail; /* ring: started at head, computed at middle, finished at tail; ever, so wide */
   uint64_t piece_bytes;
-  bool ring_has_grads;
 
   void **owners; /* to be released */
   size_t n_owners, max_owners;

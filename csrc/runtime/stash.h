@@ -87,6 +87,8 @@ uint64_t ptn_record_bytes(const ptn_record *record);
 /* For the account's pressure: makes some memory free, true when it may have; waits. must: also what was read ahead gives way, and is
  * read again later. On a thread of the store, and of one that is about to submit reads, it does nothing. */
 bool ptn_stash_relieve(ptn_stash *stash, bool must);
+/* Waits until all that is to be written is; what a write fails with is told where its records are. */
+void ptn_stash_flush(ptn_stash *stash);
 /* For the account's pressure, where nothing gave way: what a write of this pass failed with and nobody was told of yet, once, where the
  * stash has something in memory. */
 ptn_status ptn_stash_tell_failure(ptn_stash *stash);

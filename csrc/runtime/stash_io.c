@@ -404,6 +404,19 @@ static void wait_for_one(ptn_stash *stash) {
     ptn_stash_wait(stash, PTN_TRACE_MEMORY, -1);
 }
 
+static bool writes_left(const ptn_stash *stash) { return stash->queue_first || stash->writes.in_flight_count > 0; }
+
+void ptn_stash_flush(ptn_stash *stash) {
+  ptn_lock(&stash->mutex);
+  while (!stash->closed && writes_left(stash)) {
+    ptn_stash_write(stash, true);
+    wait_for_one(stash);
+    ptn_unlock(&stash->mutex); /* who else begins writes goes on */
+    ptn_lock(&stash->mutex);
+  }
+  ptn_unlock(&stash->mutex);
+}
+
 ptn_status ptn_stash_tell_failure(ptn_stash *stash) {
   if (must_not_wait) return PTN_OK; /* who asks is not who made the request */
   ptn_lock(&stash->mutex);
@@ -420,7 +433,7 @@ bool ptn_stash_relieve(ptn_stash *stash, bool must) {
   stash->hold_back |= must && stash->turned;
   if (stash->closed) {
     something = false;
-  } else if (stash->queue_first || stash->writes.in_flight_count > 0) {
+  } else if (writes_left(stash)) {
     ptn_stash_write(stash, true);
     wait_for_one(stash);
   } else if ((!must && stash->turned) || (!give_up_ahead(stash, must) && !send_kept(stash))) {

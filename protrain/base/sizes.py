@@ -20,7 +20,8 @@ STASH_LEAST_ELEMENTS = 16 << 10
 #: Backward passes of a step (csrc/plan/request.c).
 MOST_PASSES = 1 << 16
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_MOST_PLACES = 40  # behind the point; more are less than a byte of the largest unit
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a pathlib.Path of one has a single slash
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 
@@ -69,14 +70,23 @@ def parse_bytes(value: object, name: str = "memory") -> int:
         match = _SIZE.fullmatch(value)
         if not match:
             raise ValueError(f"{name} is {value!r}; give bytes as an int, or words as '4GiB' or '512MiB'")
-        found = float(match[1]) * _UNITS[(match[2] or "").upper()]
+        found = scaled(match[1], UNITS[(match[2] or "").upper()])
     else:
         found = value
     if found > MOST_INT:
         raise ValueError(f"{name} is {shown(value)}; it must be at most {MOST_INT} bytes")
     if found < 1:
         raise ValueError(f"{name} is {shown(value)}; it must be more than 0 bytes")
-    return int(found)
+    return found
+
+
+def scaled(digits: str, unit_bytes: int) -> int:
+    """Bytes of a decimal number of units, exactly, rounded down; what has more digits than any size is `MOST_INT` + 1."""
+    whole, _, part = digits.partition(".")
+    whole, part = whole.lstrip("0") or "0", part[:_MOST_PLACES]
+    if len(whole) > len(str(MOST_INT)):
+        return MOST_INT + 1
+    return int(whole) * unit_bytes + int(part or "0") * unit_bytes // 10 ** len(part)
 
 
 def format_bytes(value: float) -> str:

@@ -92,15 +92,11 @@ class Child:
 
 def run(words: Words) -> None:
     """Measure and print. Raises CommandError."""
-    from protrain.cli.model import longest_sequence, read_config
+    from protrain.cli.model import check_sequence, read_config
 
     check_report(words.report)
     config, _ = read_config(words.model_name)
-    longest = longest_sequence(config)
-    if longest is not None and words.seq > longest:
-        raise CommandError(
-            f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
-        )
+    check_sequence(config, words.seq)
     children: dict[str, Child] = {}
     with saying_what_is_missing():
         try:

@@ -94,17 +94,13 @@ def configurations(n_blocks: int, n_mixes: int) -> list[Configuration]:
 
 def run(words: Words) -> None:
     """Measure, print, draw. Raises CommandError."""
-    from protrain.cli.model import longest_sequence, read_config
+    from protrain.cli.model import check_sequence, read_config
 
     if words.out is not None:
         check_picture("--out", words.out)
     check_report(words.report)
     config, _ = read_config(words.model_name)
-    longest = longest_sequence(config)
-    if longest is not None and words.seq > longest:
-        raise CommandError(
-            f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
-        )
+    check_sequence(config, words.seq)
     wanted = configurations(_count_blocks(config), words.mixes)
     found: list[Measured] = []
     with saying_what_is_missing(), status_line(words.as_json) as say:
@@ -125,7 +121,7 @@ def run(words: Words) -> None:
             draw(words.out, found, summary)
     if words.report is not None:
         with writing("--report", words.report):
-            write(words.report, _page(words, found, bench.recorded))
+            write(words.report, _page(words, found, summary["rounds"], bench.recorded))
     if not words.as_json:
         for done, name in (("drawn to", words.out), ("report in", words.report)):
             if name is not None:
@@ -296,7 +292,7 @@ def _summary(words: Words, found: list[Measured]) -> dict[str, Any]:
     }
 
 
-def _page(words: Words, found: list[Measured], recorded: dict[str, Recorded]) -> Page:
+def _page(words: Words, found: list[Measured], rounds: int, recorded: dict[str, Recorded]) -> Page:
     ordered = [found[-1], *found[:-1]]
     points = [
         Point(
@@ -316,7 +312,7 @@ def _page(words: Words, found: list[Measured], recorded: dict[str, Recorded]) ->
     ]
     facts = [
         ("Model", f"{words.model_name}, random weights of seed {words.seed}"),
-        ("Step", f"{words.batch} × {words.seq} random tokens, median of {words.rounds} rounds that take turns"),
+        ("Step", f"{words.batch} × {words.seq} random tokens, median of {rounds} rounds that take turns"),
         ("Budget", f"{size_text(words.memory)} of memory, which holds every state"),
         ("Knobs", "block modes, as named; all else was chosen by protrain"),
         *machine_facts(None),

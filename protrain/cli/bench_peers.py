@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,7 +18,7 @@ from protrain.cli import machine
 from protrain.cli.bench import end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.report import check_report
-from protrain.cli.words import CommandError
+from protrain.cli.words import CommandError, writing
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -43,15 +44,13 @@ class Words:
 
 def run(words: Words) -> None:
     """Compare, print, write. Raises CommandError."""
-    from protrain.cli.model import longest_sequence, read_config
+    from protrain.cli.model import check_sequence, read_config
 
     check_report(words.report)
+    if words.out is not None:
+        _check_folder(words.out)
     config, _ = read_config(words.model_name)
-    longest = longest_sequence(config)
-    if longest is not None and words.seq > longest:
-        raise CommandError(
-            f"--seq {words.seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
-        )
+    check_sequence(config, words.seq)
     if not (BENCHMARKS / "peers" / "runner.py").is_file():
         raise CommandError(
             "the comparison is part of a checkout, and this protrain is installed without it; bench step works here"
@@ -76,16 +75,30 @@ def run(words: Words) -> None:
     else:
         show.print_table(found)
     if words.out is not None:
-        written = show.write(Path(words.out), found)
+        with writing("--out", words.out):
+            written = show.write(Path(words.out), found)
         if not words.as_json:
             print(f"in {words.out}: {', '.join(written)}")
     if words.report is not None:
-        import_module("peers.page").write(words.report, found)
+        with writing("--report", words.report):
+            import_module("peers.page").write(words.report, found)
         if not words.as_json:
             print(f"report in {words.report}")
     if found["interrupted"]:
         measured = sum(row["seconds"] is not None for row in found["rows"])
         end_early(f"with {measured} of {len(found['rows'])} rows measured", words.as_json)
+
+
+def _check_folder(name: str) -> None:
+    """Whether files can be written there, tried before all that takes time; the folder is made. Raises CommandError."""
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"--out {name!r} cannot be written: {error.strerror or error}; give a folder that can be written to"
+        ) from None
 
 
 def _command() -> str:

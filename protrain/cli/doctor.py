@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from protrain import _core
-from protrain.base.sizes import default_disk_folder
+from protrain.base.sizes import default_disk_folder, default_memory_bytes
 from protrain.cli import machine
 from protrain.cli.words import size_text
 from protrain.profiling import calibration
@@ -107,13 +107,12 @@ def _direct_storage() -> Row:
 
 def _memory() -> list[Row]:
     total, available = machine.memory()
-    limit, locked, pages = machine.cgroup_limit(), machine.locked_limit(), machine.huge_pages()
-    usable = available if limit is None else min(available, limit)
+    limit, pages = machine.cgroup_limit(), machine.huge_pages()
     return [
         Row(
             "memory",
             f"{size_text(total)}, {size_text(available)} available",
-            f"without --memory a budget comes out of {size_text(usable)}",
+            f"without --memory a budget is {size_text(default_memory_bytes())}, what is free less a reserve",
             {"total_bytes": total, "available_bytes": available},
         ),
         Row(
@@ -123,14 +122,6 @@ def _memory() -> list[Row]:
             if limit is None
             else "the kernel kills a process past it; --memory must stay below",
             {"limit_bytes": limit},
-        ),
-        Row(
-            "locked memory",
-            "no limit" if locked is None else size_text(locked),
-            "how much io_uring and pinned memory may register"
-            if locked is None or locked >= 64 << 20
-            else "little; buffers are used unregistered, which costs some CPU time (ulimit -l raises it)",
-            {"limit_bytes": locked},
         ),
         Row(
             "huge pages",
@@ -146,7 +137,7 @@ def _memory() -> list[Row]:
 
 
 def _disk(disk: str | None) -> list[Row]:
-    folder = disk or default_disk_folder()
+    folder = default_disk_folder() if disk is None else disk
     if not os.path.isdir(folder):
         todo = "give" if os.path.lexists(folder) else "make it, or give"
         return [Row("disk folder", folder, f"is no folder; {todo} another with --disk or $PROTRAIN_DISK", {})]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from pathlib import Path
 
 from protrain.base import sizes
@@ -23,12 +22,6 @@ def cgroup_limit() -> int | None:
     """The lowest memory limit of the process's control groups, version 1 or 2, in bytes; None without a limit."""
     found = sizes.cgroup_limit()
     return found[0] if found else None
-
-
-def locked_limit() -> int | None:
-    """How much memory the process may lock, in bytes; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def cpu_name() -> str:

@@ -167,7 +167,7 @@ def bench(context: click.Context, /, **words: Any) -> None:
     memory_help="protrain's budget, in bytes or as 512MiB. [default: half of 16 bytes a parameter]",
     seq=128,
     batch=1,
-    rounds_help="Steps measured of each, taking turns, after two that are not.",
+    rounds_help="Steps measured of each, taking turns, after three that are not.",
     disk_help="what does not fit memory",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout. [default: a table]")

@@ -100,6 +100,15 @@ def longest_sequence(config: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
+def check_sequence(config: Any, seq: int) -> None:
+    """Raises CommandError where the model takes no sequence of so many tokens."""
+    longest = longest_sequence(config)
+    if longest is not None and seq > longest:
+        raise CommandError(
+            f"--seq {seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
+        )
+
+
 def build(config: Any) -> nn.Module:
     """A causal language model in training mode, fp32, parameters on meta, buffers computed. Raises CommandError."""
     from transformers import AutoModelForCausalLM

@@ -10,15 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from protrain.base.reading import open_file
+from protrain.cli.display import status_line
 from protrain.cli.words import CommandError, check_file, check_picture, naming, size_text, writing
 from protrain.errors import BudgetError, PlanError
 
@@ -90,7 +89,7 @@ def run(context: click.Context) -> None:
 def _plan(words: Words, own: PlanWords, source: Source) -> Profile:
     """For one budget; returns what it was made from."""
     budget = source.budget_bytes
-    with naming(*source.numbers_from), _progress(words) as say:
+    with naming(*source.numbers_from), status_line(words.as_json) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
         try:
             profile = source.profile_for(budget)
@@ -116,7 +115,7 @@ def _sweep(words: Words, own: PlanWords, source: Source) -> Profile:
     from protrain.cli import sweep
 
     ceiling = source.ceiling_bytes or sweep.ENDLESS_BYTES
-    with naming(*source.numbers_from), _progress(words) as say:
+    with naming(*source.numbers_from), status_line(words.as_json) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
         first = source.profile_for(source.budget_bytes)
         profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
@@ -327,15 +326,3 @@ def _states(profile: Profile) -> str:
     size = sum(size for size, *_ in profile.parameters)
     trained = sum(size for size, _, is_trained in profile.parameters if is_trained)
     return f"{size_text(size + (1 + profile.n_states) * trained)} of states"
-
-
-@contextmanager
-def _progress(words: Words) -> Iterator[Callable[[str], None]]:
-    """Says what takes its time, to a person who waits for it."""
-    if words.as_json or not sys.stdout.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(highlight=False).status("getting ready") as line:
-        yield line.update

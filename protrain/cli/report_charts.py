@@ -33,12 +33,15 @@ PARTS = (
     ("stash_bytes", "T", "activations on their way to or from disk"),
     ("rest_bytes", "A", "activations kept, and working memory"),
 )
+#: Lanes of profiling/timeline.py: copies between host memory and a device are as the disk's of their direction.
 LANE_COLOURS = {
     "compute": "state_bytes",
     "wait": "gradient_bytes",
     "read": "slot_bytes",
     "write": "stash_bytes",
     "update": "rest_bytes",
+    "upload": "slot_bytes",
+    "offload": "stash_bytes",
 }
 MODE_COLOURS = {"keep": "ring_bytes", "swap": "parameter_bytes", "checkpoint": "gradient_bytes", "checkpoint_swap": "stash_bytes"}
 SHAPES = {"keep": "circle", "swap": "square", "checkpoint": "triangle-up", "checkpoint_swap": "diamond"}

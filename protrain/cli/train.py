@@ -105,7 +105,7 @@ def prepare(words: Words) -> Setup:
     check_report(words.report)
     _check_apart(words, files)
     _check_disk(words.disk)
-    from protrain.cli.model import has_weights, longest_sequence, read_config
+    from protrain.cli.model import check_sequence, has_weights, longest_sequence, read_config
 
     config, folder = read_config(words.model_name)
     out, started = (os.path.realpath(name) if name is not None else None for name in (words.out, words.resume))
@@ -113,11 +113,14 @@ def prepare(words: Words) -> Setup:
         raise CommandError(f"--out {words.out!r} is the folder of --model, which would be replaced; give another --out")
     longest = longest_sequence(config)
     seq = words.seq or min(512, longest or 512)
-    if longest is not None and seq > longest:
-        raise CommandError(
-            f"--seq {seq} is longer than the model's longest sequence of {longest} tokens; give at most --seq {longest}"
-        )
+    check_sequence(config, seq)
     return Setup(files, config, folder, has_weights(folder), seq)
+
+
+def _away(plan: dict[str, Any]) -> str:
+    """What does not stay in the memory of what computes, by the plan."""
+    on_disk = f"{size_text(plan['disk_bytes'])} on disk by the plan"
+    return f"{size_text(plan['host_bytes'])} in host memory, {on_disk}" if plan["host_bytes"] else on_disk
 
 
 def _check_apart(words: Words, files: list[Path]) -> None:
@@ -472,7 +475,7 @@ class _Reporter:
             ("Model", f"{words.model_name}, {self._parameters:,} parameters, {words.precision}"),
             ("Step", f"{words.batch} × {self._seq} tokens{passes}, {tokens / found.steps[-1].seconds:,.0f} tokens/s in the last"),
             ("Budget", f"{size_text(found.budget_bytes)} of memory" + ("" if words.memory else ", what was free less a reserve")),
-            ("Away from memory", f"{size_text(found.plan['disk_bytes'])} on disk by the plan"),
+            ("Away from memory", _away(found.plan)),
             ("Knobs", "none: the plan was chosen by protrain"),
             ("Training", f"AdamW, learning rate {self._groups[0]['lr']:g}, seed {words.seed}"),
             *machine_facts(self._recorder.disk),

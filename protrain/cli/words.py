@@ -13,26 +13,11 @@ from typing import Any, TypeVar
 
 import click
 
-from protrain.base.reading import MOST_COUNT, MOST_INT
+from protrain.base.reading import MOST_COUNT, MOST_INT, shown
 from protrain.base.replacing import is_of_a_model
-from protrain.base.sizes import MOST_PASSES, check_folder
+from protrain.base.sizes import MOST_PASSES, UNITS, check_folder, scaled
 
 MIB = 1 << 20
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
-#: Of a number that can be a size.
-MOST_DIGITS = len(str(MOST_INT))
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -49,14 +34,12 @@ class Size(click.ParamType[int]):
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
-        unit = _UNITS.get(match[2].lower()) if match else None
+        unit = UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             self.fail(f"{value!r} is not a size; give bytes or a size such as 512MiB or 4GiB.", param, ctx)
-        if len(match[1].partition(".")[0]) > MOST_DIGITS:
-            self.fail(f"{value[:MOST_DIGITS]}... is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
-        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        size = scaled(match[1], unit)
         if size > MOST_INT:
-            self.fail(f"{value!r} is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
+            self.fail(f"{shown(value)} is more than any machine has; give a size such as 512MiB or 4GiB.", param, ctx)
         if size <= 0:
             self.fail(f"{value!r} is no memory at all; give a size above zero such as 512MiB.", param, ctx)
         return size

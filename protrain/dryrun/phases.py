@@ -74,6 +74,11 @@ def recomputes(mode: str) -> bool:
     return mode.startswith("checkpoint")
 
 
+def swaps(mode: str) -> bool:
+    """Whether what a block of this mode saves, or was given, leaves memory between forward and backward."""
+    return mode.endswith("swap")
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What a step of one batch shape holds in memory and which chunks it reads.
@@ -136,7 +141,7 @@ class DryRun:
         found, calls = 0, self.calls()
         last = max((number for _, number, backward in calls if backward), default=0)
         for block, number, backward in calls:
-            if backward and not block_modes[block].endswith("swap"):
+            if backward and not swaps(block_modes[block]):
                 begin, end = self.phases[number], self.phases[number + 1]
                 recomputed = end.checkpoint_entry_bytes - begin.checkpoint_entry_bytes
                 swapped = 0 if number == last else end.swap_entry_bytes - begin.swap_entry_bytes

@@ -196,7 +196,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         ("+", "activations and all else", plan.peak_bytes - static),
         (".", "free", whole - plan.peak_bytes),
     ]
-    if static == 0 and (plan.n_persist or plan.n_buffer):  # written down before the parts were told apart
+    if static == 0 and (plan.n_persist or plan.n_buffer):  # the plan does not tell them apart
         parts = [("+", "in use", plan.peak_bytes), parts[-1]]
     yield f"memory, {format_bytes(whole)}{' of budget' if plan.budget_bytes else ''}"
     yield f"  |{_stacked([(glyph, size) for glyph, _, size in parts])}|"

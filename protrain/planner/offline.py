@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -322,68 +321,3 @@ def _device_budget(hardware: Hardware, memory: int | str | None) -> int:
             f"memory is {memory!r}; a device of {hardware.source or hardware.name} has {format_bytes(hardware.device_bytes)}"
         )
     return budget
-
-
-# ---- families ----
-
-#: Billions of parameters up to which a GPT-2 has this hidden size; about what the papers on memory use.
-_HIDDEN = ((2, 2048), (4, 2304), (9, 3072), (19, 4096), (60, 8192), (120, 9216), (math.inf, 12288))
-_VOCABULARY = 50257
-
-
-def gpt2_config(hidden: int, layers: int, seq: int = 1024) -> Any:
-    """The config of a GPT-2 of these sizes: heads of 64 below a hidden size of 4096, else of 128; GPT-2's own vocabulary, tied
-    embeddings, no dropout."""
-    from transformers import GPT2Config
-
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    heads = hidden // (128 if hidden >= 4096 else 64)
-    return GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=heads, n_positions=seq, vocab_size=_VOCABULARY, use_cache=False, **none
-    )
-
-
-def gpt2_parameters(hidden: int, layers: int, seq: int = 1024) -> int:
-    """How many parameters `gpt2_config` has: 12 h^2 + 13 h in each layer, the embeddings, the last norm."""
-    return layers * (12 * hidden * hidden + 13 * hidden) + (_VOCABULARY + seq + 2) * hidden
-
-
-def gpt2_of(billions: float, seq: int = 1024) -> Any:
-    """The config of a GPT-2 of about so many billion parameters, to the nearest layer.
-
-    Raises:
-        ValueError: it is not a number above 0.
-    """
-    if isinstance(billions, bool) or not isinstance(billions, int | float) or not 0 < billions < math.inf:
-        raise ValueError(f"billions is {billions!r}; give a number above 0")
-    hidden = next(size for most, size in _HIDDEN if billions <= most)
-    of_layer = gpt2_parameters(hidden, 1, seq) - gpt2_parameters(hidden, 0, seq)
-    layers = round((billions * 1e9 - gpt2_parameters(hidden, 0, seq)) / of_layer)
-    return gpt2_config(hidden, max(layers, 1), seq)
-
-
-def most_layers(config_of: Callable[[int], Any], hardware: Hardware | str | Path, **arguments: Any) -> tuple[int, Plan] | None:
-    """The most layers of a family for which a plan exists, with that plan; None where one layer has none.
-
-    Args:
-        config_of: layers -> a model or config; more layers never need less.
-        arguments: of `plan_offline`.
-    """
-
-    def plan(layers: int) -> Plan | None:
-        try:
-            return plan_offline(config_of(layers), hardware, **arguments)
-        except BudgetError:
-            return None
-
-    works, best, fails = 0, None, 1
-    while (found := plan(fails)) is not None:
-        works, best, fails = fails, found, 2 * fails
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        found = plan(middle)
-        if found is None:
-            fails = middle
-        else:
-            works, best = middle, found
-    return None if best is None else (works, best)

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import _core
 from ..base.sizes import format_bytes
-from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, recomputes
+from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRun, recomputes, swaps
 from ..errors import BudgetError, PlanError
 from ..model.layout import Chunks, chunk_size, pack
 from ..optim.footprint import Footprint
@@ -156,7 +156,7 @@ def arrange(
     if footprint and run:
         live_bytes = found["static_bytes"] + run.fixed_bytes + run.left_bytes + footprint.small_bytes
         live_bytes += sum(chunks.grad_bytes[: found["n_persist"]])
-        room_bytes = needed_bytes if any(mode.endswith("swap") for mode in block_modes) else budget_bytes
+        room_bytes = needed_bytes if any(map(swaps, block_modes)) else budget_bytes
         first_peak_bytes, peak_bytes = (
             max(
                 needed_bytes,

@@ -3,7 +3,7 @@
 Three things, told apart because they come from different places and last differently long. `Machine`: how fast lanes carry bytes
 and what that costs compute; measured once (calibration.py) or read from a description of hardware (hardware.py). `Times`: what
 each phase of a step computes; from real steps (observed.py), from a rehearsal of the model without its states (rehearsal.py), or
-from counted operations (hardware.py). `Profile`: both, with the dry run whose phases they are of and the model's parameters: all
+from counted operations (offline.py). `Profile`: both, with the dry run whose phases they are of and the model's parameters: all
 that a plan needs, here or elsewhere.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..base.sizes import MIB, format_bytes
+from ..dryrun.phases import swaps
 from ..errors import BudgetError
 from ..model.layout import PAGE_BYTES, Chunks
 from .plans import Arrangement
@@ -33,7 +34,7 @@ def _in_pages(size_bytes: int) -> int:
 def _stash_needs(found: Arrangement) -> tuple[int, int]:
     """What activations take of host memory: at least, for those of one block, and in all, with as much again: what was brought
     back is given back behind compute, and may still be there when the next step's first are put."""
-    n_swapping = sum(mode.endswith("swap") for mode in found.plan.block_modes)
+    n_swapping = sum(map(swaps, found.plan.block_modes))
     if n_swapping == 0:
         return 0, 0
     total = found.stash_bytes * 9 // 8 or UNKNOWN_STASH_BYTES  # their storages may hold more than what is saved

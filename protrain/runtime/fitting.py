@@ -18,13 +18,13 @@ come later (pacing.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from .. import _core
-from ..dryrun.phases import DryRun, DryRunError
+from ..dryrun.phases import DryRun, DryRunError, swaps
 from ..errors import BudgetError, Error
 from ..planner.planning import first_room, most_room, second_bytes
 from ..planner.plans import Arrangement
@@ -238,6 +238,17 @@ class Fitter:
         self._held_before = self._carrier.held_now_bytes()
         return self._held_before
 
+    def _is_whole(self, batches: Iterable[Shapes]) -> bool:
+        """Whether what a step of these batches takes between model and backward is the loss of one like that which decided."""
+        return not self._decider.several.hold_bytes and all(shapes == self._largest[1] for shapes in batches)
+
+    def measures_loss(self, batches: Iterable[Shapes]) -> bool:
+        """Whether the step under way, of these batches, is to show what the loss takes, and its blocks swap: what they write
+        would leave memory meanwhile."""
+        unknown = self._largest[0] is not None and not self._decider.loss.known
+        any_swaps = any(map(swaps, self._homes.arrangement.plan.block_modes))
+        return unknown and any_swaps and self._learns() and self._is_whole(batches)
+
     def learn(self, highest_bytes: int, loss_bytes: int | None, batches: Iterable[Shapes]) -> Batch | None:
         """A step of these batches was made that had so much in memory at most, and between model and backward so much more than
         before (None: not known). Where that was more than foreseen, and than the gradients that may wait beyond it, or the loss
@@ -253,13 +264,12 @@ class Fitter:
         # Where a backward goes through several forwards autograd holds all gradients until the last: none of them waits on top.
         several = self._decider.several
         pending_bytes = 0 if several.hold_bytes else before.pending_bytes
-        several.note_kept(run, before.plan)
-        # Where blocks swap a step tells little: what they write leaves memory while the loss is made.
-        swaps = any(mode.endswith("swap") for mode in before.plan.block_modes)
-        whole = not several.hold_bytes and not (roomy and swaps) and all(shapes == self._largest[1] for shapes in batches)
+        several.note_kept()
+        whole = self._is_whole(batches)
         if whole and not self._decider.loss.known and self._decider.loss.note_first(loss_bytes or 0, run):
             self._decider.unseen_bytes = 0
-        if whole and self._decider.loss.known and not swaps:
+        # Where blocks swap a later step tells little: what they write leaves memory while the loss is made.
+        if whole and self._decider.loss.known and not any(map(swaps, before.plan.block_modes)):
             self._decider.loss.note_light(loss_bytes or 0, run)
         more_loss_bytes = self._decider.loss.more_than(run) - loss_bytes_before
         if unseen_bytes > self._decider.unseen_bytes or more_loss_bytes:
@@ -289,11 +299,11 @@ class Fitter:
         run, now = self._largest[0], self._homes.arrangement
         if not self.end_first() or run is None or not self._learns():
             return None
-        self.note_several()
+        self.note_several(now.plan.block_modes)
         all_kept = run.kept_bytes(("keep",) * len(now.plan.block_modes))
         several = self._decider.several
         if several.hold_bytes < all_kept:
-            several.note_kept(run, now.plan)
+            several.note_kept()
         else:
             several.kept_bytes = max(several.kept_bytes, all_kept)
         self._decider.unseen_bytes = max(self._decider.unseen_bytes, several.hold_bytes)
@@ -329,7 +339,7 @@ class Fitter:
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
         run = self._largest[0]
-        self._decider.several.note_kept(run, self._homes.arrangement.plan)
+        self._decider.several.note_kept()
         more = needed_bytes - self._homes.arrangement.needed_bytes
         self.end_first()
         if run is None or not self._learns() or more <= 0:
@@ -360,10 +370,20 @@ class Fitter:
             self._decider.lost_times = 1
             raise refused from None
 
-    def note_several(self) -> None:
-        """Another forward of a step begins whose backward comes with that of those before. What they hold has no room in this
-        step but what its plan leaves; from the next one on it is planned with."""
-        self._decider.several.note(self._carrier.waiting_bytes(), self._largest[0], self._homes.arrangement.plan)
+    def note_several(self, modes: Sequence[str]) -> None:
+        """Another forward of a step begins whose backward comes with that of those before; modes: of the blocks in the last of
+        them. What they hold has no room in this step but what its plan leaves; from the next one on it is planned with."""
+        self._decider.several.note(self._carrier.waiting_bytes(), self._largest[0], modes)
+
+    def must_swap(self) -> bool:
+        """Whether forwards wait in the step under way that no plan knows of, and what more of them would hold has no room: then
+        what blocks save in this one leaves memory."""
+        run, now, settings = self._largest[0], self._homes.arrangement, self._wrapped.settings
+        if run is None or settings.plan is not None or settings.block_modes is not None or self._wrapped.compute.separate:
+            return False
+        held_bytes = self._decider.several.more_to_come(run.kept_bytes(now.plan.block_modes))
+        grads_bytes = max(sum(self._wrapped.layout.grad_bytes) - now.pending_bytes, 0)
+        return held_bytes > 0 and now.needed_bytes + held_bytes + grads_bytes > settings.memory_bytes
 
     def named_bytes(self) -> int:
         """The budget that a request is to name at least which is refused in the step under way. The request alone is the first of
@@ -406,9 +426,10 @@ class Fitter:
         """A forward without gradients between a forward of a step and its backward would have had so much in memory: it was
         refused, or state gave way to it. From the next step on that is planned with."""
         more_bytes = needed_bytes - self._homes.arrangement.needed_bytes
-        several = self._decider.several
+        several, run = self._decider.several, self._largest[0]
         several.hold_bytes = max(several.hold_bytes, self._decider.unseen_bytes + more_bytes)
-        several.note_kept(self._largest[0], self._homes.arrangement.plan)
+        if run is not None:
+            several.kept_bytes = max(several.kept_bytes, run.kept_bytes(self._homes.arrangement.plan.block_modes))
 
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next

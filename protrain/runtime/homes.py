@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 
 from .. import _core
+from ..dryrun.phases import swaps
 from ..errors import BudgetError, DiskError
 from ..planner.plans import Arrangement
 from ..planner.tiers import STAGING_PIECES
@@ -178,7 +179,7 @@ class Homes:
         found, engine, wrapped = self.arrangement, self._engine, self._wrapped
         engine.set_slots(found.slot_of_chunk, found.slot_bytes)
         if found.piece_bytes:
-            engine.set_ring(found.piece_bytes, found.n_pieces, True)
+            engine.set_ring(found.piece_bytes, found.n_pieces)
         if wrapped.compute.separate:
             engine.set_gradient_memory(found.gradient_memory_bytes)
             engine.set_staging(found.staging_bytes, STAGING_PIECES if found.staging_bytes else 0)
@@ -213,7 +214,7 @@ class Homes:
         nothing is known of activations there is no goal. The same bounds again leave the headroom as it was adjusted."""
         found = self.arrangement
         goal = found.needed_bytes if found.needed_bytes > found.static_bytes else 0
-        self.stash_goal_bytes = goal if any(mode.endswith("swap") for mode in found.plan.block_modes) else 0
+        self.stash_goal_bytes = goal if any(map(swaps, found.plan.block_modes)) else 0
         bounds = self.stash_goal_bytes, found.rise_bytes, found.headroom_bytes
         if bounds != self._bounds:
             self._bounds, self._headroom = bounds, found.headroom_bytes

@@ -226,6 +226,10 @@ class Runner:
         as_they_are = () if self._wrapped.compute.separate else ("swap",)
         self.modes = tuple(mode if mode in as_they_are else "checkpoint" for mode in self.modes)
 
+    def swap_all(self) -> None:
+        """What blocks save in this forward leaves memory."""
+        self.modes = ("swap",) * len(self.modes)
+
     def block_is_back(self, number: int, recomputed: bool) -> None:
         """The backward of block `number` has begun, or goes on with what it has recomputed: what is asked for before the next
         recomputation has no more than backward itself to leave room for."""

@@ -239,7 +239,7 @@ static ptn_status set_slots(world *w) {
     if (slot_of[c] >= 0) bytes[slot_of[c]] = ptn_max_u64(bytes[slot_of[c]], w->chunks[c].param_bytes);
   }
   PTN_TRY(ptn_engine_set_slots(w->engine, slot_of, bytes, SLOTS));
-  PTN_TRY(ptn_engine_set_ring(w->engine, 2 * PTN_PAGE_BYTES, 3, true));
+  PTN_TRY(ptn_engine_set_ring(w->engine, 2 * PTN_PAGE_BYTES, 3));
   uint32_t order[2 * CHUNKS];
   for (uint32_t c = 0; c < CHUNKS; c++) order[c] = order[2 * CHUNKS - 1 - c] = c;
   PTN_TRY(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));

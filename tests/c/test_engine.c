@@ -106,7 +106,7 @@ static void set_slots(world *w) {
   }
   for (int i = 0; i < SLOTS; i++) bytes[i] = ptn_max_u64(bytes[i], PTN_PAGE_BYTES);
   CHECK_OK(ptn_engine_set_slots(w->engine, slot_of, bytes, SLOTS));
-  CHECK_OK(ptn_engine_set_ring(w->engine, 2 * PTN_PAGE_BYTES, 3, true));
+  CHECK_OK(ptn_engine_set_ring(w->engine, 2 * PTN_PAGE_BYTES, 3));
   uint32_t order[2 * CHUNKS];
   for (uint32_t c = 0; c < CHUNKS; c++) order[c] = order[2 * CHUNKS - 1 - c] = c;
   CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));

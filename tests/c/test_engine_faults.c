@@ -129,8 +129,7 @@ static void open_world(world *w, bool foreign, bool large) {
   if (foreign) CHECK_OK(ptn_engine_reserve(w->engine, OWN_PAGES * PTN_PAGE_BYTES, &w->own));
   int32_t slot_of[CHUNKS] = {0, 0};
   CHECK_OK(ptn_engine_set_slots(w->engine, slot_of, &most_bytes, 1));
-  if (!foreign)
-    CHECK_OK(ptn_engine_set_ring(w->engine, large ? PTN_UPDATE_PART_BYTES + PTN_PAGE_BYTES : PTN_PAGE_BYTES, 3, true));
+  if (!foreign) CHECK_OK(ptn_engine_set_ring(w->engine, large ? PTN_UPDATE_PART_BYTES + PTN_PAGE_BYTES : PTN_PAGE_BYTES, 3));
   uint32_t order[2 * CHUNKS] = {0, 1, 1, 0};
   CHECK_OK(ptn_engine_set_order(w->engine, order, 2 * CHUNKS));
   ptn_engine_set_pending(w->engine, PTN_MIB);

@@ -52,6 +52,30 @@ static void the_whole_budget_in_every_state(void) {
     }
 }
 
+/* Whatever is queued or on its way, on a disk that is slow and reorders: behind a flush all is written, and no memory is held. */
+static void a_flush_waits_for_all_writes(void) {
+  world_open(&here, (world_options){0});
+  for (int shaken = 0; shaken < 2; shaken++) {
+    faulty_tell(&here.disk, FAULT_NONE, 0, 0, 0);
+    faulty_shaker shaker;
+    if (shaken) faulty_start_shaking(&shaker, &here.disk, 5, 200000);
+    else faulty_close(&here.disk);
+    ptn_stash_begin(here.stash);
+    for (uint64_t i = 0; i < CREW; i++) people.records[i] = put_and_free(&here, BYTES, i + 1);
+    pthread_t opener;
+    if (!shaken) CHECK_OK(ptn_thread_start(&opener, "opener", open_soon, &here.disk));
+    uint64_t before_bytes = shaken ? world_stats(&here).put_bytes : CREW * BYTES;
+    ptn_stash_flush(here.stash);
+    CHECK(world_stats(&here).written_bytes == before_bytes);
+    CHECK(world_stats(&here).memory_bytes == 0 && world_account(&here).live_bytes == 0);
+    ptn_stash_flush(here.stash); /* of nothing */
+    if (shaken) faulty_calm(&shaker);
+    else ptn_thread_join(opener);
+    crew_take_back(&people);
+  }
+  world_close(&here);
+}
+
 /* Piece by piece, with reads ahead that want the same memory. */
 static void half_the_budget_while_reading(void) {
   uint64_t limit_bytes = 24 * BYTES;
@@ -349,6 +373,7 @@ static void the_trace_shows_it(void) {
 int main(int count, char **words) {
   static const test_case cases[] = {
       {"the_whole_budget_in_every_state", the_whole_budget_in_every_state},
+      {"a_flush_waits_for_all_writes", a_flush_waits_for_all_writes},
       {"half_the_budget_while_reading", half_the_budget_while_reading},
       {"a_goal_slows_forward", a_goal_slows_forward},
       {"read_ahead_gives_way_and_comes_again", read_ahead_gives_way_and_comes_again},

@@ -229,7 +229,7 @@ static void open_world(void) {
     order[c] = order[2 * CHUNKS - 1 - c] = c;
   }
   CHECK_OK(ptn_engine_set_slots(engine, slots, bytes, SLOTS));
-  CHECK_OK(ptn_engine_set_ring(engine, 2 * PTN_PAGE_BYTES, 3, true));
+  CHECK_OK(ptn_engine_set_ring(engine, 2 * PTN_PAGE_BYTES, 3));
   CHECK_OK(ptn_engine_set_order(engine, order, 2 * CHUNKS));
   ptn_engine_set_pending(engine, 40000);
   for (uint32_t i = 0; i < PARAMS; i++) CHECK_OK(ptn_engine_transfer(engine, i, 0, twins[i].values, true));

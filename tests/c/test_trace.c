@@ -179,7 +179,7 @@ static ptn_engine *make_engine(ptn_account *account) {
   int32_t slots[CHUNKS] = {0, 1, 0};
   uint64_t slot_bytes[2] = {CHUNK_BYTES, CHUNK_BYTES};
   CHECK_OK(ptn_engine_set_slots(engine, slots, slot_bytes, 2));
-  CHECK_OK(ptn_engine_set_ring(engine, 4 * PTN_PAGE_BYTES, 4, true));
+  CHECK_OK(ptn_engine_set_ring(engine, 4 * PTN_PAGE_BYTES, 4));
   return engine;
 }
 

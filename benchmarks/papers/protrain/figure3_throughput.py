@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.papers.beside import compared
+from benchmarks.papers.families import gpt2_config
 from benchmarks.papers.planned import SEQ
 from benchmarks.papers.records import MIB, Experiment, Settings, mib, percent, table
 from benchmarks.papers.training import Shape
 from protrain.errors import BudgetError
 from protrain.planner.hardware import load_hardware
-from protrain.planner.offline import gpt2_config, plan_for, profile_offline
+from protrain.planner.offline import plan_for, profile_offline
 from protrain.planner.plans import Plan
 
 PARAMETER_BYTES = 2  # in mixed precision

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import protrain
+from benchmarks.papers.families import gpt2_config
 from benchmarks.papers.records import MIB, Experiment, Settings, mib, table
 from benchmarks.papers.training import Shape, Way, train
 from benchmarks.papers.turns import WARM_STEPS, Turns
 from protrain.planner.hardware import load_hardware
-from protrain.planner.offline import gpt2_config, plan_offline
+from protrain.planner.offline import plan_offline
 
 SEQ = 1024
 

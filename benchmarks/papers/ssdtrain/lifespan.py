@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import protrain
+from benchmarks.papers.families import gpt2_config
 from benchmarks.papers.planned import MACHINES
 from benchmarks.papers.records import Experiment, Settings, mib, table
 from benchmarks.papers.training import Shape, Way
 from benchmarks.papers.turns import take_turns
 from protrain.dryrun.phases import DryRun
 from protrain.planner.hardware import load_hardware
-from protrain.planner.offline import gpt2_config, profile_offline
+from protrain.planner.offline import profile_offline
 
 SEQ = 1024
 YEAR_SECONDS = 365 * 86400
