@@ -11,8 +11,8 @@ import protrain
 from protrain.runtime.fitting import Fitter
 from protrain.runtime.homes import Homes
 
-#: As unittest.mock.patch.object and pytest's monkeypatch.setattr take them: the first step leaves no room; state stays in memory; so
-#: does what forwards save that nobody foresaw.
+#: As unittest.mock.patch.object and pytest's monkeypatch.setattr take them: the first step leaves no room; state stays in memory;
+#: so does what forwards save that nobody foresaw.
 NO_FIRST_ROOM: tuple[type, str, Any] = (Fitter, "_with_first_room", lambda _self, _run, best: best)
 NO_YIELDING: tuple[type, str, Any] = (Homes, "yield_states", lambda _self: None)
 NO_SWAPPING: tuple[type, str, Any] = (Fitter, "must_swap", lambda _self: False)

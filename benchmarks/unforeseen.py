@@ -4,7 +4,8 @@
 
 Six blocks, 201 MiB of parameters, state and gradients, in loops that hold more than one forward before one backward does: by
 budget, how many of their steps are refused, with a first step that leaves room, state in memory that gives way and forwards whose
-blocks swap when nobody foresaw them, and without these. Then ordinary loops: their first steps in seconds with them and without, fresh models in turns, medians.
+blocks swap when nobody foresaw them, and without these. Then ordinary loops: their first steps in seconds with them and without,
+fresh models in turns, medians.
 """
 
 from __future__ import annotations

@@ -190,6 +190,13 @@ def test_sizes_that_no_model_has_are_refused_by_name(tmp_path: Path, key: str, v
         model.read_config(str(tmp_path))
 
 
+def test_a_config_whose_parameters_hold_nothing_is_refused() -> None:
+    config = small()
+    config.n_inner = 0
+    with pytest.raises(words.CommandError, match=r"'gpt2' gives transformer\.h\.0\.mlp\.c_fc\.weight the shape \[\d+, 0\]"):
+        model.build(config)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,3 +220,33 @@ def test_the_tokenizer_sample_is_spread_over_the_files(tmp_path: Path) -> None:
     taken = list(data._sample(files, 10_000))
     assert 8_000 <= sum(len(piece) for piece in taken) <= 12_000
     assert max(int(piece[:4]) for piece in taken) > 80
+
+
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Inside, files that nobody may read cannot be read, by who runs the tests as root either."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "within a folder"])
+def test_what_may_not_be_read_is_named(tmp_path: Path, kind: str) -> None:
+    path = closed = tmp_path / "closed"
+    if kind == "file":
+        path.write_text("text")
+    else:
+        path.mkdir()
+        (path / "a.txt").write_text("text")
+        path = path / "a.txt" if kind == "within a folder" else path
+    closed.chmod(0)
+    with (
+        ordinary_user(),
+        pytest.raises(data.DataError, match=r"closed.* cannot be read: Permission denied; give text"),
+    ):
+        data.text_files([str(path)])
+    closed.chmod(0o700)

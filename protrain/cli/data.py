@@ -57,23 +57,32 @@ def text_files(paths: Sequence[str]) -> list[Path]:
         return standard_library()
     files: list[Path] = []
     for name in paths:
-        path = Path(name)
-        if name and path.is_dir():
-            found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and _is_text(file)]
-            if not found:
-                raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
-            files.extend(found)
-        elif not name or not path.exists():
-            raise DataError(f"no file or folder {name!r}; give existing text with --data")
-        elif not path.is_file():
-            raise DataError(f"{name!r} is a pipe or a device, which cannot be read twice; give a file with text")
-        elif path.stat().st_size == 0:
-            raise DataError(f"the file {name!r} is empty; give a file with text")
-        elif not _is_text(path):
-            raise DataError(f"the file {name!r} is not UTF-8 text; give text")
-        else:
-            files.append(path)
+        try:
+            files += _files_of(name)
+        except OSError as error:
+            raise DataError(f"{name!r} cannot be read: {error.strerror or error}; give text that can be read") from None
     return files
+
+
+def _files_of(name: str) -> list[Path]:
+    """Raises DataError, and OSError where it cannot be looked at."""
+    path = Path(name)
+    if name and path.is_dir():
+        os.scandir(path).close()
+        found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and _is_text(file)]
+        if not found:
+            raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
+        return found
+    if not name or not path.exists():
+        raise DataError(f"no file or folder {name!r}; give existing text with --data")
+    if not path.is_file():
+        raise DataError(f"{name!r} is a pipe or a device, which cannot be read twice; give a file with text")
+    if path.stat().st_size == 0:
+        raise DataError(f"the file {name!r} is empty; give a file with text")
+    open(path, "rb").close()
+    if not _is_text(path):
+        raise DataError(f"the file {name!r} is not UTF-8 text; give text")
+    return [path]
 
 
 def pieces(file: Path) -> Iterator[str]:

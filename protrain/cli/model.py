@@ -126,6 +126,12 @@ def build(config: Any) -> nn.Module:
             f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{' '.join(str(error).split())[:200]}; "
             "put what it says right"
         ) from error
+    for name, param in model.named_parameters():
+        if param.numel() == 0:
+            raise CommandError(
+                f"the config.json of this {config.model_type!r} gives {name} the shape {list(param.shape)}, which holds nothing; "
+                "put its sizes right"
+            )
     for module, around in _with_modules_around(model):
         _compute_buffers(module, around)
     return model.train()

@@ -57,7 +57,11 @@ class DeviceName(click.ParamType[str]):
 
 
 class PathName(click.Path):
-    """A path. "~" is the home folder, also where no shell has seen that, as behind "--out="."""
+    """A path. "~" is the home folder, also where no shell has seen that, as behind "--out=". Whether it can be read tells who
+    reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(readable=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return os.path.expanduser(super().convert(value, param, ctx))
