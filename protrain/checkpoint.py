@@ -190,6 +190,8 @@ def _sum_of(about: dict[str, Any]) -> str:
 
 
 def _read_about(folder: str) -> dict[str, Any]:
+    if not folder:
+        raise DiskError("the folder to read has no name: give the path of a folder", errno=errno.ENOENT, filename=folder)
     path = os.path.join(folder, CHECKPOINT)
     if not os.path.isfile(path):
         raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=errno.ENOENT, filename=path)
@@ -331,7 +333,8 @@ def _buffers_to_load(folder: str, model: nn.Module, weights: _Files) -> dict[str
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others.
+    """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others. Gradients
+    of a step that was not made are dropped, as by `zero_grad()`.
 
     Raises:
         DiskError: the folder holds no checkpoint, or cannot be read, or holds what was not written there, or another run replaced

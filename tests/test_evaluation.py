@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Chain, rigid
+from nets import Chain, inputs, rigid
 from torch import nn
 from twins import MIB, adamw, assert_equal, loss_of, run
 
@@ -475,4 +475,18 @@ def test_what_no_plan_has_room_for_within_a_step_is_forgotten(gpt2: Any, token_b
         optimizer.zero_grad()
         train(model, optimizer, ids)
     assert protrain.status(model).predicted_peak_bytes <= BUDGET
+    protrain.unwrap(model)
+
+
+def test_an_evaluation_needs_no_room_for_gradients() -> None:
+    """With every chunk away it has the budget but for slots and the ring."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=12 * MIB)
+    for x in inputs(2):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(inputs(1, 1960)[0])
+    assert 0.97 * 12 * MIB < protrain.status(model).peak_memory_bytes <= 12 * MIB
     protrain.unwrap(model)

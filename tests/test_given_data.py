@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, inputs
+from nets import TIGHT, Block, Chain, inputs, steps
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from twins import MIB, adamw, run
+from twins import MIB, adamw, assert_equal, run
 
 import protrain
 
@@ -321,3 +321,21 @@ def test_parameters_made_in_inference_mode_are_refused() -> None:
         model.blocks[1].up = nn.Linear(256, 512)
     with pytest.raises(protrain.PlanError, match=r"blocks\.1\.up\.weight was made in torch\.inference_mode"):
         protrain.wrap(model, adamw(model), memory=1 << 30)
+
+
+class Clamping(Block):
+    """As some models do in each forward of training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.square.weight.data.clamp_(-120, 120)
+        return super().forward(x)
+
+
+class ClampingChain(Chain):
+    block = Clamping
+
+
+@pytest.mark.parametrize("memory", [6 * MIB, TIGHT, 256 * MIB])
+def test_a_write_in_a_forward_that_changes_no_bit_is_none(memory: int) -> None:
+    loop = steps(inputs(3))
+    assert_equal(run(ClampingChain, loop, memory=memory), run(ClampingChain, loop), memory)

@@ -428,15 +428,39 @@ static ptn_status transfer_in_memory(ptn_engine *engine, chunk *chunk, const str
   return PTN_OK;
 }
 
-/* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. */
-static ptn_status check_write(ptn_engine *engine, chunk *chunk, uint32_t array) {
+/* Whether memory, of a parameter, lies in the chunk's slot, and that holds what its home on disk does, by the checksums. */
+static bool is_as_home(ptn_engine *engine, const chunk *chunk, const void *memory) {
+  if (engine->over.device || chunk->home != HOME_DISK || chunk->slot < 0) return false;
+  slot *slot = &engine->slots[chunk->slot];
+  ptn_lock(&engine->mutex);
+  char *begin = slot->region->memory;
+  bool there = slot->chunk == (uint32_t)(chunk - engine->chunks) && slot->state == SLOT_LOADED && !slot->unchecked &&
+               !slot->broken && !slot->shadow;
+  there = there && (const char *)memory >= begin && (const char *)memory < begin + chunk->param_bytes;
+  slot->in_use += there; /* it stays meanwhile */
+  ptn_unlock(&engine->mutex);
+  if (!there) return false;
+  bool same = ptn_store_check(engine->store, true, begin, chunk->extents[chunk->current].offset, chunk->param_bytes) == PTN_OK;
+  ptn_lock(&engine->mutex);
+  slot->in_use--;
+  ptn_unlock(&engine->mutex);
+  return same;
+}
+
+/* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. A write that has
+ * changed no bit, as of a model that clamps its weights in each forward, is none: *same. */
+static ptn_status check_write(ptn_engine *engine, chunk *chunk, uint32_t array, const void *memory, bool *same) {
+  *same = false;
   ptn_status status = ptn_homes_quiet(engine, "values cannot be written");
-  if (status != PTN_OK && array == 0) {
-    ptn_lock(&engine->mutex);
-    ptn_residency_forget(engine, chunk);
-    ptn_unlock(&engine->mutex);
-  }
-  return status;
+  if (status == PTN_OK || array > 0) return status;
+  ptn_error error;
+  ptn_error_save(&error);
+  *same = is_as_home(engine, chunk, memory);
+  if (*same) return PTN_OK;
+  ptn_lock(&engine->mutex);
+  ptn_residency_forget(engine, chunk);
+  ptn_unlock(&engine->mutex);
+  return ptn_error_restore(&error);
 }
 
 ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_t array, uint64_t first, uint64_t count,
@@ -448,8 +472,9 @@ ptn_status ptn_engine_transfer_part(ptn_engine *engine, uint32_t number, uint32_
   if (first > param->count || count > param->count - first)
     return ptn_fail(PTN_INVALID, "parameter %u has %llu elements, %llu from number %llu on are asked for", number,
                     (unsigned long long)param->count, (unsigned long long)count, (unsigned long long)first);
-  if (write) PTN_TRY(check_write(engine, chunk, array));
-  if (count == 0) return PTN_OK;
+  bool same = false;
+  if (write) PTN_TRY(check_write(engine, chunk, array, memory, &same));
+  if (count == 0 || same) return PTN_OK;
   uint64_t widening = array > 0 ? engine->widening : 1, size = widening * engine->element_bytes;
   stretch part = {.array = array, .offset_bytes = widening * param->offset_bytes + first * size, .bytes = count * size};
   if (engine->over.device && chunk->home != HOME_DISK)

@@ -135,7 +135,9 @@ def naming(options: str, advice: str) -> Iterator[None]:
 
 def message_of(error: BaseException) -> str:
     """What a user is told of an error, in one line; with its kind where it is none that protrain words."""
-    message = " ".join(str(error).split()).replace('disk="..."', "--disk").replace("n_devices is", "--devices is")
+    message = " ".join(str(error).split()).replace('disk="..."', "--disk")
+    if message.startswith("n_devices is"):  # else it is a file that says so
+        message = f"--devices is{message.removeprefix('n_devices is')}"
     if isinstance(error, PermissionError) and isinstance(error.filename, str):
         message = f"{error.filename!r}: {error.strerror}; give a path that this user may use"
     if any(kind.__name__ == "BudgetError" for kind in type(error).__mro__):

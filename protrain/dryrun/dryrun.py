@@ -26,6 +26,7 @@ from ..model.fused import find_recurrent
 from ..model.modulestate import Beginning
 from .dryswap import DryStash
 from .knownvalues import KnownValues
+from .leftovers import nothing_left
 from .meter import Meter, Segment
 from .passes import as_begun, as_given, output_tensors, put_forward, starts_of, watch_backward
 from .phases import DryRun, DryRunError, Phase, Rounding, by_phase, recomputes
@@ -239,10 +240,12 @@ def _run_step(
     mode: str,
     hold_output: bool,
     workspace: Workspace,
+    meters: list[Meter],
 ) -> _Run:
     chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
     least_bytes = stash_least_bytes(chunks[0][0].element_size() if chunks else 4)
     meter = Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes, KnownValues(twin.stand_ins))
+    meters.append(meter)
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad], compiled)
     undo = [_mark_whole(meter, part) for part in recurrent]
     undo += [_mark_whole(meter, part) for part in compiled if part.module not in blocks]
@@ -403,9 +406,20 @@ def dry_run(
 
         def in_mode(mode: str) -> _Run:
             given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
-            with own_parametrizations():
+            with own_parametrizations(), nothing_left(twin.model) as meters:
                 return _run_step(
-                    twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace
+                    twin,
+                    given,
+                    named,
+                    fake_blocks,
+                    compiled,
+                    recurrent,
+                    chunks,
+                    round_bytes,
+                    mode,
+                    hold_output,
+                    workspace,
+                    meters,
                 )
 
         keep, swap = in_mode("keep"), None
@@ -442,8 +456,9 @@ def dry_forward(
         if evaluates:
             twin.model.train(False)
         meter = Meter(round_bytes, twin.not_counted, {}, workspace, 0, KnownValues(twin.stand_ins))
-        with own_parametrizations(), meter:
-            output = twin.model(*fake_args, **fake_kwargs)
-        meter.check_seen()
-        del output
+        with own_parametrizations(), nothing_left(twin.model) as meters:
+            meters.append(meter)
+            with meter:
+                twin.model(*fake_args, **fake_kwargs)
+            meter.check_seen()
     return meter.segments[-1].peak

@@ -214,6 +214,11 @@ class Meter(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         return sum(self._size(storage) for key, storage in storages.items() if self.known.get(key) is not None)
 
+    def left(self) -> list[Any]:
+        """Storages of what was made and is still there."""
+        found = [ref() for ref in self.known.values() if ref is not None]
+        return [storage for storage in found if storage is not None]
+
     def stashed(self, storage: Any) -> bool:
         """Whether the stash takes it: what the model has and what is small stays in memory."""
         return self.known.get(storage._cdata) is not None and self._size(storage) >= self.least_bytes

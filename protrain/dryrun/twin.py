@@ -109,12 +109,16 @@ def _make_twin(model: nn.Module, chunk_of_param: dict[int, int], round_bytes: Ro
         if fixed and storage.nbytes():
             twin.fixed_bytes += round_bytes(storage.nbytes())
 
+    known = set(model.modules())
     for parameter in model.parameters():
         note(parameter, id(parameter) not in chunk_of_param)
         memo[id(parameter.grad)] = None
     for module in model.modules():
         own = {name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_modules")}
         for value in tree_leaves(own, is_leaf=lambda v: isinstance(v, nn.Module)):
+            if isinstance(value, nn.Module) and value not in known:  # one that is kept in a list, to be no part of the model
+                for tensor in (*value.parameters(), *value.buffers()):
+                    note(tensor, False)
             for tensor in tensors_held(value):
                 note(tensor, tensor is value)  # what an object has was made by the program, which counts nowhere
             if isinstance(value, (*LOCKS, types.ModuleType)):

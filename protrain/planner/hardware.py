@@ -222,7 +222,8 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
             raise self.fail(where, f"is {shown(value)}; give {wanted}, {words}")
         if not (abs(value) < MOST_INT and allowed(value)):
-            raise self.fail(where, f"is {shown(value)}; it must be {words}, and less than {MOST_INT}")
+            most = "" if abs(value) < MOST_INT else f", and less than {MOST_INT}"
+            raise self.fail(where, f"is {shown(value)}; it must be {words}{most}")
         return value if kind is int else float(value)
 
     def rates(self, value: Any, where: str) -> dict[str, float]:

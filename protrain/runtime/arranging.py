@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import BudgetError
 from ..planner.planning import arrange
@@ -73,6 +74,36 @@ def arranged_away(wrapped: Wrapped, unknown_bytes: int = 0, n_persist: int | Non
         unknown_bytes=unknown_bytes, ring_host_bytes=wrapped.settings.host_bytes if wrapped.compute.separate else 0,
         footprint=wrapped.footprint, n_together=wrapped.n_together, lasting_bytes=wrapped.buffer_bytes,
     )  # fmt: skip
+
+
+def all_away(wrapped: Wrapped) -> Arrangement | None:
+    """Every chunk away, with as little in memory as can be. None: the states take less there than away."""
+    budget = wrapped.settings.memory_bytes
+    room_bytes = budget
+    try:
+        arranged_away(wrapped, room_bytes)
+    except BudgetError as error:
+        room_bytes -= error.smallest_bytes - budget  # what the states take at least
+    return arranged_away(wrapped, room_bytes) if room_bytes >= 0 else None
+
+
+def arranged_beside(wrapped: Wrapped, room_bytes: int) -> Arrangement:
+    """As many chunks in memory as leave so much for a forward without gradients; where that is too little for what an update
+    takes beside it, all of them away. smallest_bytes: the least that does.
+
+    Raises:
+        BudgetError: not even then there is as much.
+    """
+    try:
+        return arranged_away(wrapped, room_bytes, None)
+    except BudgetError as error:
+        away, budget = all_away(wrapped), wrapped.settings.memory_bytes
+        if away is None or error.budget_bytes != budget:
+            raise
+        needed_bytes = away.static_bytes + room_bytes
+        if needed_bytes <= budget:
+            return replace(away, smallest_bytes=needed_bytes)
+        raise BudgetError(str(error), needed_bytes=needed_bytes, budget_bytes=budget, smallest_bytes=needed_bytes) from None
 
 
 def anew_of(wrapped: Wrapped, arranged: Callable[[Wrapped], Arrangement]) -> Anew:

@@ -11,7 +11,7 @@ from ..base.sizes import format_bytes
 from ..errors import BudgetError
 from ..planner.plans import Arrangement
 from ..planner.smallest import refuse
-from .arranging import anew_of, arranged_away, placed
+from .arranging import all_away, anew_of, arranged_beside, placed
 from .homes import Homes
 from .otherhooks import release_failed_backward
 from .wrapped import Wrapped
@@ -55,7 +55,7 @@ class Carrier:
     # ---- room for other things ----
 
     def with_room(self, room_bytes: int) -> Arrangement:
-        """As many chunks in memory as so much beside them leaves room for.
+        """As many chunks in memory as so much beside them leaves room for, in a forward without gradients.
 
         Raises:
             BudgetError: not even with all of them away there is as much.
@@ -63,7 +63,7 @@ class Carrier:
 
         def arranged(wrapped: Wrapped) -> Arrangement:
             beside_bytes = wrapped.compute.overhead.of(wrapped.settings.memory_bytes)
-            return arranged_away(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes, None)
+            return arranged_beside(wrapped, room_bytes + wrapped.buffer_bytes + beside_bytes)
 
         try:
             return placed(arranged(self._wrapped), self._wrapped)
@@ -73,15 +73,8 @@ class Carrier:
 
     def emptied(self) -> Arrangement:
         """Nothing stays in memory but what is in use; as it is where the states take less there than away."""
-        budget = self._wrapped.settings.memory_bytes
-        room = budget
-        try:
-            arranged_away(self._wrapped, room)
-        except BudgetError as error:
-            room -= error.smallest_bytes - budget  # what the states take at least
-        if room < 0:
-            return self._homes.arrangement
-        return placed(arranged_away(self._wrapped, room), self._wrapped)
+        away = all_away(self._wrapped)
+        return placed(away, self._wrapped) if away is not None else self._homes.arrangement
 
     # ---- what else is in memory ----
 

@@ -187,6 +187,10 @@ class Pacer:
         before, whole = self._disk_factor, disk_factor(works, seen.seconds)
         if whole == 1.0:
             return
+        try:
+            self._decider.decide(run, as_now=True)
+        except BudgetError:  # nothing can be foretold of it
+            return
 
         def foretold(part: float) -> float:
             self._disk_factor = min(max(before * whole**part, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
@@ -352,12 +356,15 @@ class Pacer:
         return replace(machine, step_update_bytes_per_second=known or unknown)
 
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int, waited: float | None = None) -> None:
-        """waited: seconds of a step by the plan in use. As far as they are not those foretold, waits of other plans are not known
-        either, and one must be better by more than that."""
+        """Where no plan has room for all that was learned the one in use stays. waited: seconds of a step by it. As far as they are
+        not those foretold, waits of other plans are not known either, and one must be better by more than that."""
         decider, machine = self._decider, self._timed_machine(update_seconds, update_bytes)
         if machine is None:
             return
-        now = decider.decide_for_all(run, times=self._times, machine=machine, as_now=True)
+        try:
+            now = decider.decide_for_all(run, times=self._times, machine=machine, as_now=True)
+        except BudgetError:
+            return
         if machine.disk_read.bytes_per_second > 0:
             best = decider.decide_for_all(run, times=self._times, machine=machine)
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds if now.plan.step_seconds > 0 else 0.0
