@@ -356,8 +356,8 @@ class Pacer:
         return replace(machine, step_update_bytes_per_second=known or unknown)
 
     def _plan(self, run: DryRun, update_seconds: float, update_bytes: int, waited: float | None = None) -> None:
-        """Where no plan has room for all that was learned the one in use stays. waited: seconds of a step by it. As far as they are
-        not those foretold, waits of other plans are not known either, and one must be better by more than that."""
+        """Where no plan has room for all that was learned the one in use stays. waited: seconds of a step by it. As far as they
+        are not those foretold, waits of other plans are not known either, and one must be better by more than that."""
         decider, machine = self._decider, self._timed_machine(update_seconds, update_bytes)
         if machine is None:
             return
