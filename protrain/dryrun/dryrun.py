@@ -408,19 +408,9 @@ def dry_run(
             given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
             with own_parametrizations(), nothing_left(twin.model) as meters:
                 return _run_step(
-                    twin,
-                    given,
-                    named,
-                    fake_blocks,
-                    compiled,
-                    recurrent,
-                    chunks,
-                    round_bytes,
-                    mode,
-                    hold_output,
-                    workspace,
+                    twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace,
                     meters,
-                )
+                )  # fmt: skip
 
         keep, swap = in_mode("keep"), None
         recompute = in_mode("checkpoint") if fake_blocks else keep

@@ -187,10 +187,6 @@ class Pacer:
         before, whole = self._disk_factor, disk_factor(works, seen.seconds)
         if whole == 1.0:
             return
-        try:
-            self._decider.decide(run, as_now=True)
-        except BudgetError:  # nothing can be foretold of it
-            return
 
         def foretold(part: float) -> float:
             self._disk_factor = min(max(before * whole**part, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
@@ -199,7 +195,10 @@ class Pacer:
             return sum(forecast.wait_seconds.values()) if forecast is not None else 0.0
 
         low, high = 0.0, 1.0
-        longer = seen.wait_seconds - foretold(low)
+        try:
+            longer = seen.wait_seconds - foretold(low)
+        except BudgetError:  # the plan in use has no room for all that was learned: nothing can be foretold of it
+            return
         if abs(longer) <= WAIT_DOUBT * seen.seconds or (longer > 0) != (whole < 1):
             return
         for _ in range(HALVINGS):
