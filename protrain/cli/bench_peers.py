@@ -75,7 +75,7 @@ def run(words: Words) -> None:
     else:
         show.print_table(found)
     if words.out is not None:
-        with writing("--out", words.out):
+        with writing("--out", words.out, "give a folder with room for it"):
             written = show.write(Path(words.out), found)
         if not words.as_json:
             print(f"in {words.out}: {', '.join(written)}")
@@ -91,14 +91,9 @@ def run(words: Words) -> None:
 
 def _check_folder(name: str) -> None:
     """Whether files can be written there, tried before all that takes time; the folder is made. Raises CommandError."""
-    try:
+    with writing("--out", name, "give a folder that can be written to"):
         Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
-            pass
-    except OSError as error:
-        raise CommandError(
-            f"--out {name!r} cannot be written: {error.strerror or error}; give a folder that can be written to"
-        ) from None
+        tempfile.TemporaryFile(dir=name).close()
 
 
 def _command() -> str:

@@ -112,14 +112,12 @@ def check_file(option: str, name: str) -> None:
 
 
 @contextmanager
-def writing(option: str, name: str) -> Iterator[None]:
-    """What is written inside is the file of this option. Raises CommandError where it cannot be."""
+def writing(option: str, name: str, advice: str = "give a file in a folder with room for it") -> Iterator[None]:
+    """What is written inside is the file, or the folder, of this option. Raises CommandError where it cannot be."""
     try:
         yield
     except OSError as error:
-        raise CommandError(
-            f"{option} {name!r} cannot be written: {error.strerror or error}; give a file in a folder with room for it"
-        ) from None
+        raise CommandError(f"{option} {name!r} cannot be written: {error.strerror or error}; {advice}") from None
 
 
 @contextmanager
