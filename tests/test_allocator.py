@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -126,6 +127,26 @@ def test_refusal_keeps_its_context(wrapped: torch.nn.Module) -> None:
     with pytest.raises(protrain.BudgetError) as caught:
         handle()
     assert isinstance(caught.value.__context__, KeyError)
+
+
+def test_refusals_of_refusals_while_garbage_is_collected(wrapped: torch.nn.Module) -> None:
+    """What raises an error that comes while another is handled is there until it has."""
+
+    def handle() -> None:
+        try:
+            torch.empty(40 * MIB)
+        except protrain.BudgetError:
+            torch.empty(30 * MIB)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(100):
+            with pytest.raises(protrain.BudgetError) as caught:
+                handle()
+            assert isinstance(caught.value.__context__, protrain.BudgetError)
+    finally:
+        gc.set_threshold(*threshold)
 
 
 def test_empty_tensors_and_foreign_memory(wrapped: torch.nn.Module) -> None:

@@ -36,9 +36,16 @@ static PyObject *make_exception(PyTypeObject *type, PyObject *arguments, PyObjec
   return exception;
 }
 
-static int drop(void *class) {
-  Py_DECREF((PyObject *)class);
-  return 0;
+/* The classes of the last refusals. Nobody else has one before torch has set the error, nor while it is called in that, where another
+ * exception is being handled; Python code may run meanwhile, and refusals of other threads come. */
+enum { N_CLASSES = 64 };
+static PyObject *classes[N_CLASSES];
+static unsigned n_made;
+
+static void keep(PyObject *class) {
+  PyObject **place = &classes[n_made++ % N_CLASSES], *before = *place;
+  *place = class;
+  Py_XDECREF(before);
 }
 
 void *ptn_torch_exception_class(const ptn_error *error) {
@@ -55,7 +62,6 @@ void *ptn_torch_exception_class(const ptn_error *error) {
     PyErr_Clear();
     return PyExc_MemoryError; /* no memory even for a class; torch adds the message */
   }
-  /* torch takes a reference of its own before any Python code can run; ours goes when some does. A full queue leaks a class. */
-  Py_AddPendingCall(drop, class);
+  keep(class);
   return class;
 }
