@@ -258,6 +258,8 @@ class Session:
                 self._held_before = self.fitter.begin_step()
                 self._name_budget()
                 self.marks.begin()
+                if self.fitter.knows_nothing:
+                    self.marks.grows()
                 self._begin_clocks()  # behind the planning, which is no part of what every step takes
             self.runner.begin_pass(self.decider.measured)
             self.clock.begin_pass()

@@ -77,6 +77,77 @@ def both(steps: Sequence[Step], memory: int, least: int = 0, refused: int = 0) -
     return seen
 
 
+class Asking(Chain):
+    """Asks what it has computed before the block of this number, or before the head."""
+
+    def __init__(self, asks_at: int = 8) -> None:
+        super().__init__()
+        self.asks_at = asks_at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for number, part in enumerate((*self.blocks, self.head)):
+            if number == self.asks_at and (x > 1e9).any():
+                x = -x
+            x = part(x)
+        return x.square().mean()
+
+
+def made(model: nn.Module, optimizer: Any) -> list[float]:
+    """Losses of four steps of 2,048 rows."""
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(4):
+        loss = model(torch.randn(2048, 256, generator=generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def started(asks_at: int, memory: int) -> list[float] | int:
+    """A program that ends where it is refused: the budget that it is to be started with then."""
+    model: Any = Asking(asks_at)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    try:
+        return made(model, optimizer)
+    except protrain.BudgetError as error:
+        return error.smallest_bytes
+    finally:
+        protrain.unwrap(model)
+
+
+@pytest.mark.parametrize(("asks_at", "most", "last"), [(8, 2, 24), (4, 2, 28), (0, 5, 44)])
+def test_what_was_seen_before_a_dry_run_failed_is_named(asks_at: int, most: int, last: int) -> None:
+    """Blocks swap from the first step on where recomputed ones may have no room, which takes 41 MiB: half of that will do."""
+    plain = Asking(asks_at)
+    memory, named = 8 * MIB, []
+    while isinstance(found := started(asks_at, memory), int):
+        assert found > memory
+        memory = found
+        named.append(memory)
+    assert found == made(plain, adamw(plain))
+    assert len(named) <= most, named
+    assert memory <= last * MIB, named
+
+
+@pytest.mark.parametrize("memory", [24, 32, 40, 50, 60, 70, 90])
+def test_a_larger_budget_trains_what_a_smaller_one_does(memory: int) -> None:
+    """Where blocks swap, where they are recomputed, and between."""
+    assert isinstance(started(8, memory * MIB), list)
+
+
+def test_a_step_that_is_made_again_swaps() -> None:
+    """Where blocks were recomputed in the one that was refused, and nobody knew what they would take."""
+    model: Any = Asking(0)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=30 * MIB)
+    with pytest.raises(protrain.BudgetError):
+        made(model, optimizer)
+    plain = Asking(0)
+    assert made(model, optimizer) == made(plain, adamw(plain))
+    assert set(protrain.status(model).plan.block_modes) == {"swap"}
+    protrain.unwrap(model)
+
+
 def is_ample(status: protrain.Status) -> bool:
     return status.plan.n_persist == status.plan.n_chunks and set(status.plan.block_modes) == {"keep"}
 

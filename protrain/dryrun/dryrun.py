@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ..base.sizes import stash_least_bytes
+from ..errors import DiskError, OutOfMemoryError
 from ..model import keycaches
 from ..model.compiled import find_compiled
 from ..model.fused import find_recurrent
@@ -30,7 +31,7 @@ from .leftovers import nothing_left
 from .meter import Meter, Segment
 from .passes import as_begun, as_given, output_tensors, put_forward, starts_of, watch_backward
 from .phases import DryRun, DryRunError, Phase, Rounding, by_phase, recomputes
-from .twin import Twin, as_now, own_parametrizations, without_data
+from .twin import Twin, as_now, one_line, own_parametrizations, without_data
 from .workspace import Workspace, workspace_bytes
 
 #: What the run whose blocks swap does not see beside SMALL_UNSEEN_BYTES: norms that are clipped (64 bytes for each parameter), a
@@ -333,6 +334,17 @@ def _less_bytes(runs: Sequence[_Run], chunk: int, phase: int) -> int:
     return min(found)
 
 
+def _seen_bytes(keep: Meter, other: Meter, n_blocks: int) -> int:
+    """About what a step holds at the least that ended too early, by that run and the one that keeps: what was live at once, as
+    blocks that were not reached go on, and each block once more beside it, as its backward will have it. 0: none was reached."""
+    blocks = [segment for segment in keep.segments if segment.block >= 0 and not segment.backward]
+    if not blocks:
+        return 0
+    again_bytes = max(segment.peak - segment.entry for segment in blocks)
+    in_the_end = other.segments[-1].entry * max(n_blocks, len(blocks)) // len(blocks)
+    return max(*(segment.peak for segment in other.segments), in_the_end + again_bytes)
+
+
 def _order(run: _Run) -> list[tuple[int, bool]]:
     return [(segment.block, segment.backward) for segment in run.segments]
 
@@ -404,15 +416,30 @@ def dry_run(
         compiled = [_whole(twin, part, chunk_of_param, True) for _, part in find_compiled(model)]
         recurrent = [_whole(twin, part, chunk_of_param, False) for part in find_recurrent(model)]
 
+        begun: dict[str, Meter] = {}
+
         def in_mode(mode: str) -> _Run:
             given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
             with own_parametrizations(), nothing_left(twin.model) as meters:
-                return _run_step(
-                    twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace,
-                    meters,
-                )  # fmt: skip
+                try:
+                    return _run_step(
+                        twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace,
+                        meters,
+                    )  # fmt: skip
+                finally:
+                    begun[mode] = meters[0]
 
-        keep, swap = in_mode("keep"), None
+        try:
+            keep, swap = in_mode("keep"), None
+        except (DiskError, OutOfMemoryError):
+            raise
+        except Exception as error:
+            for mode in ("checkpoint", "swap"):
+                with suppress(Exception):  # they end where this one did
+                    in_mode(mode)
+            seen = tuple(_seen_bytes(begun["keep"], begun[mode], len(fake_blocks)) for mode in ("checkpoint", "swap"))
+            reason = error.reason if isinstance(error, DryRunError) else one_line(error)
+            raise DryRunError(reason, [n_bytes and twin.fixed_bytes + n_bytes for n_bytes in seen]) from error
         recompute = in_mode("checkpoint") if fake_blocks else keep
         if fake_blocks and not compiled:
             with suppress(Exception):  # then what swapping cannot do without is not known

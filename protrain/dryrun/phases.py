@@ -18,11 +18,12 @@ SMALL_UNSEEN_BYTES = 16 << 10
 
 
 class DryRunError(Error):
-    """The model cannot run on fake tensors; `reason` says why, in one line."""
+    """The model cannot run on fake tensors; `reason` says why, in one line. seen_bytes: about what a step holds at the least
+    beside parameters, by what was seen up to there, where blocks are recomputed and where they swap; 0: not known."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, seen_bytes: Sequence[int] = (0, 0)) -> None:
         super().__init__(f"the model cannot be measured without running it: {reason}")
-        self.reason = reason
+        self.reason, self.seen_bytes = reason, seen_bytes
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Decider:
     is_first: no step was made, nor refused.
     first_room_bytes: beside it, until then, for the program to show what it does in a step.
     within_bytes: what forwards between backward and step() had in memory beside chunks and their gradients, at most.
+    swaps: whether blocks of what no dry run foresaw swap; else they are recomputed.
     lost_times: as much as is lost between tensors where steps were refused.
     """
 
@@ -52,7 +53,7 @@ class Decider:
         self.dry_runs: list[tuple[Shapes, DryRun | None]] = []
         self.loss, self.several = Losses(), Several()
         self.unseen_bytes = self.first_room_bytes = 0
-        self.is_first = True
+        self.is_first, self.swaps = True, False
         self.within_bytes = 0
         self.lost_times = 1
 
@@ -92,6 +93,7 @@ class Decider:
             n_buffer, n_ahead = given.n_buffer, given.n_ahead
         elif run is None:
             n_persist = None if unknown_bytes else 0
+            modes = ("swap",) * len(wrapped.blocks) if modes is None and self.swaps else modes
 
         def arranged(between_bytes: int, more_bytes: int = 0, modes: Sequence[str] | None = modes) -> Arrangement:
             more_bytes += unknown_bytes + beside_bytes + between_bytes

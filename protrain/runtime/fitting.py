@@ -26,6 +26,7 @@ from typing import Any
 from .. import _core
 from ..dryrun.phases import DryRun, DryRunError, swaps
 from ..errors import BudgetError, Error
+from ..model.compiled import find_compiled
 from ..planner.planning import first_room, most_room, second_bytes
 from ..planner.plans import Arrangement
 from ..planner.smallest import naming, refuse
@@ -46,6 +47,9 @@ LEAST_OUTPUT_SHARE = 0.02
 NAMED_PART = 8
 #: Of the size of chunks is what the smallest plan takes beside slots for what one operation reads.
 _OTHER_CHUNKS = 2
+#: Blocks swap in the first step of a model whose dry run failed where the budget has no room for as much as this beside chunks,
+#: in times of what was seen where they are recomputed.
+SEEN_TIMES = 2
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
 
@@ -103,7 +107,7 @@ class Fitter:
         try:
             run: DryRun | None = self._foresee(args, kwargs)
         except DryRunError as error:
-            run = None
+            run, self._unforeseen.seen_bytes = None, error.seen_bytes
             warnings.warn(
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                 stacklevel=6,
@@ -112,7 +116,9 @@ class Fitter:
             return None
         try:
             best, largest = self._first(run, args, kwargs), (run, shapes)
-            if run is not None and self._decider.measured:
+            if run is None and not self._has_room_seen(best):
+                best = self._swapping() or best
+            elif run is not None and self._decider.measured:
                 best, largest = self._decide_measured(run), (None, shapes)
             elif run is not None:
                 best, largest = self._decider.with_others(self._with_first_room(run, best), largest)
@@ -200,9 +206,27 @@ class Fitter:
             self._carrier.carry_out(found)
             self._unforeseen.shows = False
 
+    def _has_room_seen(self, best: Arrangement) -> bool:
+        """Whether the safest plan of a batch that no dry run foresaw has room for what was seen of it and as much again."""
+        seen_bytes = SEEN_TIMES * self._unforeseen.seen_bytes[0]
+        return best.smallest_bytes + seen_bytes <= self._wrapped.settings.memory_bytes
+
+    def _swapping(self) -> Arrangement | None:
+        """The safest plan of a batch that no dry run foresaw, with blocks that swap, as those of others like it do from here on.
+        None: they may not, or it does not fit."""
+        if not self._may_choose() or find_compiled(self._wrapped.model):
+            return None
+        self._decider.swaps = True
+        try:
+            return self._decider.decide(None)
+        except BudgetError:
+            self._decider.swaps = False
+            return None
+
     def _refused_measured(self, needed_bytes: int) -> Batch:
         """A step was not made that would have had so much in memory: the next one is under the safest plan again."""
         self._unforeseen.note_refused(self._beside_known(needed_bytes))
+        self._swapping()
         with suppress(BudgetError):
             self._carrier.carry_out(self._decider.decide(None))
         return self._largest
@@ -379,11 +403,21 @@ class Fitter:
         """Whether forwards wait in the step under way that no plan knows of, and what more of them would hold has no room: then
         what blocks save in this one leaves memory."""
         run, now, settings = self._largest[0], self._homes.arrangement, self._wrapped.settings
-        if run is None or settings.plan is not None or settings.block_modes is not None or self._wrapped.compute.separate:
+        if run is None or not self._may_choose():
             return False
         held_bytes = self._decider.several.more_to_come(run.kept_bytes(now.plan.block_modes))
         grads_bytes = max(sum(self._wrapped.layout.grad_bytes) - now.pending_bytes, 0)
         return held_bytes > 0 and now.needed_bytes + held_bytes + grads_bytes > settings.memory_bytes
+
+    def _may_choose(self) -> bool:
+        """Whether blocks may swap that were not given a mode."""
+        settings = self._wrapped.settings
+        return settings.plan is None and settings.block_modes is None and not self._wrapped.compute.separate
+
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether the step under way, or to come, was not foreseen, and nothing was seen of it."""
+        return self._unforeseen.shows and not self._unforeseen.seen_bytes[0]
 
     def named_bytes(self) -> int:
         """The budget that a request is to name at least which is refused in the step under way. The request alone is the first of
@@ -394,6 +428,10 @@ class Fitter:
     def _worth_trying_bytes(self) -> int:
         run, wrapped = self._largest[0], self._wrapped
         named = wrapped.settings.memory_bytes + wrapped.settings.memory_bytes // NAMED_PART
+        if self._unforeseen.shows:
+            recomputed_bytes, swapped_bytes = self._unforeseen.seen_bytes
+            needed = self._homes.arrangement.smallest_bytes + (swapped_bytes if self._decider.swaps else recomputed_bytes)
+            return max(named, self._with_larger_chunks(needed, wrapped.n_together))
         if run is None or not (more_bytes := self._more_bytes(run)):
             return named
         if self._named[0] is not self._homes.arrangement or self._named[1] != more_bytes:
@@ -401,8 +439,7 @@ class Fitter:
         return max(named, self._named[2])
 
     def _needed_with(self, run: DryRun, more_bytes: int) -> int:
-        """The smallest budget, about, whose first step has room for so much more, as `first_room` leaves it. Chunks grow with the
-        budget, and what the smallest plan takes with them."""
+        """The smallest budget, about, whose first step has room for so much more, as `first_room` leaves it."""
         found, wrapped, given = self._homes.arrangement, self._wrapped, self._wrapped.settings.block_modes
         needed = found.smallest_bytes - found.unseen_bytes + more_bytes
         if given is not None:  # what these hold has no room made for it
@@ -412,8 +449,13 @@ class Fitter:
             saved_bytes = run.kept_bytes(("checkpoint",) * len(found.plan.block_modes))
             several_bytes = self._decider.several.needed_bytes(wrapped.layout, saved_bytes)
             needed = found.safest_bytes - found.unseen_bytes + max(more_bytes, several_bytes)
+        return self._with_larger_chunks(needed, run.n_together)
+
+    def _with_larger_chunks(self, needed: int, n_together: int) -> int:
+        """What a budget as large as that needs. Chunks grow with the budget, and what the smallest plan takes with them."""
+        wrapped = self._wrapped
         larger = wrapped.within(max(needed, wrapped.settings.memory_bytes)).layout
-        return needed + (larger.chunk_bytes - wrapped.layout.chunk_bytes) * (run.n_together + _OTHER_CHUNKS)
+        return needed + (larger.chunk_bytes - wrapped.layout.chunk_bytes) * (n_together + _OTHER_CHUNKS)
 
     def _more_bytes(self, run: DryRun) -> int:
         """What a step of this program may take beside one with a single forward and its backward."""

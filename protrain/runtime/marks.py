@@ -108,6 +108,10 @@ class Marks:
         if self.highest_bytes >= _AS_HIGH * self._highest_step:
             self._highest_step, self.foretold_bytes = max(self._highest_step, self.highest_bytes), foretold_bytes
 
+    def grows(self) -> None:
+        """What a forward takes that begins is not known: a request in it names what is needed and half of what it took."""
+        self._engine.set_growth(self._engine.held()["live_bytes"])
+
     def model_returned(self) -> None:
         """A forward of the whole model is over."""
         self.mark()

@@ -4,6 +4,7 @@ nothing: how many gradients wait for their updates differs from one to the next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..planner.plans import Plan
@@ -15,10 +16,12 @@ def with_more(n_bytes: int) -> int:
 
 
 class Unforeseen:
-    """Of one session. shows: the step under way, or to come, is one under the safest plan that tells of others."""
+    """Of one session. shows: the step under way, or to come, is one under the safest plan that tells of others.
+    seen_bytes: of it, what a dry run has seen before it failed, where blocks are recomputed and where they swap."""
 
     def __init__(self) -> None:
         self.shows = False
+        self.seen_bytes: Sequence[int] = (0, 0)
         self._taken_bytes = 0  # beside chunks and what kept blocks save
         self._refused_bytes = 0  # the same of a step that was refused
         self._saved_bytes: dict[int, int] = {}  # of blocks, as their recomputations showed it
