@@ -160,6 +160,30 @@ def test_numbers_that_the_planner_does_not_have_are_refused() -> None:
             wrong()
 
 
+class Growing:
+    """A number; who asks for it finds the list longer."""
+
+    def __init__(self, numbers: list[Any]) -> None:
+        self.numbers = numbers
+
+    def __index__(self) -> int:
+        self.numbers += [0] * 100_000
+        return 0
+
+
+def test_a_list_that_grows_while_it_is_read() -> None:
+    """Counts as it was when there was room made for it."""
+    numbers: list[Any] = [0, 0, 1]
+    numbers[0] = Growing(numbers)
+    chunks = [(4096, 4096, 8192, 0)] * 2
+
+    def made(accesses: list[Any]) -> Any:
+        return _core.make_plan(1 << 30, 0, chunks, [], accesses, [], 1, 3, 0, None, -1, 0, 0, False, 1, 0, 1, None)
+
+    assert made(numbers) == made([0, 0, 1])
+    assert len(numbers) > 3
+
+
 @pytest.mark.parametrize("path", files("hardware"), ids=lambda path: path.name)
 def test_machines(path: Path) -> None:
     assert path.name in refused(lambda: load_hardware(path))

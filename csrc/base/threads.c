@@ -120,8 +120,10 @@ void ptn_broadcast(ptn_condition *condition) { move_on(condition, INT_MAX); }
 /* ---- threads and time ---- */
 
 ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(void *), void *argument) {
+  static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}; /* whose handlers tell where it was */
   sigset_t all, before;
   sigfillset(&all);
+  for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++) sigdelset(&all, own_faults[i]);
   must(pthread_sigmask(SIG_SETMASK, &all, &before));
   int result = pthread_create(thread, NULL, body, argument);
   must(pthread_sigmask(SIG_SETMASK, &before, NULL));

@@ -82,7 +82,8 @@ void ptn_broadcast(ptn_condition *condition);
 
 /* ---- threads and time ---- */
 
-/* A thread with every signal blocked, so that Python's handlers run on Python's threads. name: at most 15 characters. */
+/* A thread with every signal blocked but those of its own faults, so that Python's handlers run on Python's threads. name: at most
+ * 15 characters. */
 ptn_status ptn_thread_start(pthread_t *thread, const char *name, void *(*body)(void *), void *argument);
 void ptn_thread_join(pthread_t thread);
 /* For a thread that others wait for and that works briefly, called by itself: it gets a core soon after it wakes, though all of

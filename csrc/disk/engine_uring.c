@@ -143,10 +143,13 @@ static ptn_status try_ring(uring *ring, int fd) {
   struct iovec part = {.iov_base = page, .iov_len = PTN_PAGE_BYTES};
   order(ring, transfer_entry(fd, false, &part, 1, 0, 1));
   int failure;
-  do failure = enter(ring, 1);
-  while (failure == EINTR);
   uring_event event = {0};
-  if (failure == 0 && take_event(ring, &event) && event.result < 0 && event.result != -EAGAIN) failure = -event.result;
+  bool over = false; /* a signal may end the wait and leave the read under way */
+  do {
+    failure = enter(ring, 1);
+    over = failure == 0 && take_event(ring, &event);
+  } while (failure == EINTR || (failure == 0 && !over));
+  if (over && event.result < 0 && event.result != -EAGAIN) failure = -event.result;
   free(page);
   return failure ? fail_ring(failure, "a read through it fails") : PTN_OK;
 }

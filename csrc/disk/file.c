@@ -191,6 +191,13 @@ ptn_status ptn_file_resize(ptn_file *file, uint64_t bytes) {
 
 /* ---- the whole ---- */
 
+static bool move_page(int fd, unsigned char *page, bool write) {
+  ssize_t result;
+  do result = write ? pwrite(fd, page, PTN_PAGE_BYTES, 0) : pread(fd, page, PTN_PAGE_BYTES, 0);
+  while (result < 0 && errno == EINTR);
+  return result == (ssize_t)PTN_PAGE_BYTES;
+}
+
 /* One page there and back. */
 static ptn_status try_page(ptn_file *file) {
   PTN_TRY(ptn_file_resize(file, PTN_PAGE_BYTES));
@@ -198,8 +205,7 @@ static ptn_status try_page(ptn_file *file) {
   if (page == MAP_FAILED) return ptn_fail(PTN_MEMORY, "no memory for two pages: %s", strerror(errno));
   memset(page, 0x5A, PTN_PAGE_BYTES);
   errno = EIO; /* for a transfer that falls short */
-  bool moved = pwrite(file->fd, page, PTN_PAGE_BYTES, 0) == (ssize_t)PTN_PAGE_BYTES &&
-               pread(file->fd, page + PTN_PAGE_BYTES, PTN_PAGE_BYTES, 0) == (ssize_t)PTN_PAGE_BYTES;
+  bool moved = move_page(file->fd, page, true) && move_page(file->fd, page + PTN_PAGE_BYTES, false);
   int failure = errno;
   bool same = moved && memcmp(page, page + PTN_PAGE_BYTES, PTN_PAGE_BYTES) == 0;
   munmap(page, 2 * PTN_PAGE_BYTES);

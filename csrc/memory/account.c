@@ -21,6 +21,8 @@ static ptn_account **all_accounts;  /* every struct there is */
 static size_t all_count, all_capacity;
 static _Atomic(ptn_account *) used_account;
 static _Thread_local bool apart; /* this thread's tensors belong to no account */
+static _Thread_local ptn_asking *innermost;
+static ptn_condition asked; /* a call of a pressure is over that somebody may wait for */
 
 static bool limited(const ptn_account *account) { return account->open && account->limit_bytes > 0; }
 
@@ -63,7 +65,9 @@ ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_press
   return account ? PTN_OK : ptn_fail(PTN_MEMORY, "no memory for an account of the arena");
 }
 
+/* Where it is closed and nothing has it any more. */
 static void retire(ptn_account *account) {
+  if (account->open || account->block_count > 0 || account->asking_count > 0) return;
   account->next = idle_accounts;
   idle_accounts = account;
 }
@@ -81,7 +85,30 @@ void ptn_account_destroy(ptn_account *account) {
   account->open = false;
   account->pressure = NULL;
   ptn_arena_settle();
-  if (account->block_count == 0) retire(account);
+  retire(account);
+  ptn_unlock(&ptn_arena_mutex);
+}
+
+void ptn_asking_begin(ptn_asking *asking, ptn_account *account) {
+  *asking = (ptn_asking){account, innermost};
+  innermost = asking;
+  account->asking_count++;
+}
+
+void ptn_asking_end(ptn_asking *asking) {
+  innermost = asking->outer;
+  asking->account->asking_count--;
+  ptn_broadcast(&asked);
+  retire(asking->account);
+}
+
+void ptn_account_ask_no_more(ptn_account *account) {
+  if (!account) return;
+  uint64_t own_count = 0; /* calls that this thread is in itself */
+  for (const ptn_asking *asking = innermost; asking; asking = asking->outer) own_count += asking->account == account;
+  ptn_lock(&ptn_arena_mutex);
+  account->pressure = NULL;
+  while (account->asking_count > own_count) ptn_wait(&asked, &ptn_arena_mutex);
   ptn_unlock(&ptn_arena_mutex);
 }
 
@@ -132,7 +159,7 @@ static void add_live(ptn_account *account, uint64_t bytes) {
 static void drop_live(ptn_account *account, uint64_t bytes) {
   account->block_count--;
   atomic_store_explicit(&account->live_bytes, account->live_bytes - bytes, memory_order_relaxed);
-  if (!account->open && account->block_count == 0) retire(account);
+  retire(account);
 }
 
 void ptn_account_count(ptn_account *account, uint64_t bytes) {
@@ -202,7 +229,10 @@ bool ptn_arena_set_apart(bool on) {
 
 void ptn_accounts_after_fork(void) {
   atomic_store(&used_account, NULL);
-  for (size_t i = 0; i < all_count; i++) all_accounts[i]->pressure = NULL;
+  for (size_t i = 0; i < all_count; i++) {
+    all_accounts[i]->pressure = NULL;
+    all_accounts[i]->asking_count = 0;
+  }
 }
 
 bool ptn_accounts_hold(void) {

@@ -28,6 +28,7 @@ struct ptn_account {
   uint64_t charged_bytes; /* of the live ones: not the arena's, in none of the totals */
   ptn_pressure pressure;
   void *context;
+  uint64_t asking_count; /* calls of pressure that are under way */
   struct ptn_slab *open_slabs[PTN_SMALL_CLASSES]; /* with free slots */
 };
 
@@ -54,6 +55,13 @@ uint64_t ptn_account_beyond_goal(const ptn_account *account, uint64_t bytes);
 void ptn_account_count(ptn_account *account, uint64_t bytes);
 void ptn_account_uncount(ptn_account *account, uint64_t bytes);
 void ptn_account_add_charge(ptn_account *account, uint64_t bytes); /* there is room */
+/* A call of the account's pressure, which comes without the lock between the two; its context is there until the second. */
+typedef struct ptn_asking {
+  ptn_account *account;
+  struct ptn_asking *outer; /* of this thread */
+} ptn_asking;
+void ptn_asking_begin(ptn_asking *asking, ptn_account *account);
+void ptn_asking_end(ptn_asking *asking);
 /* What may be resident: see arena.h. Never below what is live. */
 uint64_t ptn_resident_ceiling(void);
 bool ptn_accounts_hold(void); /* the invariants of account.c */

@@ -64,13 +64,12 @@ static ptn_status hand_out(ptn_account *account, size_t bytes, void **out) {
   return PTN_OK;
 }
 
+/* With the lock. */
 static ptn_status refuse(ptn_account *account, size_t bytes) {
-  ptn_lock(&ptn_arena_mutex);
   unsigned long long limit = account->limit_bytes, live = account->live_bytes;
   unsigned long long needed = live > UINT64_MAX - bytes ? UINT64_MAX : live + bytes;
   account->refused_count++;
   account->refused_bytes = ptn_max_u64(account->refused_bytes, needed);
-  ptn_unlock(&ptn_arena_mutex);
   unsigned long long smallest = ptn_account_named(account, needed);
   char wanted[128];
   if (smallest == needed) snprintf(wanted, sizeof wanted, "give a budget of at least %llu bytes", smallest);
@@ -90,25 +89,34 @@ static ptn_status charge(ptn_account *account, size_t bytes, void **unused) {
   return PTN_OK;
 }
 
-/* Gives the account bytes more, by `give` with the lock, once there is room. */
+/* With the lock, which nobody holds while pressure is asked. */
+static ptn_status ask(ptn_account *account, uint64_t missing_bytes, bool must, bool *freed) {
+  ptn_pressure pressure = account->pressure;
+  void *context = account->context;
+  if (!pressure) return PTN_OK;
+  ptn_asking asking;
+  ptn_asking_begin(&asking, account);
+  ptn_unlock(&ptn_arena_mutex);
+  ptn_status status = pressure(context, missing_bytes, must, freed);
+  ptn_lock(&ptn_arena_mutex);
+  ptn_asking_end(&asking);
+  return status;
+}
+
+/* Gives the account bytes more, by `give`, once there is room. With the lock. */
 static ptn_status give_when_room(ptn_account *account, size_t bytes, ptn_status (*give)(ptn_account *, size_t, void **),
                                  void **out) {
   for (bool must = false, refused = false;;) {
-    ptn_lock(&ptn_arena_mutex);
     ptn_account *owner = ptn_account_resolve(account);
-    ptn_pressure pressure = owner->pressure;
-    void *context = owner->context;
-    uint64_t missing_bytes = pressure && !must ? ptn_account_beyond_goal(owner, bytes) : 0;
+    uint64_t missing_bytes = owner->pressure && !must ? ptn_account_beyond_goal(owner, bytes) : 0;
     if (missing_bytes == 0) {
       must = true;
       missing_bytes = ptn_account_missing(owner, bytes);
     }
-    ptn_status status = missing_bytes == 0 ? give(owner, bytes, out) : PTN_BUDGET;
-    ptn_unlock(&ptn_arena_mutex);
-    if (missing_bytes == 0) return status;
+    if (missing_bytes == 0) return give(owner, bytes, out);
     if (refused) return refuse(owner, bytes);
     bool freed = false;
-    if (pressure) PTN_TRY(pressure(context, missing_bytes, must, &freed));
+    PTN_TRY(ask(owner, missing_bytes, must, &freed));
     if (freed) continue;
     refused = must; /* other threads may have freed memory meanwhile: one more look */
     must = true;
@@ -117,11 +125,18 @@ static ptn_status give_when_room(ptn_account *account, size_t bytes, ptn_status 
 
 ptn_status ptn_arena_alloc(ptn_account *account, size_t bytes, void **out) {
   *out = NULL;
-  return give_when_room(account, ptn_arena_rounded_bytes(bytes), hand_out, out);
+  ptn_lock(&ptn_arena_mutex);
+  ptn_status status = give_when_room(account, ptn_arena_rounded_bytes(bytes), hand_out, out);
+  ptn_unlock(&ptn_arena_mutex);
+  return status;
 }
 
 ptn_status ptn_account_charge(ptn_account *account, uint64_t bytes) {
-  return account ? give_when_room(account, (size_t)bytes, charge, NULL) : PTN_OK;
+  if (!account) return PTN_OK;
+  ptn_lock(&ptn_arena_mutex);
+  ptn_status status = give_when_room(account, (size_t)bytes, charge, NULL);
+  ptn_unlock(&ptn_arena_mutex);
+  return status;
 }
 
 /* The live stretch that begins at address, or NULL. */

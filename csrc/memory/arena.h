@@ -58,6 +58,8 @@ typedef struct ptn_arena_stats {
 ptn_status ptn_account_create(ptn_account **out, uint64_t limit_bytes, ptn_pressure pressure, void *context);
 /* Blocks may outlive their account: they are then counted nowhere but in the arena. */
 void ptn_account_destroy(ptn_account *account);
+/* Pressure is asked no more, and no other thread is in a call of it. */
+void ptn_account_ask_no_more(ptn_account *account);
 void ptn_account_get_stats(const ptn_account *account, ptn_account_stats *out);
 /* The goal: what is meant to be live at most; 0: none. A request beyond it asks pressure (must = false) until that frees nothing,
  * and is then met up to the limit. */

@@ -39,7 +39,7 @@ PyObject *ptn_python_release(PyObject *object, PyObject *arguments) {
   unsigned long long offset, bytes;
   if (!engine || !PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &offset, ptn_python_u64, &bytes)) return NULL;
   ptn_extent extent = {.offset = offset, .bytes = bytes};
-  ptn_engine_release(engine, &extent);
+  PTN_IN_ENGINE(object, ptn_engine_release(engine, &extent)); /* the file may be growing meanwhile */
   Py_RETURN_NONE;
 }
 

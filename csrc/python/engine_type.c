@@ -1,13 +1,12 @@
 /* Engine: one wrapped model's engine and account as a Python object.
  *
  * The GIL is released on every call that may wait for I/O. Calls that only ask may come from any thread; whoever makes another one
- * drives the step from then on. A gradient's owner is a Python object: the engine hands it back
- * through `give_back`, which takes the GIL where it is not held. What is closed while calls are inside, on other threads or around
- * `give_back`, is destroyed by the last of them. A process that was forked off must not touch the engine's threads, so there an
- * Engine only forgets.
+ * drives the step from then on. A gradient's owner is a Python object: the engine hands it back through `give_back`, which takes
+ * the GIL where it is not held. What is closed while calls are inside, on other threads or around `give_back`, is destroyed by the
+ * last of them; an allocation of another thread that asks it for memory is waited for. A process that was forked off must not touch
+ * the engine's threads, so there an Engine only forgets.
  */
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -43,7 +42,8 @@ static void free_accounts(engine_object *self) {
   self->charged_bytes = 0;
   ptn_account **const accounts[] = {&self->account, &self->device_account};
   for (int i = 0; i < 2; i++) {
-    if (*accounts[i]) ptn_torch_cuda_forget(*accounts[i]);
+    if (*accounts[i] && self->forks == ptn_python_forks)
+      ptn_torch_cuda_forget(*accounts[i]); /* its lock may be another thread's */
     ptn_account_destroy(*accounts[i]);
     *accounts[i] = NULL;
   }
@@ -93,6 +93,10 @@ static void close_engine(engine_object *self) {
     free_accounts(self);
     return;
   }
+  Py_BEGIN_ALLOW_THREADS
+  ptn_account_ask_no_more(self->account);
+  ptn_account_ask_no_more(self->device_account);
+  Py_END_ALLOW_THREADS
   ptn_python_enter((PyObject *)self);
   if (engine) self->retired = engine;
   ptn_python_leave((PyObject *)self);
@@ -102,11 +106,6 @@ static void engine_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   engine_object *self = (engine_object *)object;
   close_engine(self);
-  while (self->calls > 0 && self->forks == ptn_python_forks) { /* one for more memory, on the thread that drove it: a moment */
-    Py_BEGIN_ALLOW_THREADS
-    sched_yield();
-    Py_END_ALLOW_THREADS
-  }
   free_accounts(self); /* of an engine that could not be made */
   Py_XDECREF(self->guarded);
   Py_XDECREF(self->current_stream);
@@ -174,8 +173,8 @@ ptn_engine *ptn_python_drive(PyObject *object) {
 
 /* ---- construction ---- */
 
-static int read_chunks(PyObject *list, ptn_engine_chunk *chunks) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+static int read_chunks(PyObject *list, Py_ssize_t count, ptn_engine_chunk *chunks) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     unsigned long long bytes;
     int trained;
     if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&p", ptn_python_u64, &bytes, &trained)) return 0;
@@ -184,8 +183,8 @@ static int read_chunks(PyObject *list, ptn_engine_chunk *chunks) {
   return 1;
 }
 
-static int read_params(PyObject *list, ptn_engine_param *params) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+static int read_params(PyObject *list, Py_ssize_t count, ptn_engine_param *params) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     unsigned int chunk, group;
     unsigned long long offset, count;
     int trained;
@@ -240,7 +239,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *arguments, PyObject *k
   engine_object *self = NULL;
   if (!chunks || !params) {
     PyErr_NoMemory();
-  } else if (read_chunks(chunk_list, chunks) && read_params(param_list, params)) {
+  } else if (read_chunks(chunk_list, (Py_ssize_t)n_chunks, chunks) && read_params(param_list, (Py_ssize_t)n_params, params)) {
     self = PyObject_New(engine_object, type);
     if (self) {
       memset(&self->engine, 0, sizeof *self - offsetof(engine_object, engine));

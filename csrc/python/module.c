@@ -1,6 +1,7 @@
 /* protrain._core: the module. Multi-phase init, state per module, the main interpreter alone. */
 #include <pthread.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/bytes.h"
 #include "base/checksum.h"
@@ -184,9 +185,19 @@ static int check_interpreter(void) {
   return -1;
 }
 
+/* What the arena gives back to the kernel, in its own pages, would be rounded up to larger ones, over what others have. */
+static int check_pages(void) {
+  long page_bytes = sysconf(_SC_PAGESIZE);
+  if (page_bytes == (long)PTN_PAGE_BYTES) return 0;
+  PyErr_Format(PyExc_ImportError,
+               "protrain needs a kernel with pages of %zu bytes, and this one has pages of %ld: boot one with those",
+               PTN_PAGE_BYTES, page_bytes);
+  return -1;
+}
+
 static int exec_module(PyObject *module) {
   ptn_module_state *state = PyModule_GetState(module);
-  if (check_interpreter() < 0) return -1;
+  if (check_interpreter() < 0 || check_pages() < 0) return -1;
   ptn_torch_raise = raise_from_allocator;
   ptn_torch_use_square_roots();
   pthread_once(&watch_once, watch_forks);

@@ -5,8 +5,7 @@
 #include "python/binding.h"
 
 /* Reads (bytes, number of its block) of each parameter; to be freed with PyMem_Free. NULL with an exception. */
-static ptn_layout_param *read_params(PyObject *list) {
-  Py_ssize_t count = PyList_Size(list);
+static ptn_layout_param *read_params(PyObject *list, Py_ssize_t count) {
   ptn_layout_param *params = PyMem_Calloc((size_t)(count + 1), sizeof *params);
   if (!params) {
     PyErr_NoMemory();
@@ -30,7 +29,7 @@ PyObject *ptn_python_layout(PyObject *module, PyObject *arguments) {
   unsigned long long chunk_bytes;
   if (!PyArg_ParseTuple(arguments, "O!O&", &PyList_Type, &list, ptn_python_u64, &chunk_bytes)) return NULL;
   Py_ssize_t count = PyList_Size(list);
-  ptn_layout_param *params = read_params(list);
+  ptn_layout_param *params = read_params(list, count);
   if (!params) return NULL;
   PyObject *result = NULL;
   uint32_t n_chunks = 0;
@@ -51,10 +50,11 @@ PyObject *ptn_python_layout_size(PyObject *module, PyObject *arguments) {
   unsigned long long least_bytes, most_bytes;
   if (!PyArg_ParseTuple(arguments, "O!O&O&", &PyList_Type, &list, ptn_python_u64, &least_bytes, ptn_python_u64, &most_bytes))
     return NULL;
-  ptn_layout_param *params = read_params(list);
+  Py_ssize_t count = PyList_Size(list);
+  ptn_layout_param *params = read_params(list, count);
   if (!params) return NULL;
   uint64_t chunk_bytes = 0;
-  ptn_status status = ptn_layout_size(params, (size_t)PyList_Size(list), least_bytes, most_bytes, &chunk_bytes);
+  ptn_status status = ptn_layout_size(params, (size_t)count, least_bytes, most_bytes, &chunk_bytes);
   PyMem_Free(params);
   return status == PTN_OK ? PyLong_FromUnsignedLongLong(chunk_bytes) : ptn_python_raise();
 }
@@ -99,8 +99,9 @@ static int make_arrays(plan_arrays *arrays, size_t chunks, size_t phases, size_t
   return 0;
 }
 
-static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+/* These take as many as there was room made for: a number of the user's own class may run code that changes a list. */
+static int read_chunks(PyObject *list, Py_ssize_t count, ptn_plan_chunk *chunks) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     unsigned long long params, grads, states, less = 0, here = 0, away = 0;
     unsigned int phase;
     if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O&O&O&O&|O&O&O&", ptn_python_u64, &params, ptn_python_u64, &grads,
@@ -118,8 +119,8 @@ static int read_chunks(PyObject *list, ptn_plan_chunk *chunks) {
   return 1;
 }
 
-static int read_phases(PyObject *list, ptn_phase *phases) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+static int read_phases(PyObject *list, Py_ssize_t count, ptn_phase *phases) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     int block, backward;
     unsigned int own = 0;
     unsigned long long entry[3] = {0}, peak[3] = {0}, after[3] = {0}, working = 0, small = 0;
@@ -146,15 +147,15 @@ static int read_phases(PyObject *list, ptn_phase *phases) {
   return 1;
 }
 
-static int read_numbers(PyObject *list, uint32_t *numbers) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+static int read_numbers(PyObject *list, Py_ssize_t count, uint32_t *numbers) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     if (!ptn_python_u32(PyList_GetItem(list, i), &numbers[i])) return 0;
   }
   return 1;
 }
 
-static int read_modes(PyObject *list, ptn_mode *modes) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+static int read_modes(PyObject *list, Py_ssize_t count, ptn_mode *modes) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     unsigned int mode;
     if (!ptn_python_u32(PyList_GetItem(list, i), &mode)) return 0;
     modes[i] = (ptn_mode)mode;
@@ -179,7 +180,7 @@ static int read_profile(PyObject *tuple, size_t n_phases, ptn_phase_times *times
                  PyList_Size(lanes), n_phases, (int)PTN_N_LANES);
     return 0;
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(phases); i++) {
+  for (Py_ssize_t i = 0; i < (Py_ssize_t)n_phases; i++) {
     long long compute_ns, recompute_ns;
     if (!PyArg_ParseTuple(PyList_GetItem(phases, i), "LL", &compute_ns, &recompute_ns)) return 0;
     times[i] = (ptn_phase_times){.compute_ns = compute_ns, .recompute_ns = recompute_ns};
@@ -279,25 +280,28 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
+  Py_ssize_t n_chunks = PyList_Size(chunks), n_phases = PyList_Size(phases), n_accesses = PyList_Size(accesses);
   bool ordered = PyList_Size(access_phases) > 0;
-  if (ordered && PyList_Size(access_phases) != PyList_Size(accesses))
+  if (ordered && PyList_Size(access_phases) != n_accesses)
     return PyErr_Format(PyExc_ValueError, "access_phases must be empty or as long as accesses");
   plan_arrays arrays = {0};
   ptn_profile measured = {0};
   PyObject *result = NULL;
-  if (make_arrays(&arrays, (size_t)PyList_Size(chunks), (size_t)PyList_Size(phases), (size_t)PyList_Size(accesses), n_blocks) &&
-      read_chunks(chunks, arrays.chunks) && read_phases(phases, arrays.phases) && read_numbers(accesses, arrays.accesses) &&
-      read_numbers(access_phases, arrays.access_phases) && (modes == Py_None || read_modes(modes, arrays.given_modes)) &&
-      (profile == Py_None || read_profile(profile, (size_t)PyList_Size(phases), arrays.times, &measured))) {
+  if (make_arrays(&arrays, (size_t)n_chunks, (size_t)n_phases, (size_t)n_accesses, n_blocks) &&
+      read_chunks(chunks, n_chunks, arrays.chunks) && read_phases(phases, n_phases, arrays.phases) &&
+      read_numbers(accesses, n_accesses, arrays.accesses) &&
+      read_numbers(access_phases, ordered ? n_accesses : 0, arrays.access_phases) &&
+      (modes == Py_None || read_modes(modes, (Py_ssize_t)n_blocks, arrays.given_modes)) &&
+      (profile == Py_None || read_profile(profile, (size_t)n_phases, arrays.times, &measured))) {
     ptn_plan_request request = {.budget_bytes = budget,
                                 .fixed_bytes = fixed,
                                 .update_bytes = update,
-                                .n_chunks = (uint32_t)PyList_Size(chunks),
+                                .n_chunks = (uint32_t)n_chunks,
                                 .chunks = arrays.chunks,
                                 .n_blocks = n_blocks,
-                                .n_phases = (uint32_t)PyList_Size(phases),
+                                .n_phases = (uint32_t)n_phases,
                                 .phases = arrays.phases,
-                                .n_accesses = (uint32_t)PyList_Size(accesses),
+                                .n_accesses = (uint32_t)n_accesses,
                                 .accesses = arrays.accesses,
                                 .access_phases = ordered ? arrays.access_phases : NULL,
                                 .n_together = n_together,

@@ -81,7 +81,7 @@ static void drop_staging(ptn_engine *engine) {
 ptn_status ptn_engine_set_staging(ptn_engine *engine, uint64_t piece_bytes, uint32_t n_pieces) {
   engine_device *over = &engine->over;
   if (!over->device) return ptn_fail(PTN_INVALID, "staging for a device was asked for without one");
-  if (n_pieces > 0 && (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0))
+  if (n_pieces > 0 && (piece_bytes == 0 || piece_bytes % PTN_PAGE_BYTES != 0 || piece_bytes > UINT64_MAX / n_pieces))
     return ptn_fail(PTN_INVALID, "staging in pieces of %llu bytes: a positive multiple of %zu is wanted",
                     (unsigned long long)piece_bytes, PTN_PAGE_BYTES);
   PTN_TRY(ptn_homes_quiet(engine, "staging cannot change"));

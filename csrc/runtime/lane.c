@@ -35,6 +35,7 @@ static void take_slot(ptn_engine *engine, job *job) {
   } else {
     job->in_slot = false;
     slot->pins--;
+    ptn_broadcast(&engine->changed); /* a demand may wait for the slot */
   }
 }
 

@@ -132,12 +132,17 @@ static ptn_event *free_of(const slot *slot) { return slot->device.used ? slot->d
 
 /* ---- from the host ---- */
 
+/* Locked. An upload from the chunk's shadow is over: the host's lane may change it. */
+static void end_lift(ptn_engine *engine, uint32_t number) {
+  if (--engine->chunks[number].uploads == 0) ptn_signal(&engine->over.lane_work);
+}
+
 static void on_lifted(ptn_transfer *transfer) {
   lift *lift = (struct lift *)transfer;
   ptn_engine *engine = lift->slot->engine;
   note_upload(engine, lift->chunk, transfer);
   ptn_lock(&engine->mutex);
-  if (--engine->chunks[lift->chunk].uploads == 0) ptn_signal(&engine->over.lane_work);
+  end_lift(engine, lift->chunk);
   end_transfer(engine, lift->slot, lift->load, transfer, true);
   ptn_unlock(&engine->mutex);
   free(lift);
@@ -148,7 +153,7 @@ static void start_lift(ptn_engine *engine, slot *slot) {
   lift *lift = calloc(1, sizeof *lift);
   if (!lift) {
     ptn_fail(PTN_MEMORY, "no memory for a load of chunk %u", slot->chunk);
-    engine->chunks[slot->chunk].uploads--;
+    end_lift(engine, slot->chunk);
     fail_slot(slot, PTN_MEMORY, ptn_last_error());
     end_loading(engine, slot);
     return;

@@ -1,9 +1,11 @@
 /* The arena from many threads: blocks are freed by other threads than took them, a limit is never passed, processes fork. */
 /* sources: csrc/device/?*.c csrc/memory/?*.c */
 /* threads */
+#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/bytes.h"
@@ -59,7 +61,71 @@ static void fork_while_others_work(void) {
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
+typedef struct owner {
+  ptn_account *account;
+  _Atomic bool asked, gone;
+} owner;
+
+/* Slow, and the owner is there to the end of it. */
+static ptn_status press(void *context, uint64_t missing_bytes, bool must, bool *freed) {
+  owner *owner = context;
+  owner->asked = true;
+  nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  CHECK(!owner->gone && missing_bytes > 0 && must && !*freed);
+  return PTN_OK;
+}
+
+static void *ask(void *argument) {
+  owner *owner = argument;
+  void *block;
+  CHECK(ptn_arena_alloc(owner->account, 2 * PTN_PAGE_BYTES, &block) == PTN_BUDGET && !block);
+  return NULL;
+}
+
+static void whose_pressure_is_asked_is_there_until_it_was(void) {
+  owner owner = {.account = NULL};
+  CHECK_OK(ptn_account_create(&owner.account, PTN_PAGE_BYTES, press, &owner));
+  pthread_t thread;
+  CHECK_OK(ptn_thread_start(&thread, "ask", ask, &owner));
+  while (!owner.asked) sched_yield();
+  ptn_account_ask_no_more(owner.account);
+  owner.gone = true;
+  void *block;
+  CHECK(ptn_arena_alloc(owner.account, 2 * PTN_PAGE_BYTES, &block) == PTN_BUDGET); /* nobody is asked */
+  ptn_account_destroy(owner.account);
+  ptn_thread_join(thread);
+}
+
+/* The account is closed by whom it asks. */
+static ptn_status close_it(void *context, uint64_t missing_bytes, bool must, bool *freed) {
+  owner *owner = context;
+  (void)missing_bytes;
+  (void)must;
+  ptn_account_ask_no_more(owner->account);
+  ptn_account_destroy(owner->account);
+  ptn_account *other; /* not in the place of the one that is asking */
+  CHECK_OK(ptn_account_create(&other, PTN_PAGE_BYTES, NULL, NULL));
+  CHECK(other != owner->account);
+  ptn_account_destroy(other);
+  *freed = true;
+  return PTN_OK;
+}
+
+static void an_account_that_is_closed_while_it_is_asked(void) {
+  owner owner = {.account = NULL};
+  CHECK_OK(ptn_account_create(&owner.account, PTN_PAGE_BYTES, close_it, &owner));
+  void *block;
+  CHECK_OK(ptn_arena_alloc(owner.account, 2 * PTN_PAGE_BYTES, &block)); /* it is nobody's then */
+  ptn_arena_free(block);
+  ptn_account *again;
+  CHECK_OK(ptn_account_create(&again, 0, NULL, NULL));
+  CHECK(again == owner.account);
+  ptn_account_destroy(again);
+}
+
 int main(void) {
+  whose_pressure_is_asked_is_there_until_it_was();
+  an_account_that_is_closed_while_it_is_asked();
   CHECK_OK(ptn_account_create(&shared, PTN_MIB, NULL, NULL));
   pthread_t threads[thread_count];
   for (uintptr_t i = 0; i < thread_count; i++) CHECK_OK(ptn_thread_start(&threads[i], "work", work, (void *)(i + 1)));
