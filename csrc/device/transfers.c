@@ -41,7 +41,6 @@ struct ptn_transfers {
   uint64_t outstanding_count; /* submitted, and done has not returned */
   bool stop;
   event_pair *free_pairs;
-  ptn_transfers_stats stats;
 };
 
 /* ---- pairs of events ---- */
@@ -142,18 +141,12 @@ static void await(ptn_transfers *transfers, ptn_transfer *transfer) {
   transfer->start_ns = transfer->end_ns - taken_ns;
 }
 
-/* Gives the pair back and counts, while the transfer is still the lane's. */
+/* Gives the pair back, while the transfer is still the lane's. */
 static void settle(ptn_transfers *transfers, ptn_transfer *transfer) {
+  if (!transfer->own.events) return;
   ptn_lock(&transfers->mutex);
-  if (transfer->own.events) {
-    transfer->own.events->next = transfers->free_pairs;
-    transfers->free_pairs = transfer->own.events;
-  }
-  if (transfer->status == PTN_OK && transfer->bytes > 0) {
-    transfers->stats.moved_count++;
-    transfers->stats.moved_bytes += transfer->bytes;
-    transfers->stats.busy_ns += (uint64_t)(transfer->end_ns - transfer->start_ns);
-  }
+  transfer->own.events->next = transfers->free_pairs;
+  transfers->free_pairs = transfer->own.events;
   ptn_unlock(&transfers->mutex);
 }
 
@@ -175,12 +168,6 @@ static void *serve(void *argument) {
   }
   ptn_unlock(&transfers->mutex);
   return NULL;
-}
-
-void ptn_transfers_get_stats(ptn_transfers *transfers, ptn_transfers_stats *out) {
-  ptn_lock(&transfers->mutex);
-  *out = transfers->stats;
-  ptn_unlock(&transfers->mutex);
 }
 
 /* ---- the whole ---- */

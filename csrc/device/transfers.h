@@ -50,11 +50,6 @@ struct ptn_transfer {
   } own;
 };
 
-typedef struct ptn_transfers_stats {
-  uint64_t moved_bytes, moved_count; /* transfers that ended well */
-  uint64_t busy_ns; /* the sum of their times, by the device's clock */
-} ptn_transfers_stats;
-
 /* The device outlives the lane. name: of its thread, at most 15 characters. */
 ptn_status ptn_transfers_create(ptn_transfers **out, ptn_device *device, const char *name);
 /* Waits for what has been submitted and ends the thread. Not from within done. In a forked child it does nothing. */
@@ -62,6 +57,5 @@ void ptn_transfers_destroy(ptn_transfers *transfers);
 /* From any thread. PTN_OK: the transfer is ordered, and whoever follows `end` from now on comes after it. Anything else, which
  * done brings too: nothing may be built on `end`. done is called in either case, as the lane comes to it. */
 ptn_status ptn_transfers_submit(ptn_transfers *transfers, ptn_transfer *transfer);
-void ptn_transfers_get_stats(ptn_transfers *transfers, ptn_transfers_stats *out);
 
 #endif

@@ -232,12 +232,9 @@ ptn_status ptn_engine_flush(ptn_engine *engine);
 ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale);
 /* Waits for every update under way; the lane's error, if any. */
 ptn_status ptn_engine_wait(ptn_engine *engine);
-/* Updates one parameter of a chunk in memory, at once; not undone by drop. Not over a device, where the caller's kernels do it, on
- * ptn_engine_region and ptn_engine_state, and ptn_engine_make_step is told so. */
-ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t param, const void *grad, float grad_scale);
 typedef struct ptn_memory_update {
   uint32_t param;
-  const void *grad; /* NULL: the caller has updated it */
+  const void *grad; /* NULL: the caller has updated it, as always over a device, on ptn_engine_region and ptn_engine_state */
 } ptn_memory_update;
 /* Makes the step in one call, which nothing comes between: these parameters of chunks in memory are updated, and shadows turn into
  * homes; after a successful wait. Where it fails nothing was updated. One that the caller has updated, or of no elements, wherever

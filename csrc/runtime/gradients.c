@@ -343,14 +343,6 @@ static void run_in_memory(ptn_engine *engine, uint32_t number, const void *grad,
   param->steps += counts(engine, number);
 }
 
-ptn_status ptn_engine_update_in_memory(ptn_engine *engine, uint32_t number, const void *grad, float grad_scale) {
-  ptn_update update;
-  ptn_engine_yield(engine, false);
-  PTN_TRY(prepare_in_memory(engine, number, grad_scale, &update));
-  run_in_memory(engine, number, grad, &update);
-  return PTN_OK;
-}
-
 /* Not the caller's, and not of no elements. */
 static bool is_ours(const ptn_engine *engine, const ptn_memory_update *update) {
   return update->grad && engine->params[update->param].count > 0;

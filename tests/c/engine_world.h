@@ -470,11 +470,12 @@ static ptn_status make_step(world *w, float scale) {
     twin *t = &w->twins[i];
     uint32_t c = w->params[i].chunk;
     if (!t->has_sum || w->homes[c] != ON_DEVICE) continue;
+    ptn_memory_update ours = {.param = i, .grad = t->sum};
     if (w->ground == ON_NOTHING) {
-      PTN_TRY(ptn_engine_update_in_memory(w->engine, i, t->sum, scale));
+      updated[n_updated++] = ours;
       continue;
     }
-    CHECK(ptn_engine_update_in_memory(w->engine, i, t->sum, scale) == PTN_INVALID);
+    CHECK(ptn_engine_make_step(w->engine, &ours, 1, scale) == PTN_INVALID);
     kernel *kernel = new_kernel(w, c);
     PTN_TRY(ptn_update_prepare(&kernel->update, &w->hyper, t->steps + 1, scale));
     kernel->counts[0] = t->count;
