@@ -13,6 +13,7 @@
 
 #include "base/bytes.h"
 #include "base/threads.h"
+#include "device/pool.h"
 
 /* In flight at the store, as for the stash of ordinary memory (stash_io.c). */
 #define IN_FLIGHT_BYTES (24 * PTN_MIB)
@@ -33,7 +34,7 @@ struct ptn_device_record {
   ptn_status status; /* of the last read until somebody was told; of the copy down for ever */
   ptn_error error;
   ptn_device_record *before, *after; /* by put */
-  ptn_device_record *next_range;
+  ptn_pool_range range;
 };
 
 struct ptn_device_stash {
@@ -45,7 +46,8 @@ struct ptn_device_stash {
   bool closed, turned, closing_pool;
   char *pool;
   uint64_t pool_bytes;
-  ptn_device_record *first, *last, *first_range;
+  ptn_pool_ranges ranges;
+  ptn_device_record *first, *last;
   ptn_device_record *ahead; /* the next to be read ahead */
   bool advancing, advance_again, writing_some, write_again;
   uint64_t writing_bytes, reading_bytes; /* in flight */
@@ -100,27 +102,16 @@ static void come_back(ptn_device_stash *stash) {
 
 /* ---- ranges of the pool ---- */
 
-/* The first gap that is long enough. */
 static bool take_range(ptn_device_stash *stash, ptn_device_record *record) {
-  ptn_device_record **at = &stash->first_range;
-  char *begin = stash->pool;
-  while (*at && (uint64_t)((*at)->memory - begin) < record->bytes) {
-    begin = (*at)->memory + (*at)->bytes;
-    at = &(*at)->next_range;
-  }
-  if (!*at && stash->pool_bytes - (uint64_t)(begin - stash->pool) < record->bytes) return false;
-  record->memory = begin;
-  record->next_range = *at;
-  *at = record;
+  if (!ptn_pool_take(&stash->ranges, stash->pool_bytes, record->bytes, &record->range)) return false;
+  record->memory = stash->pool + record->range.offset;
   stash->stats.host_bytes += record->bytes;
   return true;
 }
 
 static void give_range(ptn_device_stash *stash, ptn_device_record *record) {
-  ptn_device_record **at = &stash->first_range;
   if (!record->memory) return;
-  while (*at != record) at = &(*at)->next_range;
-  *at = record->next_range;
+  ptn_pool_give(&stash->ranges, &record->range);
   record->memory = NULL;
   record->arrived = false;
   stash->stats.host_bytes -= record->bytes;
@@ -654,7 +645,7 @@ uint64_t ptn_device_stash_largest(ptn_device_stash *stash) {
 
 /* Every range is given up, its bytes on the disk; nothing is in flight. */
 static ptn_status empty_pool(ptn_device_stash *stash) {
-  while (stash->first_range || stash->busy_count > 0) {
+  while (stash->ranges || stash->busy_count > 0) {
     if (give_up_clean(stash, NULL)) continue;
     ptn_device_record *dirty = first_to_write(stash, NULL);
     if (dirty && may_write(stash, dirty)) PTN_TRY(start_write(stash, dirty));

@@ -6,6 +6,7 @@
 #include <fenv.h>
 
 #include "base/bytes.h"
+#include "device/pool.h"
 #include "device/transfers.h"
 #include "runtime/engine.h"
 
@@ -192,7 +193,7 @@ typedef struct engine_device {
   char reason[256]; /* why some host memory is not locked; "": all is */
   /* gradients on their way to an update */
   ptn_pinned pool;
-  struct offload *first_range; /* by offset */
+  ptn_pool_ranges ranges;
   /* loads from the disk */
   ptn_pinned staging;
   staged *pieces, *free_pieces;

@@ -23,36 +23,13 @@ typedef struct offload {
   job *job;    /* that waits for it */
   bool ended, direct;
   bool detached; /* nobody asks for it any more: freed at its end */
-  uint64_t offset, bytes; /* of its range */
-  struct offload *next;
+  ptn_pool_range range; /* of the pool; not where it is direct */
 } offload;
 
 const void *ptn_offload_data(const offload *offload) { return offload->transfer.to; }
 bool ptn_offload_is_direct(const offload *offload) { return offload->direct; }
 
 /* ---- the pool ---- */
-
-/* Locked. The first gap that is long enough; false when there is none. */
-static bool take_range(engine_device *over, offload *fresh, uint64_t bytes) {
-  offload **at = &over->first_range;
-  uint64_t begin = 0;
-  while (*at && (*at)->offset - begin < bytes) {
-    begin = (*at)->offset + (*at)->bytes;
-    at = &(*at)->next;
-  }
-  if (!*at && over->pool.bytes - begin < bytes) return false;
-  fresh->offset = begin;
-  fresh->bytes = bytes;
-  fresh->next = *at;
-  *at = fresh;
-  return true;
-}
-
-static void give_range(engine_device *over, offload *old) {
-  offload **at = &over->first_range;
-  while (*at != old) at = &(*at)->next;
-  *at = old->next;
-}
 
 /* Locked. Waits for jobs to give memory back; chunks that are not complete go to their lane where nothing else would. */
 static ptn_status wait_for_range(ptn_engine *engine, offload *fresh, uint64_t bytes) {
@@ -63,7 +40,7 @@ static ptn_status wait_for_range(ptn_engine *engine, offload *fresh, uint64_t by
                     (unsigned long long)bytes, (unsigned long long)over->pool.bytes);
   int64_t begin = 0;
   ptn_status status = PTN_OK;
-  while (status == PTN_OK && !take_range(over, fresh, bytes)) {
+  while (status == PTN_OK && !ptn_pool_take(&over->ranges, over->pool.bytes, bytes, &fresh->range)) {
     if (begin == 0) begin = ptn_now_ns();
     bool found = engine->n_jobs > (engine->ahead ? 1u : 0u) || over->n_jobs > 0;
     if (found) {
@@ -79,7 +56,7 @@ static ptn_status wait_for_range(ptn_engine *engine, offload *fresh, uint64_t by
 
 void ptn_offload_release(ptn_engine *engine, offload *offload) {
   if (!offload) return;
-  if (!offload->direct) give_range(&engine->over, offload);
+  if (!offload->direct) ptn_pool_give(&engine->over.ranges, &offload->range);
   if (offload->direct && !offload->ended) offload->detached = true;
   else free(offload);
 }
@@ -150,7 +127,7 @@ static ptn_status make(ptn_engine *engine, uint32_t number, offload **out) {
   ptn_lock(&engine->mutex);
   if (fresh->direct) wait_for_sum(engine, chunk);
   ptn_status status = fresh->direct ? PTN_OK : wait_for_range(engine, fresh, ptn_round_up(bytes, PTN_TENSOR_ALIGN_BYTES));
-  if (!fresh->direct && status == PTN_OK) fresh->transfer.to = (char *)engine->over.pool.memory + fresh->offset;
+  if (!fresh->direct && status == PTN_OK) fresh->transfer.to = (char *)engine->over.pool.memory + fresh->range.offset;
   ptn_unlock(&engine->mutex);
   if (status != PTN_OK) free(fresh);
   else *out = fresh;
