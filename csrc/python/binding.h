@@ -43,8 +43,10 @@ uint64_t *ptn_python_integers(PyObject *list, Py_ssize_t *count);
 
 /* The engine of an Engine; NULL with an exception set where it is none, closed, or of a parent process. The driver stays. */
 ptn_engine *ptn_python_engine(PyObject *object);
-ptn_engine *ptn_python_drive(
-    PyObject *object); /* the same for the driving thread: over a device its present stream is handed over */
+/* The same, over a device behind what torch has ordered on its present stream. */
+ptn_engine *ptn_python_behind_stream(PyObject *object);
+/* The same for the driving thread. */
+ptn_engine *ptn_python_drive(PyObject *object);
 /* Of an Engine that ptn_python_engine gave the engine of: */
 ptn_account *ptn_python_account(PyObject *object);      /* of what computes: its budget; borrowed */
 ptn_account *ptn_python_host_account(PyObject *object); /* over a device: of ordinary memory beside it; else NULL */
@@ -59,39 +61,6 @@ ptn_device *ptn_python_device(PyObject *object, int *number);
  * meanwhile, the engine is destroyed when the last of such calls is over. With the GIL, right after the engine was given. */
 void ptn_python_enter(PyObject *object);
 void ptn_python_leave(PyObject *object);
-
-/* Methods of Engine about memory and figures (engine_memory.c). */
-PyObject *ptn_python_stats(PyObject *object, PyObject *unused);
-PyObject *ptn_python_held(PyObject *object, PyObject *unused);
-PyObject *ptn_python_mark(PyObject *object, PyObject *unused);
-PyObject *ptn_python_mark_yielded(PyObject *object, PyObject *unused);
-PyObject *ptn_python_set_goal(PyObject *object, PyObject *number);
-PyObject *ptn_python_set_named(PyObject *object, PyObject *number);
-PyObject *ptn_python_set_growth(PyObject *object, PyObject *number);
-PyObject *ptn_python_set_headroom(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_stash_begin(PyObject *object, PyObject *unused);
-PyObject *ptn_python_stash_flush(PyObject *object, PyObject *unused);
-PyObject *ptn_python_stash_end(PyObject *object, PyObject *unused);
-PyObject *ptn_python_stash_go_on(PyObject *object, PyObject *unused);
-PyObject *ptn_python_stash_near(PyObject *object, PyObject *number);
-
-/* Methods of Engine over a device (engine_device.c). */
-PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_set_gradient_memory(PyObject *object, PyObject *number);
-PyObject *ptn_python_set_staging(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_set_stash_memory(PyObject *object, PyObject *number);
-PyObject *ptn_python_stash_check(PyObject *object, PyObject *unused);
-PyObject *ptn_python_unlocked_reason(PyObject *object, PyObject *unused);
-PyObject *ptn_python_base(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_state(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_put(PyObject *object, PyObject *arguments); /* device_record_type.c */
-
-/* Methods of Engine for updates that Python computes (engine_staging.c). */
-PyObject *ptn_python_stage(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_stage_rest(PyObject *object, PyObject *unused);
-PyObject *ptn_python_reserve(PyObject *object, PyObject *number);
-PyObject *ptn_python_release(PyObject *object, PyObject *arguments);
-PyObject *ptn_python_move(PyObject *object, PyObject *arguments);
 
 /* Functions of the module. */
 PyObject *ptn_python_update(PyObject *module, PyObject *arguments, PyObject *keywords);

@@ -1,6 +1,6 @@
 /* DeviceRecord: memory of a device that the stash has a copy of (runtime/device_stash.h), as a Python object. The memory itself is its
  * maker's, protrain/runtime/device_stash.py. It holds its Engine; in a forked process the stash's threads are gone, and it is left alone. */
-#include "python/binding.h"
+#include "python/engine_methods.h"
 #include "runtime/device_stash.h"
 
 typedef struct device_record_object {

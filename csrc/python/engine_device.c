@@ -1,6 +1,6 @@
 /* Engine's methods over a device: homes on the host, what gradients and loads pass through, and tensors over the device's memory.
  * What gives the memory of such a tensor back is a C function that needs neither Python nor the engine. */
-#include "python/binding.h"
+#include "python/engine_methods.h"
 #include "torch/tensor.h"
 
 PyObject *ptn_python_to_host(PyObject *object, PyObject *arguments) {

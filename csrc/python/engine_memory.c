@@ -1,5 +1,5 @@
 /* Engine's methods about memory: its account's goal, the stash around a forward, and all figures. */
-#include "python/binding.h"
+#include "python/engine_methods.h"
 #include "runtime/stash.h"
 
 /* ---- figures ---- */

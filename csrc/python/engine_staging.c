@@ -1,5 +1,5 @@
 /* Methods of Engine for updates that Python computes: staged values, and extents for state of any shape (runtime/staging.c). */
-#include "python/binding.h"
+#include "python/engine_methods.h"
 
 PyObject *ptn_python_stage(PyObject *object, PyObject *arguments) {
   ptn_engine *engine = ptn_python_engine(object);

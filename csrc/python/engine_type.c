@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "python/binding.h"
+#include "python/engine_methods.h"
 #include "torch/cuda_allocator.h"
 #include "torch/storage.h"
 
@@ -157,8 +157,7 @@ static bool hand_stream_over(const engine_object *self) {
   return false;
 }
 
-/* The engine, behind what torch has ordered on its present stream. */
-static ptn_engine *behind_stream(PyObject *object) {
+ptn_engine *ptn_python_behind_stream(PyObject *object) {
   const engine_object *self = (engine_object *)object;
   ptn_engine *engine = ptn_python_engine(object);
   if (!engine || !self->current_stream) return engine;
@@ -166,7 +165,7 @@ static ptn_engine *behind_stream(PyObject *object) {
 }
 
 ptn_engine *ptn_python_drive(PyObject *object) {
-  ptn_engine *engine = behind_stream(object);
+  ptn_engine *engine = ptn_python_behind_stream(object);
   if (engine) atomic_store_explicit(&((engine_object *)object)->driver, pthread_self(), memory_order_relaxed);
   return engine;
 }
@@ -278,126 +277,11 @@ static PyObject *engine_close(PyObject *object, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-/* ---- homes and slots ---- */
-
-#define ENGINE_OR_RETURN                         \
-  ptn_engine *engine = ptn_python_drive(object); \
-  if (!engine) return NULL
-/* Of what changes nothing: any thread may ask, and the one that drives the step stays it. */
-#define ENGINE_TO_ASK                             \
-  ptn_engine *engine = ptn_python_engine(object); \
-  if (!engine) return NULL
-
-static PyObject *engine_in_memory(PyObject *object, PyObject *arguments) {
-  ENGINE_TO_ASK;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  return PyBool_FromLong(ptn_engine_in_memory(engine, chunk));
-}
-
-static PyObject *engine_to_memory(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  int with_state;
-  if (!PyArg_ParseTuple(arguments, "O&p", ptn_python_u32, &chunk, &with_state) || !ptn_python_has_chunk(engine, chunk))
-    return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_to_memory(engine, chunk, with_state != 0));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_to_disk(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_to_disk(engine, chunk));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_set_slots(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  PyObject *of_chunk, *bytes;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &of_chunk, &PyList_Type, &bytes)) return NULL;
-  Py_ssize_t n_slots, n_chunks = PyList_Size(of_chunk);
-  uint64_t *slot_bytes = ptn_python_integers(bytes, &n_slots);
-  if (!slot_bytes) return NULL;
-  int32_t *slots = PyMem_Malloc((size_t)(n_chunks + 1) * sizeof *slots);
-  if (!slots) {
-    PyMem_Free(slot_bytes);
-    return PyErr_NoMemory();
-  }
-  for (Py_ssize_t i = 0; i < n_chunks; i++) {
-    long slot = PyLong_AsLong(PyList_GetItem(of_chunk, i));
-    slots[i] = slot > INT32_MAX ? INT32_MAX : slot < 0 ? -1 : (int32_t)slot; /* the largest is no slot either */
-  }
-  PyObject *result = NULL;
-  if (PyErr_Occurred()) {
-  } else if ((size_t)n_chunks != ptn_engine_chunks_count(engine)) {
-    PyErr_Format(PyExc_ValueError, "slots of %zd chunks: give one for each of %u, -1 where there is none", n_chunks,
-                 ptn_engine_chunks_count(engine));
-  } else {
-    ptn_status status;
-    PTN_IN_ENGINE(object, status = ptn_engine_set_slots(engine, slots, slot_bytes, (uint32_t)n_slots));
-    result = ptn_python_answer(status);
-  }
-  PyMem_Free(slots);
-  PyMem_Free(slot_bytes);
-  return result;
-}
-
-static PyObject *engine_drop_slots(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  PTN_IN_ENGINE(object, ptn_engine_drop_slots(engine));
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_own_slot(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_own_slot(engine, chunk));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_set_ring(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned long long piece_bytes;
-  unsigned int n_pieces;
-  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u64, &piece_bytes, ptn_python_u32, &n_pieces)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_set_ring(engine, piece_bytes, n_pieces));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_drop_ring(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  PTN_IN_ENGINE(object, ptn_engine_drop_ring(engine));
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_set_pending(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned long long bytes;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u64, &bytes)) return NULL;
-  ptn_engine_set_pending(engine, bytes);
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_region(PyObject *object, PyObject *arguments) {
-  ENGINE_TO_ASK;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_module_state *state = PyType_GetModuleState(Py_TYPE(object));
-  return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
-}
+/* ---- what the object itself has ---- */
 
 /* The parameters of a chunk lie in this storage of torch, or in none. */
 static PyObject *engine_guard(PyObject *object, PyObject *arguments) {
-  ENGINE_TO_ASK;
+  PTN_ENGINE_TO_ASK;
   unsigned int chunk;
   PyObject *storage;
   if (!PyArg_ParseTuple(arguments, "O&O", ptn_python_u32, &chunk, &storage) || !ptn_python_has_chunk(engine, chunk)) return NULL;
@@ -414,281 +298,8 @@ static PyObject *engine_guard(PyObject *object, PyObject *arguments) {
   return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* Of values that are read or written: who reads them, for a checkpoint beside a step, does not drive that. */
-static ptn_engine *engine_of_values(PyObject *object, int write) {
-  return write ? ptn_python_drive(object) : behind_stream(object);
-}
-
-static PyObject *engine_transfer(PyObject *object, PyObject *arguments) {
-  unsigned int param, array;
-  unsigned long long address;
-  int write;
-  if (!PyArg_ParseTuple(arguments, "O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &address, &write))
-    return NULL;
-  ptn_engine *engine = engine_of_values(object, write);
-  if (!engine || !ptn_python_has_param(engine, param)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_transfer(engine, param, array, (void *)(uintptr_t)address, write != 0));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_transfer_part(PyObject *object, PyObject *arguments) {
-  unsigned int param, array;
-  unsigned long long first, count, address;
-  int write;
-  if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&p", ptn_python_u32, &param, ptn_python_u32, &array, ptn_python_u64, &first,
-                        ptn_python_u64, &count, ptn_python_u64, &address, &write))
-    return NULL;
-  ptn_engine *engine = engine_of_values(object, write);
-  if (!engine || !ptn_python_has_param(engine, param)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object,
-                status = ptn_engine_transfer_part(engine, param, array, first, count, (void *)(uintptr_t)address, write != 0));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_begin_fill(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_begin_fill(engine, chunk));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_end_fill(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_end_fill(engine, chunk));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_steps(PyObject *object, PyObject *arguments) {
-  ENGINE_TO_ASK;
-  unsigned int param;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &param) || !ptn_python_has_param(engine, param)) return NULL;
-  return PyLong_FromUnsignedLongLong(ptn_engine_steps(engine, param));
-}
-
-static PyObject *engine_set_steps(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int param;
-  unsigned long long steps;
-  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &param, ptn_python_u64, &steps) ||
-      !ptn_python_has_param(engine, param))
-    return NULL;
-  ptn_engine_set_steps(engine, param, steps);
-  Py_RETURN_NONE;
-}
-
-/* ---- residency ---- */
-
-static PyObject *engine_set_order(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  PyObject *list;
-  if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &list)) return NULL;
-  Py_ssize_t count;
-  uint64_t *values = ptn_python_integers(list, &count);
-  if (!values) return NULL;
-  uint32_t *accesses = PyMem_Malloc((size_t)(count + 1) * sizeof *accesses);
-  for (Py_ssize_t i = 0; accesses && i < count; i++) accesses[i] = values[i] < UINT32_MAX ? (uint32_t)values[i] : UINT32_MAX;
-  PyObject *result = accesses ? ptn_python_answer(ptn_engine_set_order(engine, accesses, (uint32_t)count)) : PyErr_NoMemory();
-  PyMem_Free(accesses);
-  PyMem_Free(values);
-  return result;
-}
-
-static PyObject *engine_seek(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int moment;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &moment)) return NULL;
-  PTN_IN_ENGINE(object, ptn_engine_seek(engine, moment));
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_demand(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  bool conflict;
-  PTN_IN_ENGINE(object, status = ptn_engine_demand(engine, chunk, &conflict));
-  if (status != PTN_OK) return ptn_python_raise();
-  return PyBool_FromLong(!conflict);
-}
-
-static PyObject *engine_unuse(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_engine_unuse(engine, chunk);
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_unuse_all(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  ptn_engine_unuse_all(engine);
-  Py_RETURN_NONE;
-}
-
-/* ---- gradients and updates ---- */
-
-static PyObject *engine_set_hyper(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int group;
-  PyObject *tuple;
-  ptn_hyper hyper;
-  if (!PyArg_ParseTuple(arguments, "O&O!", ptn_python_u32, &group, &PyTuple_Type, &tuple) || !ptn_python_hyper(tuple, &hyper))
-    return NULL;
-  return ptn_python_answer(ptn_engine_set_hyper(engine, group, &hyper));
-}
-
-static PyObject *engine_gradient(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int param;
-  unsigned long long address;
-  PyObject *owner;
-  int use;
-  if (!PyArg_ParseTuple(arguments, "O&O&Oi", ptn_python_u32, &param, ptn_python_u64, &address, &owner, &use) ||
-      !ptn_python_has_param(engine, param))
-    return NULL;
-  if (use < PTN_GRADIENT_UPDATE || use > PTN_GRADIENT_SPILL_TOTAL)
-    return PyErr_Format(PyExc_ValueError, "use %d: that of a gradient is %d to %d", use, PTN_GRADIENT_UPDATE,
-                        PTN_GRADIENT_SPILL_TOTAL);
-  Py_INCREF(owner);
-  ptn_status status;
-  PTN_IN_ENGINE(object,
-                status = ptn_engine_gradient(engine, param, (const void *)(uintptr_t)address, owner, (ptn_gradient_use)use));
-  if (status != PTN_OK) Py_DECREF(owner);
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_spilled(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  unsigned int param;
-  unsigned long long address;
-  if (!PyArg_ParseTuple(arguments, "O&O&", ptn_python_u32, &param, ptn_python_u64, &address) ||
-      !ptn_python_has_param(engine, param))
-    return NULL;
-  ptn_status status;
-  bool found;
-  PTN_IN_ENGINE(object, status = ptn_engine_spilled(engine, param, (void *)(uintptr_t)address, &found));
-  if (status != PTN_OK) return ptn_python_raise();
-  return PyBool_FromLong(found);
-}
-
-static PyObject *engine_read_ahead(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  int on;
-  if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
-  ptn_engine_read_ahead(engine, on != 0);
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_yield_states(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  int on;
-  if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
-  ptn_engine_yield(engine, on != 0);
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_flush(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_flush(engine));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_update_spilled(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  double grad_scale;
-  if (!PyArg_ParseTuple(arguments, "d", &grad_scale)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_update_spilled(engine, (float)grad_scale));
-  return ptn_python_answer(status);
-}
-
-static PyObject *engine_wait(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_wait(engine));
-  return ptn_python_answer(status);
-}
-
-/* A list of (parameter, address of its gradient); false with an exception set where it is another thing. */
-static bool read_updates(const ptn_engine *engine, PyObject *list, ptn_memory_update *updates, Py_ssize_t count) {
-  for (Py_ssize_t i = 0; i < count; i++) {
-    unsigned long long address;
-    PyObject *pair = PyList_GetItem(list, i); /* borrowed */
-    if (!pair || !PyArg_ParseTuple(pair, "O&O&", ptn_python_u32, &updates[i].param, ptn_python_u64, &address)) return false;
-    if (!ptn_python_has_param(engine, updates[i].param)) return false;
-    updates[i].grad = (const void *)(uintptr_t)address;
-  }
-  return true;
-}
-
-/* A list of (function, its arguments, a dict of those by name). The functions are C's, so no handler of a signal, which Python runs
- * between two of its own instructions, comes between two of them. */
-static bool run_calls(PyObject *list) {
-  Py_ssize_t count = list ? PyList_Size(list) : 0;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *function, *arguments, *named, *call = PyList_GetItem(list, i); /* borrowed */
-    if (!call || !PyArg_ParseTuple(call, "OO!O!", &function, &PyTuple_Type, &arguments, &PyDict_Type, &named)) return false;
-    PyObject *made = PyObject_Call(function, arguments, named);
-    if (!made) return false;
-    Py_DECREF(made);
-  }
-  return true;
-}
-
-static PyObject *engine_make_step(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
-  PyObject *list, *calls = NULL;
-  double grad_scale;
-  if (!PyArg_ParseTuple(arguments, "O!d|O!", &PyList_Type, &list, &grad_scale, &PyList_Type, &calls)) return NULL;
-  Py_ssize_t count = PyList_Size(list);
-  ptn_memory_update *updates = PyMem_Malloc((size_t)(count + 1) * sizeof *updates);
-  if (!updates) return PyErr_NoMemory();
-  PyObject *result = NULL;
-  /* A call may close the engine. */
-  if (read_updates(engine, list, updates, count) && run_calls(calls) && (engine = ptn_python_engine(object))) {
-    ptn_status status;
-    PTN_IN_ENGINE(object, status = ptn_engine_make_step(engine, updates, (size_t)count, (float)grad_scale));
-    result = ptn_python_answer(status);
-  }
-  PyMem_Free(updates);
-  return result;
-}
-
-static PyObject *engine_commits(PyObject *object, PyObject *unused) {
-  ENGINE_TO_ASK;
-  (void)unused;
-  return PyLong_FromUnsignedLongLong(ptn_engine_commits_count(engine));
-}
-
-static PyObject *engine_drop(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
-  (void)unused;
-  PTN_IN_ENGINE(object, ptn_engine_drop(engine));
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_has_gradients(PyObject *object, PyObject *unused) {
-  ENGINE_TO_ASK;
-  (void)unused;
-  return PyBool_FromLong(ptn_engine_has_gradients(engine));
-}
-
-/* ---- memory and figures ---- */
-
 static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
-  ENGINE_OR_RETURN;
+  PTN_ENGINE_TO_DRIVE;
   (void)engine;
   int on;
   if (!PyArg_ParseTuple(arguments, "p", &on)) return NULL;
@@ -702,7 +313,7 @@ static PyObject *engine_use_account(PyObject *object, PyObject *arguments) {
 
 /* Over a device it has no effect: there tensors count where torch's own allocator is asked for them. */
 static PyObject *engine_leave_account(PyObject *object, PyObject *unused) {
-  ENGINE_OR_RETURN;
+  PTN_ENGINE_TO_DRIVE;
   (void)engine;
   (void)unused;
   ptn_arena_use_no_more(ptn_python_account(object));
@@ -710,7 +321,7 @@ static PyObject *engine_leave_account(PyObject *object, PyObject *unused) {
 }
 
 static PyObject *engine_charge(PyObject *object, PyObject *number) {
-  ENGINE_OR_RETURN;
+  PTN_ENGINE_TO_DRIVE;
   (void)engine;
   engine_object *self = (engine_object *)object;
   unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
@@ -728,7 +339,7 @@ static PyObject *engine_charge(PyObject *object, PyObject *number) {
 
 static PyMethodDef engine_methods[] = {
     {"close", engine_close, METH_NOARGS, NULL},
-    {"in_memory", engine_in_memory, METH_VARARGS, NULL},
+    {"in_memory", ptn_python_in_memory, METH_VARARGS, NULL},
     {"to_host", ptn_python_to_host, METH_VARARGS, NULL},
     {"set_gradient_memory", ptn_python_set_gradient_memory, METH_O, NULL},
     {"set_staging", ptn_python_set_staging, METH_VARARGS, NULL},
@@ -738,44 +349,44 @@ static PyMethodDef engine_methods[] = {
     {"unlocked_reason", ptn_python_unlocked_reason, METH_NOARGS, NULL},
     {"base", ptn_python_base, METH_VARARGS, NULL},
     {"state", ptn_python_state, METH_VARARGS, NULL},
-    {"to_memory", engine_to_memory, METH_VARARGS, NULL},
-    {"to_disk", engine_to_disk, METH_VARARGS, NULL},
-    {"set_slots", engine_set_slots, METH_VARARGS, NULL},
-    {"drop_slots", engine_drop_slots, METH_NOARGS, NULL},
-    {"own_slot", engine_own_slot, METH_VARARGS, NULL},
-    {"set_ring", engine_set_ring, METH_VARARGS, NULL},
-    {"drop_ring", engine_drop_ring, METH_NOARGS, NULL},
-    {"set_pending", engine_set_pending, METH_VARARGS, NULL},
-    {"region", engine_region, METH_VARARGS, NULL},
+    {"to_memory", ptn_python_to_memory, METH_VARARGS, NULL},
+    {"to_disk", ptn_python_to_disk, METH_VARARGS, NULL},
+    {"set_slots", ptn_python_set_slots, METH_VARARGS, NULL},
+    {"drop_slots", ptn_python_drop_slots, METH_NOARGS, NULL},
+    {"own_slot", ptn_python_own_slot, METH_VARARGS, NULL},
+    {"set_ring", ptn_python_set_ring, METH_VARARGS, NULL},
+    {"drop_ring", ptn_python_drop_ring, METH_NOARGS, NULL},
+    {"set_pending", ptn_python_set_pending, METH_VARARGS, NULL},
+    {"region", ptn_python_region_of, METH_VARARGS, NULL},
     {"guard", engine_guard, METH_VARARGS, NULL},
-    {"transfer", engine_transfer, METH_VARARGS, NULL},
-    {"transfer_part", engine_transfer_part, METH_VARARGS, NULL},
-    {"begin_fill", engine_begin_fill, METH_VARARGS, NULL},
-    {"end_fill", engine_end_fill, METH_VARARGS, NULL},
-    {"steps", engine_steps, METH_VARARGS, NULL},
-    {"set_steps", engine_set_steps, METH_VARARGS, NULL},
-    {"set_order", engine_set_order, METH_VARARGS, NULL},
-    {"seek", engine_seek, METH_VARARGS, NULL},
-    {"demand", engine_demand, METH_VARARGS, NULL},
-    {"unuse", engine_unuse, METH_VARARGS, NULL},
-    {"unuse_all", engine_unuse_all, METH_NOARGS, NULL},
-    {"set_hyper", engine_set_hyper, METH_VARARGS, NULL},
-    {"gradient", engine_gradient, METH_VARARGS, NULL},
-    {"spilled", engine_spilled, METH_VARARGS, NULL},
-    {"read_ahead", engine_read_ahead, METH_VARARGS, NULL},
-    {"yield_states", engine_yield_states, METH_VARARGS, NULL},
-    {"flush", engine_flush, METH_NOARGS, NULL},
-    {"update_spilled", engine_update_spilled, METH_VARARGS, NULL},
-    {"wait", engine_wait, METH_NOARGS, NULL},
-    {"make_step", engine_make_step, METH_VARARGS, NULL},
-    {"commits", engine_commits, METH_NOARGS, NULL},
+    {"transfer", ptn_python_transfer, METH_VARARGS, NULL},
+    {"transfer_part", ptn_python_transfer_part, METH_VARARGS, NULL},
+    {"begin_fill", ptn_python_begin_fill, METH_VARARGS, NULL},
+    {"end_fill", ptn_python_end_fill, METH_VARARGS, NULL},
+    {"steps", ptn_python_steps, METH_VARARGS, NULL},
+    {"set_steps", ptn_python_set_steps, METH_VARARGS, NULL},
+    {"set_order", ptn_python_set_order, METH_VARARGS, NULL},
+    {"seek", ptn_python_seek, METH_VARARGS, NULL},
+    {"demand", ptn_python_demand, METH_VARARGS, NULL},
+    {"unuse", ptn_python_unuse, METH_VARARGS, NULL},
+    {"unuse_all", ptn_python_unuse_all, METH_NOARGS, NULL},
+    {"set_hyper", ptn_python_set_hyper, METH_VARARGS, NULL},
+    {"gradient", ptn_python_gradient, METH_VARARGS, NULL},
+    {"spilled", ptn_python_spilled, METH_VARARGS, NULL},
+    {"read_ahead", ptn_python_read_ahead, METH_VARARGS, NULL},
+    {"yield_states", ptn_python_yield_states, METH_VARARGS, NULL},
+    {"flush", ptn_python_flush, METH_NOARGS, NULL},
+    {"update_spilled", ptn_python_update_spilled, METH_VARARGS, NULL},
+    {"wait", ptn_python_wait, METH_NOARGS, NULL},
+    {"make_step", ptn_python_make_step, METH_VARARGS, NULL},
+    {"commits", ptn_python_commits, METH_NOARGS, NULL},
     {"stage", ptn_python_stage, METH_VARARGS, NULL},
     {"stage_rest", ptn_python_stage_rest, METH_NOARGS, NULL},
     {"reserve", ptn_python_reserve, METH_O, NULL},
     {"release", ptn_python_release, METH_VARARGS, NULL},
     {"move", ptn_python_move, METH_VARARGS, NULL},
-    {"drop", engine_drop, METH_NOARGS, NULL},
-    {"has_gradients", engine_has_gradients, METH_NOARGS, NULL},
+    {"drop", ptn_python_drop, METH_NOARGS, NULL},
+    {"has_gradients", ptn_python_has_gradients, METH_NOARGS, NULL},
     {"charge", engine_charge, METH_O, NULL},
     {"use_account", engine_use_account, METH_VARARGS, NULL},
     {"leave_account", engine_leave_account, METH_NOARGS, NULL},
