@@ -14,6 +14,7 @@ import json
 import math
 import numbers
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from . import _core
 from .api import session_of
 from .base.counting import uncounted
 from .base.reading import open_file, parse, shown
-from .base.replacing import CHECKPOINT, clear_leftovers, replaced
+from .base.replacing import CHECKPOINT, FILES, clear_leftovers, replaced
 from .base.sizes import check_folder
 from .errors import DiskError, PlanError, StepError
 from .model.precision import has_master, saved_config
@@ -60,7 +61,7 @@ def _states(session: Session) -> Iterator[tuple[int, int, str]]:
 
 def _plain(value: Any) -> Any:
     """A group's value as JSON has it."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
@@ -73,7 +74,18 @@ def _as_ours(value: Any, ours: Any) -> Any:
         return torch.full_like(ours, value)
     if isinstance(ours, numbers.Real) and not isinstance(ours, int | float):  # of NumPy, with which torch rounds otherwise
         return type(ours)(value)  # type: ignore[call-arg]
+    if isinstance(value, list) and isinstance(ours, tuple | list) and len(value) == len(ours):
+        return type(ours)(map(_as_ours, value, ours)) if type(ours) in (tuple, list) else tuple(map(_as_ours, value, ours))
     return tuple(value) if isinstance(value, list) and not isinstance(ours, list) else value
+
+
+def _check_whole(value: Any) -> None:
+    """Raises ValueError where it has a whole number that `load` would not take."""
+    if isinstance(value, list):
+        for item in value:
+            _check_whole(item)
+    elif type(value) is int and not _is_number(value):
+        raise ValueError
 
 
 def _plain_groups(session: Session) -> list[dict[str, Any]]:
@@ -90,6 +102,7 @@ def _plain_groups(session: Session) -> list[dict[str, Any]]:
                 if key != "params":
                     found[-1][key] = _plain(group[key])
                     json.dumps(found[-1][key])
+                    _check_whole(found[-1][key])
             except (TypeError, ValueError, RuntimeError):
                 raise PlanError(
                     f"optimizer: {shown(key)} of group {number} is a {type(group[key]).__name__} that cannot be saved: take it "
@@ -167,10 +180,11 @@ def _save(
                 about["optimizer_state"] = own[0]
             if extra_values:
                 about["extra_state"] = extra_values
-            about[SUM] = _sum_of(json.loads(json.dumps(about)))
-            (fresh / CHECKPOINT).write_text(json.dumps(about, indent=1) + "\n")
             if extra is not None:
                 extra(fresh)
+            about[FILES] = sorted(os.listdir(fresh))  # which are not others' when the next one comes
+            about[SUM] = _sum_of(json.loads(json.dumps(about)))
+            (fresh / CHECKPOINT).write_text(json.dumps(about, indent=1) + "\n")
             if session.engine.commits() != commits:
                 raise StepError("save: a step was made while the checkpoint was being written; nothing was saved")
     except OSError as error:
@@ -193,10 +207,10 @@ def _read_about(folder: str) -> dict[str, Any]:
     if not folder:
         raise DiskError("the folder to read has no name: give the path of a folder", errno=errno.ENOENT, filename=folder)
     path = os.path.join(folder, CHECKPOINT)
-    if not os.path.isfile(path):
-        raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=errno.ENOENT, filename=path)
     size_bytes = 0
     try:
+        if not has_checkpoint(folder):
+            raise DiskError(f"{folder} holds no checkpoint: {path} is missing", errno=errno.ENOENT, filename=path)
         with open_file(path) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             about = parse(file.read())
@@ -220,6 +234,18 @@ def _read_about(folder: str) -> dict[str, Any]:
     except ValueError as error:
         raise PlanError(f"{path} is no checkpoint of this version: {error}") from error
     return about
+
+
+def has_checkpoint(folder: str) -> bool:
+    """Whether there is one in a folder.
+
+    Raises:
+        OSError: nobody may look.
+    """
+    try:
+        return stat.S_ISREG(os.stat(os.path.join(folder, CHECKPOINT)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def saved_steps(folder: str | os.PathLike[str]) -> int:

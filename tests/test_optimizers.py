@@ -40,6 +40,47 @@ class Counting(torch.optim.AdamW):
         return super().step(closure)
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_is_decoupled_where_the_group_says_so(decoupled: bool) -> None:
+    """AdamW's step is Adam's, and asks the group, which may change."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": list(model.parameters()), "decoupled_weight_decay": decoupled}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.3)
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        losses = steps(inputs(2))(model, optimizer, False)
+        optimizer.param_groups[0]["decoupled_weight_decay"] = not decoupled
+        return [*losses, *steps(inputs(2, seed=5))(model, optimizer, False)]
+
+    both(Chain, loop, make)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("method", ["step", "zero_grad"])
+def test_methods_that_were_replaced_are_refused(kind: Any, method: str) -> None:
+    """Nobody would call them. What a scheduler puts there only counts."""
+    model = Chain()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    setattr(optimizer, method, lambda *args: None)
+    with pytest.raises(protrain.PlanError, match=f"optimizer: its {method} was replaced on the object"):
+        protrain.wrap(model, optimizer, memory=AMPLE)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, _ = protrain.wrap(model, optimizer, memory=AMPLE)
+    protrain.unwrap(model)
+    del scheduler
+
+
+def test_who_cannot_be_tried_without_data_names_a_budget_that_works() -> None:
+    """Its step runs on stand-ins in memory, of which this budget may have too little; the plan is what is refused."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
+    optimizer = torch.optim.Adagrad(model.parameters(), fused=True)
+    with pytest.raises(protrain.BudgetError, match="the smallest budget that works") as caught:
+        protrain.plan(model, torch.randn(4, 300), memory=1, optimizer=optimizer)
+    protrain.plan(model, torch.randn(4, 300), memory=caught.value.smallest_bytes, optimizer=optimizer)
+
+
 class Layered(torch.optim.Optimizer):
     """State of every form: nested, shared, strided, of other types, replaced and made later; values by p.data."""
 

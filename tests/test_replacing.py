@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from twins import MIB, adamw
 
 import protrain
 from protrain.base import replacing
@@ -343,6 +345,69 @@ def test_what_others_put_into_a_checkpoint_stays(tmp_path: Path, way: str) -> No
     assert (folder / "latest").readlink() == Path("nowhere")
     assert (folder / "model.safetensors").read_text() == "third"
     assert names(tmp_path) == ["run"]
+
+
+def test_a_tokenizer_that_others_put_into_a_checkpoint_stays(fresh_disk: Path) -> None:
+    """Though its files have names of a model's: the checkpoint says which are its own."""
+    folder = fresh_disk / "run"
+    model = nn.Linear(8, 8)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=8 * MIB)
+    theirs = ("adapter_config.json", "config.json", "mine.safetensors", "spiece.model", "tokenizer.json", "vocab.txt")
+
+    def extra(fresh: Path) -> None:
+        (fresh / "merges.txt").write_text("with the first")
+
+    protrain.save(model, optimizer, folder, extra=extra)
+    for name in theirs:
+        (folder / name).write_text("theirs")
+    protrain.save(model, optimizer, folder)
+    protrain.save(model, optimizer, folder)
+    assert names(folder) == sorted([*theirs, "model.safetensors", "optimizer.safetensors", "protrain.json"])
+    assert all((folder / name).read_text() == "theirs" for name in theirs)
+    protrain.load(model, optimizer, folder)
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o2770, 0o755])
+def test_rights_of_what_is_replaced_stay(mode: int, tmp_path: Path, way: str) -> None:
+    folder, file = tmp_path / "run", tmp_path / "page"
+    folder.mkdir()
+    folder.chmod(mode)
+    file.touch()
+    file.chmod(mode & 0o666)
+    for _ in range(2):
+        write(folder, "new")
+        with replaced_file(file) as fresh:
+            Path(fresh).write_text("new")
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+    assert stat.S_IMODE(file.stat().st_mode) == mode & 0o666
+
+
+def test_a_write_protected_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    write(folder, "first")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for another user than root
+    with pytest.raises(protrain.DiskError, match=r"write-protected; give yourself the right .* or name another folder") as caught:
+        write(folder, "second")
+    assert caught.value.errno == errno.EACCES
+    assert names(tmp_path) == ["run"]
+
+
+def test_an_interrupt_while_the_old_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes all the same."""
+    folder, remove, interrupts = tmp_path / "run", replacing._remove, [KeyboardInterrupt]
+    write(folder, "first")
+
+    def interrupted(path: Path) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        remove(path)
+
+    monkeypatch.setattr(replacing, "_remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, "second")
+    assert names(tmp_path) == ["run"]
+    assert not replacing.litter
 
 
 def test_what_cannot_be_kept_beside_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,44 @@ def test_state_with_more_arrays_than_the_model_was_wrapped_with_is_refused(preci
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "lacking"),
+    [
+        (torch.optim.AdamW, {"fused": True}, "fused"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize"),
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad"),
+        (torch.optim.Adam, {"decoupled_weight_decay": True, "weight_decay": 0.3}, "decoupled_weight_decay"),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "nesterov"),
+        (torch.optim.SGD, {"maximize": True}, "maximize"),
+    ],
+    ids=repr,
+)
+def test_options_that_a_loaded_dict_lacks(kind: Any, options: dict[str, Any], lacking: str) -> None:
+    """As of an older torch's file: the class says what they are then, not the group that was there."""
+
+    def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
+        losses = steps(inputs(2))(model, optimizer, False)
+        state = optimizer.state_dict()
+        for group in state["param_groups"]:
+            del group[lacking]
+        optimizer.load_state_dict(state)
+        names = [sorted(group) for group in optimizer.param_groups]
+        return [*losses, *steps(inputs(2, seed=5))(model, optimizer, False), names, optimizer.param_groups[0][lacking]]
+
+    both(Chain, loop, lambda model: kind(model.parameters(), lr=1e-3, **options))
+
+
+def test_a_loaded_dict_without_a_rate_is_refused() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match="group 0 of the given one has no lr"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    protrain.unwrap(model)
+
+
 def test_state_that_comes_in_the_middle_of_a_step_is_refused_and_changes_nothing() -> None:
     model: Any = Chain()
     model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)

@@ -16,10 +16,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +37,10 @@ _OF_MODELS = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
 )
 
-#: The file by which a folder is a checkpoint, with all that is neither a weight nor an array of state.
+#: The file by which a folder is a checkpoint, with all that is neither a weight nor an array of state; and the key under which it
+#: has the names of the others that were written with it.
 CHECKPOINT = "protrain.json"
+FILES = "files"
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -45,7 +49,7 @@ _AT_FDCWD = -100
 @contextmanager
 def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to write into, which takes the target's place when the body ends well and vanishes when it does not. What
-    others put into a checkpoint's folder, such as a log, is in the new one too.
+    others put into a checkpoint's folder, such as a log or a tokenizer, is in the new one too, and its rights are the old one's.
 
     Raises:
         DiskError: the folder cannot be made, or what has its name is not to be replaced: see `check_target`; or what others put
@@ -60,6 +64,7 @@ def replaced(folder: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         clear_leftovers(target)
         with _locked_name(target, _new_folder) as fresh:
+            _take_rights(target, fresh)
             yield fresh
             _sync_all(fresh)
             check_target(folder)  # somebody may have made it in the meantime
@@ -77,8 +82,8 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     nothing but the files of a model.
 
     Raises:
-        DiskError: it is a file, a folder with files of others, a mount point, the current folder or one above it, or no name at
-            all.
+        DiskError: it is a file, a folder with files of others or without the right to write there, a mount point, the current
+            folder or one above it, or no name at all.
     """
     name = os.fspath(folder)
     if not name:
@@ -114,6 +119,12 @@ def check_target(folder: str | os.PathLike[str]) -> None:
             found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DiskError(f"{name} cannot be listed: {error.strerror}", errno=error.errno or 0, filename=name) from None
+    if not os.access(target, os.W_OK | os.X_OK):
+        raise DiskError(
+            f"{name} is write-protected; give yourself the right to write there (chmod u+w), or name another folder",
+            errno=errno.EACCES,
+            filename=name,
+        )
     if any(entry.name == CHECKPOINT for entry in found):
         return
     others = [entry.name for entry in found if _is_others(entry)]
@@ -165,6 +176,7 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[str]:
     target = Path(os.path.realpath(path))
     clear_leftovers(target)
     with _locked_name(target, _new_file) as fresh:
+        _take_rights(target, fresh)
         yield str(fresh)
         _sync(fresh)
         os.replace(fresh, target)
@@ -212,6 +224,18 @@ def _new_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def _take_rights(target: Path, fresh: Path) -> None:
+    """Who may read what is about to be written is who may read what is there; its group is the same, where we may give it that.
+    We may write it."""
+    try:
+        there = target.stat()
+    except FileNotFoundError:
+        return
+    with contextlib.suppress(OSError):
+        os.chown(fresh, -1, there.st_gid)
+    fresh.chmod(stat.S_IMODE(there.st_mode) | stat.S_IWUSR)
+
+
 @contextmanager
 def _locked_name(target: Path, make: Callable[[Path], int]) -> Iterator[Path]:
     """A new file or folder beside the target, locked inside, gone after."""
@@ -231,8 +255,12 @@ def _locked_name(target: Path, make: Callable[[Path], int]) -> Iterator[Path]:
         finally:
             for handle in handles:
                 os.close(handle)
-            _remove(fresh)
-            litter.discard(str(fresh))
+            try:
+                _remove(fresh)
+            finally:
+                if os.path.lexists(fresh):  # an interrupt came meanwhile
+                    _remove(fresh)
+                litter.discard(str(fresh))
 
 
 def _is(path: Path, handle: int) -> bool:
@@ -282,7 +310,12 @@ def _keep_others(target: Path, fresh: Path) -> None:
     if not target.exists():
         return
     with os.scandir(target) as entries:
-        others = [entry for entry in entries if _is_others(entry) and not os.path.lexists(fresh / entry.name)]
+        ours = _written(target)
+        others = [
+            entry
+            for entry in entries
+            if (_is_others(entry) if ours is None else entry.name not in ours) and not os.path.lexists(fresh / entry.name)
+        ]
     for entry in others:
         try:
             if entry.is_dir(follow_symlinks=False):
@@ -298,6 +331,16 @@ def _keep_others(target: Path, fresh: Path) -> None:
             ) from error
     if others:
         _sync(fresh)
+
+
+def _written(target: Path) -> set[str] | None:
+    """The names of what was written with a checkpoint; None: it does not say, or is none."""
+    try:
+        names = json.loads((target / CHECKPOINT).read_bytes())[FILES]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return {CHECKPOINT, *names} if known else None
 
 
 def _link(source: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:

@@ -242,6 +242,8 @@ def _open_streams() -> None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+    if getattr(sys.stdout, "write_through", False):  # by PYTHONUNBUFFERED: what a full disk does not take would be forgotten
+        sys.stdout = os.fdopen(sys.stdout.fileno(), "w", buffering=1, encoding=sys.stdout.encoding, closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import protrain.base.firstcall  # noqa: F401 - importing it is its use
-from protrain.cli.words import CommandError
+from protrain.cli.words import CommandError, size_text
 
 #: Of a config, under transformers' common names: a sequence has a token and one to foretell.
 _LEAST_SIZES = {
@@ -98,6 +98,18 @@ def longest_sequence(config: Any) -> int | None:
     """The longest sequence a model takes, in tokens; None where it sets no limit."""
     value = getattr(config, "max_position_embeddings", None)
     return value if isinstance(value, int) and value > 0 else None
+
+
+def check_tokens(batch: int, seq: int, options: str) -> None:
+    """Raises CommandError where the tokens of a batch alone are more than is free here. options: that say how many they are."""
+    from protrain.base.sizes import default_memory_bytes
+
+    free_bytes, size_bytes = default_memory_bytes(), batch * seq * 8
+    if size_bytes > free_bytes:
+        raise CommandError(
+            f"{options}: the tokens alone take {size_text(size_bytes)}, and {size_text(free_bytes)} are free here; give less of "
+            "them"
+        )
 
 
 def check_sequence(config: Any, seq: int) -> None:

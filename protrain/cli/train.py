@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protrain.base.replacing import CHECKPOINT, clear_leftovers
+from protrain.base.replacing import clear_leftovers
 from protrain.base.sizes import default_disk_folder
 from protrain.cli import notes
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
@@ -78,13 +78,17 @@ def prepare(words: Words) -> Setup:
         clear_leftovers(words.resume)
     if words.resume is not None and not os.path.isdir(words.resume):
         raise CommandError(f"--resume {words.resume!r}: no such folder; give the --out folder of a training with --save-every")
-    if words.resume is not None and not os.path.isfile(os.path.join(words.resume, CHECKPOINT)):
-        raise CommandError(
-            f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every"
-        )
     if words.resume is not None:
-        from protrain.checkpoint import saved_steps
+        from protrain.checkpoint import has_checkpoint, saved_steps
 
+        try:
+            found = has_checkpoint(words.resume)
+        except OSError as error:
+            raise CommandError(f"--resume {words.resume!r} cannot be read: {error.strerror}") from None
+        if not found:
+            raise CommandError(
+                f"--resume {words.resume!r} holds no checkpoint; give the --out folder of a training with --save-every"
+            )
         if (done := saved_steps(words.resume)) >= words.steps:
             raise CommandError(f"--resume {words.resume!r} was saved after step {done}; give more than --steps {words.steps}")
     if words.save_every is not None and words.out is None:
@@ -332,14 +336,9 @@ def any_tokens(words: Words, seq: int) -> Any:
     """A batch to plan for. Shape (words.batch, seq). Raises CommandError where its tokens alone are more than is free here."""
     import torch
 
-    from protrain.base.sizes import default_memory_bytes
+    from protrain.cli.model import check_tokens
 
-    free_bytes, size_bytes = default_memory_bytes(), words.batch * seq * torch.long.itemsize
-    if size_bytes > free_bytes:
-        raise CommandError(
-            f"{step_options(words, seq)}: the tokens alone take {size_text(size_bytes)}, and {size_text(free_bytes)} are free "
-            f"here; give less of them"
-        )
+    check_tokens(words.batch, seq, step_options(words, seq))
     return torch.zeros((words.batch, seq), dtype=torch.long)
 
 

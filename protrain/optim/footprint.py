@@ -14,7 +14,7 @@ import random
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _core
 from ..base.counting import counted_alone
+from ..base.sizes import measuring_bytes
 from ..dryrun.workspace import workspace_bytes
-from ..errors import Error, PlanError
+from ..errors import BudgetError, Error, PlanError
 from ..model.strides import dense_like, dense_strides
 from .parking import clone, is_large, map_tensors, plain_items, same, tensors_of
 
@@ -531,7 +532,9 @@ def _measured(
     except Exception:  # it looks at values, or has a kernel of its own
         pass
     try:
-        with counted_alone(folder, budget_bytes):
+        with suppress(BudgetError), counted_alone(folder, budget_bytes):
+            return _measure(optimizer, group, p, "cpu")
+        with counted_alone(folder, measuring_bytes(budget_bytes)):  # the plan is what is refused, with the smallest that works
             return _measure(optimizer, group, p, "cpu")
     except Error:  # which says nothing of the optimizer
         raise

@@ -53,12 +53,19 @@ def kind_of(optimizer: Any) -> type[torch.optim.Optimizer]:
 
     Raises:
         TypeError: it is no torch optimizer.
-        PlanError: it is wrapped, or its step needs the whole model at once.
+        PlanError: it is wrapped, its methods were replaced, or its step needs the whole model at once.
     """
     if isinstance(optimizer, Optimizer):
         raise PlanError("optimizer is one that wrap returned; make a torch optimizer over the model's parameters again")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {given_as(optimizer)}; give a torch.optim optimizer over the model's parameters")
+    for name in ("step", "zero_grad"):
+        replaced = vars(optimizer).get(name)
+        if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False):  # a scheduler's, that only counts
+            raise PlanError(
+                f"optimizer: its {name} was replaced on the object, and protrain, whose own optimizer makes the steps, would not "
+                f"call what stands there: replace {name} on the optimizer that wrap returns, or give its class another one"
+            )
     if not has_kernel(optimizer):
         check_class(optimizer)
     return type(optimizer)
@@ -100,7 +107,7 @@ def hyper_of(kind: type[torch.optim.Optimizer], group: Group) -> Hyper:
     if kind is torch.optim.SGD:
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
         return Hyper(SGD, lr, decay, maximize, 0.0, 0.0, 0.0, False, momentum, dampening, bool(group["nesterov"]), *rounding)
-    code = ADAMW if kind is torch.optim.AdamW or group.get("decoupled_weight_decay") else ADAM
+    code = ADAMW if group.get("decoupled_weight_decay", kind is torch.optim.AdamW) else ADAM
     beta1, beta2 = (float(beta) for beta in group["betas"])
     eps, amsgrad = float(group["eps"]), bool(group["amsgrad"])
     return Hyper(code, lr, decay, maximize, beta1, beta2, eps, amsgrad, 0.0, 0.0, False, *rounding)
@@ -129,6 +136,28 @@ def _check_type(option: str, value: Any, known: tuple[str, ...]) -> None:
     name = _type_name(value)
     if "float" in name and name not in known:
         raise PlanError(f"optimizer: {option} is of {name}, with which torch's loop rounds otherwise; give it as a float")
+
+
+def loaded_groups(kind: type[torch.optim.Optimizer], groups: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
+    """The options that groups have once a state dict with `saved` was loaded, as by torch's own load_state_dict: those of the
+    dict alone, and for what it lacks what the class puts there (`__setstate__`), as in files of an older torch.
+
+    Raises:
+        ValueError: one is missing that the step needs.
+    """
+    stand_in = kind.__new__(kind)
+    given = [{**group, "params": []} for group in saved]
+    stand_in.__setstate__({"state": {}, "param_groups": given, "defaults": {}})
+    for number, (group, values) in enumerate(zip(groups, given, strict=True)):
+        del values["params"]
+        if "param_names" in group:
+            values.setdefault("param_names", group["param_names"])
+        for option in ("lr", "weight_decay", *(("momentum", "dampening") if kind is torch.optim.SGD else ("betas", "eps"))):
+            if option not in values:
+                raise ValueError(
+                    f"optimizer.load_state_dict: group {number} of the given one has no {option}, which step() needs"
+                )
+    return given
 
 
 def n_states_of(hyper: Hyper) -> int:

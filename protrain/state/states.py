@@ -11,7 +11,7 @@ import torch
 
 from .. import _core
 from ..errors import PlanError, StepError
-from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, n_states_of, state_names
+from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, loaded_groups, n_states_of, state_names
 from ..runtime.loads import STATE
 from .values import Values
 
@@ -137,10 +137,12 @@ class States:
         owners = [p for g in wrapped.groups for p in g["params"]]
         states = state_dict["state"]
         found = {id(p): states[n] for n, p in zip(order, owners, strict=True) if n in states}
-        given = [{k: v for k, v in group.items() if k != "params"} for group in saved]
-        self._check(found, [group | values for group, values in zip(wrapped.groups, given, strict=True)])
+        given = loaded_groups(wrapped.kind, wrapped.groups, saved)
+        self._check(found, given)
         with self._values.loads.replacing(STATE) as half:
             for group, values in zip(wrapped.groups, given, strict=True):
+                for option in set(group) - set(values) - {"params"}:
+                    del group[option]
                 group.update(values)
             self._import(found, half)
 
