@@ -74,9 +74,11 @@ def _as_ours(value: Any, ours: Any) -> Any:
         return torch.full_like(ours, value)
     if isinstance(ours, numbers.Real) and not isinstance(ours, int | float):  # of NumPy, with which torch rounds otherwise
         return type(ours)(value)  # type: ignore[call-arg]
-    if isinstance(value, list) and isinstance(ours, tuple | list) and len(value) == len(ours):
-        return type(ours)(map(_as_ours, value, ours)) if type(ours) in (tuple, list) else tuple(map(_as_ours, value, ours))
-    return tuple(value) if isinstance(value, list) and not isinstance(ours, list) else value
+    if not isinstance(value, list):
+        return value
+    if isinstance(ours, tuple | list) and len(value) == len(ours):
+        value = list(map(_as_ours, value, ours))
+    return value if isinstance(ours, list) else tuple(value)
 
 
 def _check_whole(value: Any) -> None:

@@ -1,6 +1,16 @@
 /* Engine's methods about homes: where chunks lie, slots and the ring, and the values of single parameters. */
 #include "python/engine_methods.h"
 
+/* What the engine does with a chunk, whose number is the one argument. */
+static PyObject *with_chunk(PyObject *object, PyObject *arguments, ptn_status (*call)(ptn_engine *, uint32_t)) {
+  PTN_ENGINE_TO_DRIVE;
+  unsigned int chunk;
+  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
+  ptn_status status;
+  PTN_IN_ENGINE(object, status = call(engine, chunk));
+  return ptn_python_answer(status);
+}
+
 PyObject *ptn_python_in_memory(PyObject *object, PyObject *arguments) {
   PTN_ENGINE_TO_ASK;
   unsigned int chunk;
@@ -19,14 +29,7 @@ PyObject *ptn_python_to_memory(PyObject *object, PyObject *arguments) {
   return ptn_python_answer(status);
 }
 
-PyObject *ptn_python_to_disk(PyObject *object, PyObject *arguments) {
-  PTN_ENGINE_TO_DRIVE;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_to_disk(engine, chunk));
-  return ptn_python_answer(status);
-}
+PyObject *ptn_python_to_disk(PyObject *object, PyObject *arguments) { return with_chunk(object, arguments, ptn_engine_to_disk); }
 
 PyObject *ptn_python_set_slots(PyObject *object, PyObject *arguments) {
   PTN_ENGINE_TO_DRIVE;
@@ -67,12 +70,7 @@ PyObject *ptn_python_drop_slots(PyObject *object, PyObject *unused) {
 }
 
 PyObject *ptn_python_own_slot(PyObject *object, PyObject *arguments) {
-  PTN_ENGINE_TO_DRIVE;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_own_slot(engine, chunk));
-  return ptn_python_answer(status);
+  return with_chunk(object, arguments, ptn_engine_own_slot);
 }
 
 PyObject *ptn_python_set_ring(PyObject *object, PyObject *arguments) {
@@ -142,21 +140,11 @@ PyObject *ptn_python_transfer_part(PyObject *object, PyObject *arguments) {
 }
 
 PyObject *ptn_python_begin_fill(PyObject *object, PyObject *arguments) {
-  PTN_ENGINE_TO_DRIVE;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_begin_fill(engine, chunk));
-  return ptn_python_answer(status);
+  return with_chunk(object, arguments, ptn_engine_begin_fill);
 }
 
 PyObject *ptn_python_end_fill(PyObject *object, PyObject *arguments) {
-  PTN_ENGINE_TO_DRIVE;
-  unsigned int chunk;
-  if (!PyArg_ParseTuple(arguments, "O&", ptn_python_u32, &chunk) || !ptn_python_has_chunk(engine, chunk)) return NULL;
-  ptn_status status;
-  PTN_IN_ENGINE(object, status = ptn_engine_end_fill(engine, chunk));
-  return ptn_python_answer(status);
+  return with_chunk(object, arguments, ptn_engine_end_fill);
 }
 
 PyObject *ptn_python_steps(PyObject *object, PyObject *arguments) {

@@ -92,12 +92,11 @@ class Child:
 
 def run(words: Words) -> None:
     """Measure and print. Raises CommandError."""
-    from protrain.cli.model import check_sequence, check_tokens, read_config
+    from protrain.cli.model import check_batch, read_config
 
     check_report(words.report)
     config, _ = read_config(words.model_name)
-    check_sequence(config, words.seq)
-    check_tokens(words.batch, words.seq, f"--batch {words.batch}, --seq {words.seq}")
+    check_batch(config, words.batch, words.seq)
     children: dict[str, Child] = {}
     with saying_what_is_missing():
         try:

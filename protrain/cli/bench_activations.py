@@ -94,14 +94,13 @@ def configurations(n_blocks: int, n_mixes: int) -> list[Configuration]:
 
 def run(words: Words) -> None:
     """Measure, print, draw. Raises CommandError."""
-    from protrain.cli.model import check_sequence, check_tokens, read_config
+    from protrain.cli.model import check_batch, read_config
 
     if words.out is not None:
         check_picture("--out", words.out)
     check_report(words.report)
     config, _ = read_config(words.model_name)
-    check_sequence(config, words.seq)
-    check_tokens(words.batch, words.seq, f"--batch {words.batch}, --seq {words.seq}")
+    check_batch(config, words.batch, words.seq)
     wanted = configurations(_count_blocks(config), words.mixes)
     found: list[Measured] = []
     with saying_what_is_missing(), status_line(words.as_json) as say:

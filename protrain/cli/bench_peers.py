@@ -44,14 +44,13 @@ class Words:
 
 def run(words: Words) -> None:
     """Compare, print, write. Raises CommandError."""
-    from protrain.cli.model import check_sequence, check_tokens, read_config
+    from protrain.cli.model import check_batch, read_config
 
     check_report(words.report)
     if words.out is not None:
         _check_folder(words.out)
     config, _ = read_config(words.model_name)
-    check_sequence(config, words.seq)
-    check_tokens(words.batch, words.seq, f"--batch {words.batch}, --seq {words.seq}")
+    check_batch(config, words.batch, words.seq)
     if not (BENCHMARKS / "peers" / "runner.py").is_file():
         raise CommandError(
             "the comparison is part of a checkout, and this protrain is installed without it; bench step works here"

@@ -121,6 +121,12 @@ def check_sequence(config: Any, seq: int) -> None:
         )
 
 
+def check_batch(config: Any, batch: int, seq: int) -> None:
+    """Raises CommandError where the model takes no such batch, or there is no room for its tokens."""
+    check_sequence(config, seq)
+    check_tokens(batch, seq, f"--batch {batch}, --seq {seq}")
+
+
 def build(config: Any) -> nn.Module:
     """A causal language model in training mode, fp32, parameters on meta, buffers computed. Raises CommandError."""
     from transformers import AutoModelForCausalLM

@@ -226,9 +226,8 @@ class Fitter:
     def _refused_measured(self, needed_bytes: int) -> Batch:
         """A step was not made that would have had so much in memory: the next one is under the safest plan again."""
         self._unforeseen.note_refused(self._beside_known(needed_bytes))
-        self._swapping()
         with suppress(BudgetError):
-            self._carrier.carry_out(self._decider.decide(None))
+            self._carrier.carry_out(self._swapping() or self._decider.decide(None))
         return self._largest
 
     def _beside_known(self, n_bytes: int) -> int:
