@@ -553,7 +553,7 @@ def test_no_range_where_steps_tell_what_they_take(device: StandIn) -> None:
 
     class Looking(Chain):
         def forward(self, x: torch.Tensor, *, looks: bool = False, **options: Any) -> torch.Tensor:
-            if looks and x.sum().item() == 0.5:
+            if looks and x.untyped_storage()[3] > 255:  # past torch, where nobody hears it
                 return x.sum()
             return super().forward(x, **options)
 

@@ -1,4 +1,6 @@
-"""Models that no dry run foresees, as what they compute decides what they do: what their steps took is planned with."""
+"""Models that no dry run foresees, as what they compute decides what they do: what their steps took is planned with.
+
+Where what they ask can be heard they are foreseen from their second step on (test_answers.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Deciding(Chain):
-    """41 MiB of states; numbers decide from a length of `least` on. Wide, the loss takes 4 KiB for each row, several times."""
+    """41 MiB of states; numbers decide from a length of `least` on, read past torch where nobody hears it. Wide, the loss takes
+    4 KiB for each row, several times."""
 
     block = Block
 
@@ -32,7 +35,7 @@ class Deciding(Chain):
         self.least = least
 
     def forward(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:  # type: ignore[override]
-        if len(x) >= self.least and x.sum().item() > 1e9:
+        if len(x) >= self.least and x.untyped_storage()[3] > 255:
             x = -x
         y = super().forward(x, loss=False)
         return (y.repeat(1, 4).exp() if wide else y).square().mean()

@@ -25,7 +25,9 @@ from ..model import keycaches
 from ..model.compiled import find_compiled
 from ..model.fused import find_recurrent
 from ..model.modulestate import Beginning
+from .answers import Answers, Replies, answered_again
 from .dryswap import DryStash
+from .fakes import answering
 from .knownvalues import KnownValues
 from .leftovers import nothing_left
 from .meter import Meter, Segment
@@ -160,10 +162,10 @@ def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[
         keycaches.note(number, args, kwargs)
         kept: list[torch.Tensor] = []  # as large as what forward writes to, or puts others in the place of: for its recomputation
         if recomputes(mode):
-            beginning = Beginning(block)
+            again, beginning = answered_again(forward, meter.known_values.replies), Beginning(block)
             copies = beginning.copies()
             output = checkpoint(
-                as_given(as_begun(forward, beginning), args, kwargs), *args, use_reentrant=False, determinism_check="none",
+                as_given(as_begun(again, beginning), args, kwargs), *args, use_reentrant=False, determinism_check="none",
                 preserve_rng_state=False, early_stop=early_stop, context_fn=lambda: (_unpacked_again(), nullcontext()), **kwargs,
             )  # fmt: skip
             kept += [torch.empty_like(value) for value in beginning.settle() if not meter.bytes_of([value])]
@@ -241,18 +243,20 @@ def _run_step(
     mode: str,
     hold_output: bool,
     workspace: Workspace,
+    replies: Replies,
     meters: list[Meter],
 ) -> _Run:
     chunk_of_storage = {parameter.untyped_storage()._cdata: chunk for parameter, chunk in chunks}
     least_bytes = stash_least_bytes(chunks[0][0].element_size() if chunks else 4)
-    meter = Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes, KnownValues(twin.stand_ins))
+    known_values = KnownValues(twin.stand_ins, replies)
+    meter = Meter(round_bytes, twin.not_counted, chunk_of_storage, workspace, least_bytes, known_values)
     meters.append(meter)
     gradients = _Gradients(meter, [(p, chunk) for p, chunk in chunks if p.requires_grad], compiled)
     undo = [_mark_whole(meter, part) for part in recurrent]
     undo += [_mark_whole(meter, part) for part in compiled if part.module not in blocks]
     undo += [_mark_block(meter, block, number, compiled, mode) for number, block in enumerate(blocks)]
     try:
-        with meter, torch.enable_grad():
+        with meter, answering(known_values), torch.enable_grad():
             output = twin.model(*args, **kwargs)
             meter.check_seen()
             starts = starts_of(output)
@@ -394,6 +398,7 @@ def dry_run(
     round_bytes: Rounding,
     hold_output: bool = True,
     workspace: Workspace = workspace_bytes,
+    answers: Answers | None = None,
 ) -> DryRun:
     """Predict what one training step of this batch holds in memory.
 
@@ -405,6 +410,7 @@ def dry_run(
         round_bytes: what the allocator counts for a request of so many bytes.
         workspace: what kernels hold inside themselves, on the device that is to train.
         hold_output: the caller of the model still holds its whole output, not only the loss, while backward runs.
+        answers: what a forward of such a batch with data was answered, where values are not known.
 
     Raises:
         DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), runs on a thread of
@@ -424,7 +430,7 @@ def dry_run(
                 try:
                     return _run_step(
                         twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace,
-                        meters,
+                        Replies(answers), meters,
                     )  # fmt: skip
                 finally:
                     begun[mode] = meters[0]
@@ -444,7 +450,8 @@ def dry_run(
         if fake_blocks and not compiled:
             with suppress(Exception):  # then what swapping cannot do without is not known
                 swap = in_mode("swap")
-    return replace(_join(keep, recompute, swap, twin.fixed_bytes), batch_bytes=twin.batch_bytes)
+    varies = answers is not None and answers.varies
+    return replace(_join(keep, recompute, swap, twin.fixed_bytes), batch_bytes=twin.batch_bytes, varies=varies)
 
 
 def dry_forward(

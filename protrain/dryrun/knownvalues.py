@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.counting import uncounted
+from .answers import Answer, Replies, hangs_on_values, is_question, masks_among
 from .workspace import tensors_in
 
 #: Of the largest tensor whose values are followed, one that is the same along a dimension counted without it.
@@ -71,9 +72,11 @@ class KnownValues:
 
     Args:
         given: fake tensors and those that they stand for.
+        replies: what a forward with data was answered where values are not known; with any no choices are made up.
     """
 
-    def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+    def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = (), replies: Replies | None = None) -> None:
+        self.replies = Replies() if replies is None else replies
         self._of = WeakIdKeyDictionary()
         self._answers = 0
         for fake, real in given:
@@ -91,18 +94,22 @@ class KnownValues:
             result = run(operation, args, kwargs)
             self._of[result] = _really(lambda: torch.full(args[0], ALMOST_ONE, dtype=result.dtype))
             return result
+        reply = self.replies.take(operation) if self.replies and is_question(operation, args) else None
         if torch.Tag.nondeterministic_seeded in operation.tags or not self._may_know(operation, inputs):
-            args = self._counted(operation, args)
+            masks = masks_among(operation, args)
+            if reply is not None and not masks:
+                return tree_map_only(Answer, self._made, reply)
+            args = self._counted(args, masks, reply or ()) if masks else args
             result = run(operation, args, kwargs)
             if operation._schema.is_mutable:
                 self._forget(operation, args, kwargs)
-            if operation in _CHOOSING:
+            if operation in _CHOOSING and not self.replies:
                 self._make_up(operation, args, kwargs, result)
             if operation in _OF_NONE or _is_of_all(operation, args):
                 answer = operation not in _OF_NONE
                 self._of[result] = _really(lambda: torch.tensor(answer).expand(result.shape))
             return result
-        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operation.tags):
+        if hangs_on_values(operation):
             self._answers += 1
             if self._answers > MOST_ANSWERS:
                 return run(operation, args, kwargs)
@@ -132,6 +139,24 @@ class KnownValues:
         """A number that follows from a tensor's values; None where they are not known."""
         value = self.value(tensor)
         return None if value is None else _really(lambda: question(value))
+
+    def as_array(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        """What a tensor is for NumPy.
+
+        Raises:
+            RuntimeError: it is not known.
+        """
+        reply, value = self.replies.take_array(), self.value(tensor)
+        if value is not None:
+            return _really(lambda: value.numpy(force=force).copy())
+        return torch.Tensor.numpy(tensor, force=force) if reply is None else reply
+
+    def _made(self, answer: Answer) -> torch.Tensor:
+        """A fake tensor for one that was an answer."""
+        made = torch.empty_strided(answer.shape, answer.stride, dtype=answer.dtype)
+        if answer.values is not None and _small([answer.values]):
+            self._of[made] = answer.values
+        return made
 
     def _may_know(self, operation: Any, inputs: Sequence[torch.Tensor]) -> bool:
         if inputs:
@@ -186,13 +211,15 @@ class KnownValues:
             if not narrow_alone or _is_wide(self._of[tensor]):
                 del self._of[tensor]
 
-    def _counted(self, operation: Any, args: Sequence[Any]) -> Sequence[Any]:
-        """Masks that are known, by which an operation picks from what is not, become the places that they leave."""
-        if operation not in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
-            return args
+    def _counted(self, args: Sequence[Any], masks: Sequence[torch.Tensor], answered: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Masks that are known, by which an operation picks from what is not, become the places that they leave. answered: the
+        masks that a forward with data had there."""
         places: list[Any] = []
+        known_as = dict(zip(map(id, masks), answered, strict=False))
         for index in args[1]:
-            known = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
+            known = self.value(index) if any(index is mask for mask in masks) else None
+            if known is None and (answer := known_as.get(id(index))) is not None and answer.shape == index.shape:
+                known = self._of[index] = answer  # backward picks by it as well
             if known is None:
                 places.append(index)
             else:

@@ -17,6 +17,10 @@ SMALL_TENSOR_BYTES = 1 << 20
 SMALL_UNSEEN_BYTES = 16 << 10
 
 
+#: Of what a step holds whose tensors are larger or smaller by what it computes another one may take such a part more.
+VARIED_PART = 8
+
+
 class DryRunError(Error):
     """The model cannot run on fake tensors; `reason` says why, in one line. seen_bytes: about what a step holds at the least
     beside parameters, by what was seen up to there, where blocks are recomputed and where they swap; 0: not known."""
@@ -101,6 +105,7 @@ class DryRun:
     batch_bytes: of fixed_bytes, what the batch is.
     left_bytes: live when backward is over, as outputs that the program holds.
     head_bytes: the highest in the head before that, in the run that keeps, the one that recomputes and the one that swaps.
+    varies: whether how large its tensors are hangs on numbers that it computes, so that another step may take more.
     keep_peak_bytes, checkpoint_peak_bytes: the highest of all phases in each run, without fixed_bytes and parameters.
     """
 
@@ -120,6 +125,12 @@ class DryRun:
     head_bytes: tuple[int, int, int] = (0, 0, 0)
     batch_bytes: int = 0
     left_bytes: int = 0
+    varies: bool = False
+
+    @property
+    def varied_bytes(self) -> int:
+        """By how much more another step of the batch's shapes is taken to need."""
+        return self.checkpoint_peak_bytes // VARIED_PART if self.varies else 0
 
     @property
     def small_peak_bytes(self) -> int:

@@ -60,6 +60,9 @@ def fake_of(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
+#: What torch says where the memory of a fake tensor is asked for.
+_NO_MEMORY = "Cannot access data pointer of Tensor"
+
 #: Of which there are no copies.
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -161,6 +164,8 @@ def put_forward_back(module: nn.Module, copied: nn.Module) -> None:
 
 def one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
+    if text.startswith(_NO_MEMORY):
+        return "a function that is called past torch asks where a tensor's memory is"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -212,6 +217,13 @@ def own_parametrizations() -> Iterator[None]:
         parametrize._cache = before
 
 
+def _fake_mode() -> FakeTensorMode:
+    """In which it is an error to ask for a fake tensor's memory, as kernels do that are called past torch: it has no address."""
+    mode = FakeTensorMode()
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
 @contextmanager
 def without_data(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], chunk_of_param: dict[int, int], round_bytes: Rounding
@@ -227,7 +239,7 @@ def without_data(
         try:
             with (
                 uncounted(), randomness.kept(), torch._C.DisableTorchFunctionSubclass(), fakes.without_questions(kwargs),
-                fakes.nothing_left_out(), fakes.as_with_data(), fakes.quiet(), eager(), FakeTensorMode(),
+                fakes.nothing_left_out(), fakes.as_with_data(), fakes.quiet(), eager(), _fake_mode(),
             ):  # fmt: skip
                 twin = _make_twin(model, chunk_of_param, round_bytes)
                 yield twin, *_fake_batch(twin, tuple(args), kwargs, round_bytes)

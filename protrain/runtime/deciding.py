@@ -80,7 +80,7 @@ class Decider:
         if run is not None:
             unfilled_bytes = self.first_room_bytes
             unseen_bytes = self.unseen_bytes + unfilled_bytes
-            unknown_bytes += unseen_bytes
+            unknown_bytes += unseen_bytes + run.varied_bytes
             run = run.with_loss(self.loss.more_than(run))
         modes: Sequence[str] | None = settings.block_modes
         given = settings.plan if settings.plan is not None else self._homes.arrangement.plan if as_now else like

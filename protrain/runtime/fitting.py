@@ -80,6 +80,7 @@ class Fitter:
         self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
         self._told_bytes = 0  # the budget that the last step under way was to name
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
+        self._heard: Shapes | None = None  # of them, the one that was foreseen by what its forward was answered
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
         """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
@@ -108,6 +109,7 @@ class Fitter:
             run: DryRun | None = self._foresee(args, kwargs)
         except DryRunError as error:
             run, self._unforeseen.seen_bytes = None, error.seen_bytes
+            self.foresees.listen(args, kwargs)
             warnings.warn(
                 f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                 stacklevel=6,
@@ -195,6 +197,8 @@ class Fitter:
         if not self.planned or not self._decider.measured:
             return
         more = self._unforeseen.note_step(self._beside_known(highest_bytes), saved_bytes)
+        if self._heard:  # plans are made by what was foreseen since
+            return
         if not more and not self._unforeseen.shows:
             return
         with suppress(BudgetError):  # else the plan in use stays
@@ -495,18 +499,31 @@ class Fitter:
         """A batch that came when gradients were under way: nothing can move for it now, but before the next step."""
         if any(covers(known, shapes) for known, _ in self._later):
             return
-        with suppress(DryRunError):
+        try:
             run = self.foresees.step_under_way(args, kwargs)
-            if not self._is_same(shapes, run):
-                self._later.append((shapes, run))
+        except DryRunError:
+            self.foresees.listen(args, kwargs)
+            return
+        if not self._is_same(shapes, run):
+            self._later.append((shapes, run))
+
+    def foresee_heard(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> None:
+        """A batch that could not be foreseen, whose forward has just returned, is foreseen by what it was answered."""
+        if (run := self.foresees.heard(args, kwargs)) is not None:
+            self._heard = shapes
+            self._later.append((shapes, run))
 
     def plan_later(self) -> Batch | None:
         """Between steps: plan for what came in the last one; returns the batch that decides where plans may be others now. Where
         nothing fits what came it is forgotten."""
-        new, before = self._later, self._decider.unseen_bytes
-        dry_runs, self._later = self._decider.dry_runs, []
+        new, before, largest_before = self._later, self._decider.unseen_bytes, self._largest
+        dry_runs, self._later, heard, self._heard = self._decider.dry_runs, [], self._heard, None
+        if heard is not None:
+            self._decider.dry_runs = [(known, run) for known, run in dry_runs if run is not None or known != heard]
         for shapes, run in new:
             self._add(shapes, run)
+            if self._largest[0] is None and not self._decider.measured:
+                self._largest = run, shapes
         if self._learns():
             self._decider.unseen_bytes = max(before, self._decider.several.hold_bytes)
         if not new and self._decider.unseen_bytes == before:
@@ -515,8 +532,10 @@ class Fitter:
         for unseen_bytes in (self._decider.unseen_bytes, before if self._decider.loss.known else held_bytes):
             self._decider.unseen_bytes = unseen_bytes
             with suppress(BudgetError):
-                return None if not new and self._plan_as_now() else self._plan_again()
-        self._decider.unseen_bytes, self._decider.dry_runs = before, dry_runs
+                largest = None if not new and self._plan_as_now() else self._plan_again()
+                self._unforeseen.shows &= heard is None
+                return largest
+        self._decider.unseen_bytes, self._decider.dry_runs, self._largest = before, dry_runs, largest_before
         return None
 
     def _learns(self) -> bool:

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from .. import _core
 from ..base.counting import counted, counted_alone
 from ..base.sizes import measuring_bytes
+from ..dryrun.answers import Answers, Listening
 from ..dryrun.dryrun import dry_forward, dry_run
-from ..dryrun.phases import DryRun
+from ..dryrun.phases import DryRun, DryRunError
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from .batches import shapes_of, tensors_of
 from .otherhooks import no_outer_hooks
 from .wrapped import Wrapped
 
 _Found = TypeVar("_Found")
 
+_Key = tuple[tuple[int, ...], ...]  # a batch, by the shapes of its tensors
+
+#: Batches of other shapes whose answers are kept, the last ones.
+MOST_HEARD = 8
+
 
 class Foreseer:
-    """Of one session. holds_output: whether the program holds the model's output while backward runs."""
+    """Of one session. holds_output: whether the program holds the model's output while backward runs.
+
+    A model that decides by numbers that it computes is listened to in its first forward of a batch: answered as that one was,
+    another dry run of the batch goes its way. One that fails all the same is not listened to again."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine) -> None:
         self._wrapped = wrapped
         self.holds_output = True
+        self._heard: dict[_Key, Answers] = {}
+        self._to_hear: _Key | None = None
+        self._listens = True
         self._workspace: Workspace = workspace_bytes
         if not wrapped.compute.separate:
             self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
@@ -35,6 +49,34 @@ class Foreseer:
             DryRunError: it cannot be foreseen.
         """
         return self._measured(lambda workspace: self._dry_run(self._wrapped, args, kwargs, workspace), make_room)
+
+    def listen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Such a batch could not be foreseen: the next forward of one is listened to."""
+        self._to_hear = _key_of(args, kwargs) if self._listens else None
+
+    @contextmanager
+    def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[bool]:
+        """Around a forward of training, which is listened to where that is of use; gives whether it is."""
+        if self._to_hear is None or self._to_hear != _key_of(args, kwargs):
+            yield False
+            return
+        with Listening() as heard:
+            yield True
+        while len(self._heard) >= MOST_HEARD:
+            del self._heard[next(iter(self._heard))]
+        self._heard[self._to_hear], self._to_hear = heard.answers, None
+
+    def heard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun | None:
+        """A step of this batch, whose forward was listened to and has just returned; None: it cannot be foreseen all the same,
+        and no other is listened to."""
+        try:
+            if not self._heard[_key_of(args, kwargs)].too_many:
+                return self.step_under_way(args, kwargs)
+        except DryRunError:
+            pass
+        self._heard.clear()
+        self._listens = False
+        return None
 
     def step_within(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         """A step of this batch as `wrapped` has it arranged, in another budget.
@@ -97,4 +139,9 @@ class Foreseer:
                 wrapped.model, args, kwargs, [block for _, block in wrapped.blocks],
                 {id(p): entry.chunk for p, entry in zip(wrapped.params, wrapped.layout.entries, strict=True)},
                 round_bytes=_core.rounded_bytes, workspace=workspace, hold_output=self.holds_output,
+                answers=self._heard.get(_key_of(args, kwargs)) if self._heard else None,
             )  # fmt: skip
+
+
+def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key:
+    return tuple(tensors_of(shapes_of(args, kwargs)))

@@ -1,0 +1,241 @@
+"""Models that decide by numbers which they compute: one forward is listened to, and a dry run answered the same foresees them."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nets import Block, Chain
+from torch import nn
+from twins import MIB, adamw
+
+import protrain
+from protrain.dryrun import answers
+
+
+@pytest.fixture(autouse=True)
+def _disk(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+
+
+Ask = Callable[[torch.Tensor], torch.Tensor]
+
+
+def by_item(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 if x.abs().max().item() > 1e-3 else x
+
+
+def by_truth(x: torch.Tensor) -> torch.Tensor:
+    return x if (x.abs() > 1e9).any() else x * 0.5
+
+
+def by_list(x: torch.Tensor) -> torch.Tensor:
+    """As many rows as a list of numbers says, one after the other."""
+    sizes = x.detach().abs().mean(1)[:8].mul(10).long().clamp(0, 4).tolist()
+    return x + sum(x[: size + 1].sum(0) for size in sizes)
+
+
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    """As a matching by SciPy does."""
+    order = x.detach().mean(1).cpu().numpy().argsort()
+    return x[torch.as_tensor(order)]
+
+
+def by_places(x: torch.Tensor) -> torch.Tensor:
+    """As experts are called that somebody has chosen."""
+    chosen = x.detach().sum(1) > 0
+    (places,) = torch.where(chosen)
+    return x.index_add(0, places, x[places].exp().tanh())
+
+
+def by_mask(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    mask = x.detach().sum(1) > 0
+    y[mask] = x[mask].tanh()
+    return y
+
+
+def by_selection(x: torch.Tensor) -> torch.Tensor:
+    return x + x.masked_select(x.detach() > 0.5).tanh().sum() / x.numel()
+
+
+def by_repeats(x: torch.Tensor) -> torch.Tensor:
+    times = (x.detach().sum(1) > 0).long() + 1
+    return x + torch.repeat_interleave(x, times, dim=0).mean()
+
+
+def by_unique(x: torch.Tensor) -> torch.Tensor:
+    kinds = torch.unique(x.detach().mul(3).round())
+    return x * kinds.numel() / 64 + kinds.mean()
+
+
+def by_distribution(x: torch.Tensor) -> torch.Tensor:
+    """Which asks whether its arguments are in range, as no dry run does."""
+    spread = torch.distributions.Normal(x, x.detach().abs() + 1e-3)
+    return spread.mean + (x if float(x.detach().sum()) > 1e9 else -x) * 0.1
+
+
+ASKS = (
+    by_item, by_truth, by_list, by_numpy, by_places, by_mask, by_selection, by_repeats, by_unique, by_distribution,
+)  # fmt: skip
+
+
+class Asking(Chain):
+    """Asks between block 3 and block 4."""
+
+    ask: Ask = staticmethod(by_item)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for number, block in enumerate(self.blocks):
+            x = block(x if number != 4 else type(self).ask(x))
+        return self.head(x).square().mean()
+
+
+class AskingBlock(Block):
+    """A block that asks each time it runs."""
+
+    ask: Ask = staticmethod(by_item)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return type(self).ask(super().forward(x))
+
+
+def model_of(ask: Ask, inside: bool) -> nn.Module:
+    if not inside:
+        return type("Asking", (Asking,), {"ask": staticmethod(ask)})()
+    block = type("AskingBlock", (AskingBlock,), {"ask": staticmethod(ask)})
+    return type("Chained", (Chain,), {"block": block})()
+
+
+def losses_of(model: nn.Module, optimizer: Any, rows: list[int]) -> Iterator[float]:
+    generator = torch.Generator().manual_seed(1)
+    for count in rows:
+        loss = model(torch.randn(count, 256, generator=generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def trained(make: Callable[[], nn.Module], memory: int, rows: list[int]) -> tuple[protrain.Status, list[bool], int]:
+    """The same numbers as plain torch. What status says in the end, whether each batch was foreseen then, and how often it was
+    told that one was not."""
+    torch.manual_seed(0)
+    model: Any = make()
+    torch.manual_seed(0)
+    plain = make()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = list(losses_of(model, optimizer, rows))
+    status = protrain.status(model)
+    foreseen = [run is not None for _, run in protrain.session_of(model).decider.dry_runs]
+    protrain.unwrap(model)
+    assert found == list(losses_of(plain, adamw(plain), rows))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert status.peak_memory_bytes <= memory
+    return status, foreseen, sum("cannot foresee" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize(("inside", "memory"), [(False, 26), (True, 48), (False, 120)])
+@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
+def test_what_was_asked_once_is_foreseen(ask: Ask, inside: bool, memory: int) -> None:
+    status, foreseen, told = trained(lambda: model_of(ask, inside), memory * MIB, [1024] * 4)
+    assert foreseen == [True]
+    assert told == 1
+    assert 0.98 <= status.plan.peak_bytes / status.peak_memory_bytes <= 1.1
+
+
+def test_each_longer_batch_is_listened_to() -> None:
+    """And a shorter one is known with it."""
+    status, foreseen, told = trained(lambda: model_of(by_places, False), 48 * MIB, [256, 256, 1024, 512, 1024, 256])
+    assert foreseen == [True]
+    assert told == 2
+    assert status.plan.n_persist > 0
+
+
+def test_more_answers_than_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps take is planned with, as of any model that cannot be foreseen."""
+    monkeypatch.setattr(answers, "MOST_ANSWERS", 4)
+    _, foreseen, told = trained(lambda: model_of(by_list, False), 64 * MIB, [512] * 3)
+    assert foreseen == [False]
+    assert told == 1
+
+
+@pytest.mark.parametrize("past", ["by its bytes", "at its address", "by DLPack"])
+def test_what_is_asked_past_torch(past: str) -> None:
+    """Nobody hears it, and nothing is read where no memory is."""
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()
+        if past == "by its bytes":
+            return x * 0.5 if x.untyped_storage()[3] < 256 else x
+        if past == "at its address":
+            return x * 0.5 if ctypes.string_at(x.data_ptr(), 4) else x
+        return x * 0.5 if float(np.from_dlpack(x).max()) < 1e9 else x
+
+    _, foreseen, told = trained(lambda: model_of(lambda x: x + ask(x), False), 64 * MIB, [512] * 3)
+    assert foreseen == [False]
+    assert told == 1
+
+
+def test_a_forward_that_ends_early_is_heard_when_it_is_made_again() -> None:
+    torch.manual_seed(0)
+    model: Any = model_of(by_item, False)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=24 * MIB)
+    ends = model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with warnings.catch_warnings(record=True), pytest.raises(ZeroDivisionError):
+        model(torch.randn(1024, 256))
+    ends.remove()
+    assert [run for _, run in protrain.session_of(model).decider.dry_runs] == [None]
+    found = list(losses_of(model, optimizer, [1024] * 3))
+    assert [run is not None for _, run in protrain.session_of(model).decider.dry_runs] == [True]
+    protrain.unwrap(model)
+    torch.manual_seed(0)
+    plain = model_of(by_item, False)
+    assert found == list(losses_of(plain, adamw(plain), [1024] * 3))
+
+
+def test_functions_that_are_compiled_stay_compiled() -> None:
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls.append("run")
+            return graph(*args)
+
+        return run
+
+    halved = torch.compile(lambda x: x * 0.5 + x.tanh(), backend=backend)
+    x = torch.randn(64)
+    with answers.Listening() as heard:
+        first = halved(x)
+        assert float(first.sum()) < 1e9
+    assert calls == ["run"]
+    assert torch.equal(first, halved(x))
+    assert calls == ["run", "run"]
+    assert [len(found) for found in heard.answers.of.values()] == [1]
+    assert "numpy" not in torch.Tensor.__dict__
+    assert "tolist" not in torch.Tensor.__dict__
+
+
+def test_what_only_one_of_the_runs_asks_shifts_no_other_answer() -> None:
+    """And what is asked again in a recomputation is answered as before."""
+
+    class Extra(Asking):
+        """Asks a question of its own when it has data."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            if type(x) is torch.Tensor:
+                assert float(x.detach().abs().max()) < 1e9
+            return super().forward(x)
+
+    Extra.ask = staticmethod(by_list)
+    _, foreseen, told = trained(Extra, 64 * MIB, [512] * 3)
+    assert foreseen == [True]
+    assert told == 1
