@@ -213,13 +213,13 @@ def test_functions_that_are_compiled_stay_compiled() -> None:
 
     halved = torch.compile(lambda x: x * 0.5 + x.tanh(), backend=backend)
     x = torch.randn(64)
-    with answers.Listening() as heard:
+    with answers.listening() as heard:
         first = halved(x)
         assert float(first.sum()) < 1e9
     assert calls == ["run"]
     assert torch.equal(first, halved(x))
     assert calls == ["run", "run"]
-    assert [len(found) for found in heard.answers.of.values()] == [1]
+    assert [len(found) for found in heard.of.values()] == [1]
     assert "numpy" not in torch.Tensor.__dict__
     assert "tolist" not in torch.Tensor.__dict__
 

@@ -122,15 +122,14 @@ def _noted(tensor: torch.Tensor) -> Answer:
     return Answer(tuple(tensor.shape), tensor.stride(), tensor.dtype, _kept(tensor) if _is_whole(tensor) else None)
 
 
-class Listening(TorchDispatchMode):
-    """A context in which what this thread's program asks is noted in `answers`; what it computes stays as it is."""
+class _Listening(TorchDispatchMode):
+    """Notes what this thread's program asks of torch's operations; what it computes stays as it is."""
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Answers) -> None:
         super().__init__()
-        self.answers = Answers()
-        self._thread = get_ident()
+        self._answers = answers
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -142,54 +141,48 @@ class Listening(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and not self.answers.too_many:
+        if isinstance(func, OpOverload) and not self._answers.too_many:
             if masks := masks_among(func, args):
-                self.answers.note_masks(func, masks)
+                self._answers.note_masks(func, masks)
             elif is_question(func, args):
-                self.answers.note_result(func, result)
+                self._answers.note_result(func, result)
         return result
 
-    def __enter__(self) -> Listening:
-        self._undo = [_replaced("numpy", self._as_array), _replaced("tolist", self._as_list)]
-        return super().__enter__()  # type: ignore[no-any-return]
 
-    def __exit__(self, *error: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
-        super().__exit__(*error)
+@contextmanager
+def listening() -> Iterator[Answers]:
+    """Inside, what this thread's program asks is noted."""
+    answers, here = Answers(), get_ident()
+    as_array, as_list = torch.Tensor.numpy, torch.Tensor.tolist
+    own = {name: torch.Tensor.__dict__.get(name) for name in ("numpy", "tolist")}
 
-    def _hears(self) -> bool:
-        return get_ident() == self._thread and not self.answers.too_many
+    def hears() -> bool:
+        return get_ident() == here and not answers.too_many
 
-    def _as_array(self, before: Callable[..., Any], tensor: torch.Tensor, **kwargs: Any) -> Any:
-        array = before(tensor, **kwargs)
-        if self._hears():
-            self.answers.note(_ARRAY, array.copy(), array.nbytes, varies=True)
+    def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        array = as_array(tensor, **kwargs)
+        if hears():
+            answers.note(_ARRAY, array.copy(), array.nbytes, varies=True)
         return array
 
-    def _as_list(self, before: Callable[..., Any], tensor: torch.Tensor) -> Any:
-        numbers = before(tensor)
-        if self._hears():  # a fake tensor asks for one number after the other
+    def tolist(tensor: torch.Tensor) -> Any:
+        numbers = as_list(tensor)
+        if hears():  # a fake tensor asks for one number after the other
             for number in tree_leaves(numbers):
-                self.answers.note_result(_NUMBER, number)
+                answers.note_result(_NUMBER, number)
         return numbers
 
-
-def _replaced(name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """torch.Tensor has another method of this name, which is given the one before. Returns what undoes it."""
-    own, before = torch.Tensor.__dict__.get(name), getattr(torch.Tensor, name)
-
-    def replacement(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return method(before, tensor, *args, **kwargs)
-
-    def undo() -> None:
-        if own is None:
-            delattr(torch.Tensor, name)
-        else:
-            setattr(torch.Tensor, name, own)
-
-    setattr(torch.Tensor, name, replacement)
-    return undo
+    try:
+        for name, method in (("numpy", numpy), ("tolist", tolist)):
+            setattr(torch.Tensor, name, method)
+        with _Listening(answers):
+            yield answers
+    finally:
+        for name, before in own.items():
+            if before is not None:
+                setattr(torch.Tensor, name, before)
+            elif name in torch.Tensor.__dict__:
+                delattr(torch.Tensor, name)
 
 
 class Replies:

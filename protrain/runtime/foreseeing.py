@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from .. import _core
 from ..base.counting import counted, counted_alone
 from ..base.sizes import measuring_bytes
-from ..dryrun.answers import Answers, Listening
+from ..dryrun.answers import Answers, listening
 from ..dryrun.dryrun import dry_forward, dry_run
-from ..dryrun.phases import DryRun, DryRunError
+from ..dryrun.phases import DryRun
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
+from ..errors import Error
 from .batches import shapes_of, tensors_of
 from .otherhooks import no_outer_hooks
 from .wrapped import Wrapped
@@ -60,11 +61,11 @@ class Foreseer:
         if self._to_hear is None or self._to_hear != _key_of(args, kwargs):
             yield False
             return
-        with Listening() as heard:
+        with listening() as answers:
             yield True
         while len(self._heard) >= MOST_HEARD:
             del self._heard[next(iter(self._heard))]
-        self._heard[self._to_hear], self._to_hear = heard.answers, None
+        self._heard[self._to_hear], self._to_hear = answers, None
 
     def heard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun | None:
         """A step of this batch, whose forward was listened to and has just returned; None: it cannot be foreseen all the same,
@@ -72,7 +73,7 @@ class Foreseer:
         try:
             if not self._heard[_key_of(args, kwargs)].too_many:
                 return self.step_under_way(args, kwargs)
-        except DryRunError:
+        except Error:  # the forward was made all the same
             pass
         self._heard.clear()
         self._listens = False
