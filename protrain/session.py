@@ -182,10 +182,8 @@ class Session:
             self.engine.stash_begin()
             self._settle_stash()
             self.runner.stashing = True
-            with self.fitter.foresees.listening(args, kwargs) if self.runner.depth == 1 else nullcontext() as listens:
+            with self.fitter.listening(args, kwargs) if self.runner.depth == 1 else nullcontext():
                 output = forward(*args, **kwargs)
-            if listens:
-                self.fitter.foresee_heard(args, kwargs, self.fitter.words.batch_of(args, kwargs))
             if self.runner.depth == 1:
                 tensors = output_tensors(output)
                 self._awaited.add(tensors)

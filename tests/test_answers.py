@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from twins import MIB, adamw
 
 import protrain
 from protrain.dryrun import answers
+from protrain.runtime import foreseeing
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +157,113 @@ def test_each_longer_batch_is_listened_to() -> None:
     """And a shorter one is known with it."""
     status, foreseen, told = trained(lambda: model_of(by_places, False), 48 * MIB, [256, 256, 1024, 512, 1024, 256])
     assert foreseen == [True]
-    assert told == 2
+    assert told == 1
     assert status.plan.n_persist > 0
+
+
+def test_lengths_that_never_come_again_are_not_listened_to_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[None] = []
+    before = answers.listening
+    monkeypatch.setattr(foreseeing, "listening", lambda: (times.append(None), before())[1])
+    _, _, told = trained(lambda: model_of(by_places, False), 48 * MIB, list(range(100, 240, 20)))
+    assert len(times) == foreseeing.MOST_UNUSED
+    assert told == 1
+
+
+def test_what_a_program_writes_to_an_answer_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        """The mask is another one behind it, and places are counted on."""
+        mask = x.detach()[:, 0] > 1.0
+        first = x.detach()[mask]
+        mask.logical_not_()
+        places = mask.nonzero().add_(1)
+        wide = x[mask.clone()].repeat(8, 1).exp().tanh()
+        return x + first.mean() + wide.mean() + places.float().mean() * 1e-3
+
+    kept: list[list[Any]] = []
+    before = answers.Replies.__init__
+
+    def noted(self: answers.Replies, found: answers.Answers | None = None) -> None:
+        if found is not None:
+            kept.append([repr(given) for given in found.of.values()])
+        before(self, found)
+
+    monkeypatch.setattr(answers.Replies, "__init__", noted)
+    status, foreseen, _ = trained(lambda: model_of(ask, False), 64 * MIB, [512] * 4)
+    assert foreseen == [True]
+    assert len(kept) >= 3
+    assert all(one == kept[0] for one in kept)
+    assert 0.98 <= status.plan.peak_bytes / status.peak_memory_bytes <= 1.1
+
+
+def test_a_forward_that_changes_its_batch() -> None:
+    """Its containers, and words among its arguments, are other ones behind it."""
+
+    class Popping(Asking):
+        def forward(self, batch: dict[str, Any], options: dict[str, int]) -> torch.Tensor:  # type: ignore[override]
+            options["seen"] += 1
+            return super().forward(batch.pop("x"))
+
+    torch.manual_seed(0)
+    model: Any = Popping()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=48 * MIB)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model({"x": torch.randn(512, 256)}, {"seen": 0}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [run is not None for _, run in protrain.session_of(model).decider.dry_runs] == [True]
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("name", ["eigvalsh", "svdvals", "nuc", "grad of prod"])
+def test_what_computes_in_another_way_under_a_mode(name: str) -> None:
+    """Has the bits of plain torch while it is listened to."""
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        z = x.detach()[:64, :64]
+        if name == "eigvalsh":
+            return x * torch.linalg.eigvalsh(z.T @ z / 64).max().item()
+        if name == "svdvals":
+            return x * torch.linalg.svdvals(z).max().item()
+        if name == "nuc":
+            return x * (z.norm("nuc") / torch.linalg.norm(z, "nuc") * torch.linalg.matrix_norm(z, "nuc")).item()
+        with torch.enable_grad():
+            z = z[:, :8].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(z.prod(1).sum(), z)
+        return x + slope.abs().max().item()
+
+    x = torch.randn(128, 256)
+    plain = ask(x)
+    with answers.listening() as heard:
+        assert torch.equal(ask(x), plain)
+    assert len(heard.of) > 0
+
+
+def test_two_threads_that_listen_at_once() -> None:
+    """Each hears its own, and torch is as it was behind the last."""
+    names = [(where, name, getattr(where, name)) for where, all_names, _ in answers._OTHERS for name in all_names]
+    entered, left, heard = threading.Event(), threading.Event(), []
+
+    def one() -> None:
+        with answers.listening() as found:
+            entered.set()
+            left.wait()
+            torch.ones(1).tolist()
+        heard.append(found)
+
+    thread = threading.Thread(target=one)
+    thread.start()
+    entered.wait()
+    with answers.listening() as found:
+        torch.zeros(3).numpy()
+    left.set()
+    thread.join()
+    assert [list(each.of.values()) for each in heard] == [[[1.0]]]
+    assert [len(kept) for kept in found.of.values()] == [1]
+    assert all(getattr(where, name) == was for where, name, was in names)
+    assert "tolist" not in torch.Tensor.__dict__
 
 
 def test_more_answers_than_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,22 +10,23 @@ The same shapes may be answered otherwise in another step, and need more: `varie
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.counting import uncounted
 
 #: Of answers of one forward; a program that asks for more is not listened to any further.
-MOST_ANSWERS, MOST_BYTES = 1 << 16, 1 << 20
+MOST_ANSWERS, MOST_BYTES = 1 << 14, 1 << 20
 
 _aten = torch.ops.aten
 _NUMBER = _aten._local_scalar_dense.default
@@ -129,7 +130,7 @@ class _Listening(TorchDispatchMode):
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
-        self._answers = answers
+        self.answers = answers
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -141,48 +142,92 @@ class _Listening(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and not self._answers.too_many:
+        if isinstance(func, OpOverload) and not self.answers.too_many:
             if masks := masks_among(func, args):
-                self._answers.note_masks(func, masks)
+                self.answers.note_masks(func, masks)
             elif is_question(func, args):
-                self._answers.note_result(func, result)
+                self.answers.note_result(func, result)
         return result
+
+
+#: Which threads listen, by what; while any does torch has other functions.
+_listeners: dict[int, _Listening] = {}
+_undo = ExitStack()
+_lock = threading.Lock()
+
+
+def _answers_here() -> Answers | None:
+    """What this thread notes answers in, where it does and may."""
+    mode = _listeners.get(threading.get_ident())
+    return mode.answers if mode is not None and not mode.answers.too_many else None
+
+
+def _heard_as_array(before: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    array = before(tensor, *args, **kwargs)
+    if (answers := _answers_here()) is not None:
+        answers.note(_ARRAY, array.copy(), array.nbytes, varies=True)
+    return array
+
+
+def _heard_as_list(before: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    numbers = before(tensor)
+    if (answers := _answers_here()) is not None:  # a fake tensor asks for one number after the other
+        for number in tree_leaves(numbers):
+            answers.note_result(_NUMBER, number)
+    return numbers
+
+
+def _unheard(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Without the mode that listens, where no other one is inside of it."""
+    mode = _listeners.get(threading.get_ident())
+    if mode is None or _get_current_dispatch_mode() is not mode:
+        return before(*args, **kwargs)
+    with _pop_mode_temporarily():
+        return before(*args, **kwargs)
+
+
+#: What is done to functions of torch. Some compute in another way, with other bits, where any mode is active.
+_OTHERS: tuple[tuple[Any, Sequence[str], Callable[..., Any]], ...] = (
+    (torch.Tensor, ("numpy",), _heard_as_array),
+    (torch.Tensor, ("tolist",), _heard_as_list),
+    (torch.linalg, ("svdvals", "eigvals", "eigvalsh", "cond", "matrix_norm", "norm", "matrix_rank", "pinv"), _unheard),
+    (torch, ("norm", "nuclear_norm", "ormqr", "pinverse"), _unheard),
+    (torch.autograd, ("_engine_run_backward",), _unheard),
+)
+
+
+def _replace(where: Any, name: str, other: Callable[..., Any]) -> None:
+    """Until `_undo` is closed."""
+    own, before = where.__dict__.get(name), getattr(where, name, None)
+    if before is None:
+        return
+
+    @functools.wraps(before)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return other(before, *args, **kwargs)
+
+    _undo.callback(functools.partial(delattr, where, name) if own is None else functools.partial(setattr, where, name, own))
+    setattr(where, name, replacement)
 
 
 @contextmanager
 def listening() -> Iterator[Answers]:
-    """Inside, what this thread's program asks is noted."""
-    answers, here = Answers(), get_ident()
-    as_array, as_list = torch.Tensor.numpy, torch.Tensor.tolist
-    own = {name: torch.Tensor.__dict__.get(name) for name in ("numpy", "tolist")}
-
-    def hears() -> bool:
-        return get_ident() == here and not answers.too_many
-
-    def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
-        array = as_array(tensor, **kwargs)
-        if hears():
-            answers.note(_ARRAY, array.copy(), array.nbytes, varies=True)
-        return array
-
-    def tolist(tensor: torch.Tensor) -> Any:
-        numbers = as_list(tensor)
-        if hears():  # a fake tensor asks for one number after the other
-            for number in tree_leaves(numbers):
-                answers.note_result(_NUMBER, number)
-        return numbers
-
+    """Inside, what this thread's program asks is noted; it listens already in no one around this."""
+    mode, here = _Listening(Answers()), threading.get_ident()
     try:
-        for name, method in (("numpy", numpy), ("tolist", tolist)):
-            setattr(torch.Tensor, name, method)
-        with _Listening(answers):
-            yield answers
+        with _lock:
+            first = not _listeners
+            _listeners[here] = mode
+            for where, names, other in _OTHERS if first else ():
+                for name in names:
+                    _replace(where, name, other)
+        with mode:
+            yield mode.answers
     finally:
-        for name, before in own.items():
-            if before is not None:
-                setattr(torch.Tensor, name, before)
-            elif name in torch.Tensor.__dict__:
-                delattr(torch.Tensor, name)
+        with _lock:
+            _listeners.pop(here, None)
+            if not _listeners:
+                _undo.close()
 
 
 class Replies:

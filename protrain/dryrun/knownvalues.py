@@ -155,7 +155,7 @@ class KnownValues:
         """A fake tensor for one that was an answer."""
         made = torch.empty_strided(answer.shape, answer.stride, dtype=answer.dtype)
         if answer.values is not None and _small([answer.values]):
-            self._of[made] = answer.values
+            self._of[made] = _really(answer.values.clone)  # what the program writes to is its own
         return made
 
     def _may_know(self, operation: Any, inputs: Sequence[torch.Tensor]) -> bool:
@@ -219,7 +219,7 @@ class KnownValues:
         for index in args[1]:
             known = self.value(index) if any(index is mask for mask in masks) else None
             if known is None and (answer := known_as.get(id(index))) is not None and answer.shape == index.shape:
-                known = self._of[index] = answer  # backward picks by it as well
+                known = self._of[index] = _really(answer.clone)  # backward picks by it as well
             if known is None:
                 places.append(index)
             else:

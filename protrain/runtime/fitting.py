@@ -18,8 +18,8 @@ come later (pacing.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class Fitter:
         self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
         self._told_bytes = 0  # the budget that the last step under way was to name
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
+        self._told = False  # that the model cannot be foreseen
         self._heard: Shapes | None = None  # of them, the one that was foreseen by what its forward was answered
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
@@ -94,7 +95,10 @@ class Fitter:
         """Whether a batch of these shapes needs no more than one that was planned for. Of a model that cannot be foreseen words
         are not looked at: a first step under the safest plan for each would take time."""
         alone, known = tuple(tensors_of(shapes)), self._decider.dry_runs
-        return any(covers(one, shapes) if run is not None else covers(tuple(tensors_of(one)), alone) for one, run in known)
+        if any(covers(one, shapes) for one, run in known if run is not None):
+            self.foresees.note_used()
+            return True
+        return any(covers(tuple(tensors_of(one)), alone) for one, run in known if run is None)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch | None:
         """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided. None: it
@@ -110,10 +114,12 @@ class Fitter:
         except DryRunError as error:
             run, self._unforeseen.seen_bytes = None, error.seen_bytes
             self.foresees.listen(args, kwargs)
-            warnings.warn(
-                f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
-                stacklevel=6,
-            )
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
+                    stacklevel=6,
+                )
         if self._homes.arrangement is before and self._is_same(shapes, run):
             return None
         try:
@@ -507,9 +513,14 @@ class Fitter:
         if not self._is_same(shapes, run):
             self._later.append((shapes, run))
 
-    def foresee_heard(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> None:
-        """A batch that could not be foreseen, whose forward has just returned, is foreseen by what it was answered."""
-        if (run := self.foresees.heard(args, kwargs)) is not None:
+    @contextmanager
+    def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward of training. One of a batch that could not be foreseen is listened to, and when it has returned the
+        batch is foreseen by what it was answered."""
+        with self.foresees.listening(args, kwargs) as batch:
+            shapes = self.words.batch_of(args, kwargs) if batch is not None else ()
+            yield
+        if batch is not None and (run := self.foresees.heard(*batch)) is not None:
             self._heard = shapes
             self._later.append((shapes, run))
 

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from torch.utils._pytree import tree_map
+
 from .. import _core
 from ..base.counting import counted, counted_alone
 from ..base.sizes import measuring_bytes
 from ..dryrun.answers import Answers, listening
 from ..dryrun.dryrun import dry_forward, dry_run
 from ..dryrun.phases import DryRun
+from ..dryrun.twin import as_now
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from ..errors import Error
 from .batches import shapes_of, tensors_of
@@ -21,10 +24,14 @@ from .wrapped import Wrapped
 
 _Found = TypeVar("_Found")
 
+_Batch = tuple[tuple[Any, ...], dict[str, Any]]
 _Key = tuple[tuple[int, ...], ...]  # a batch, by the shapes of its tensors
 
 #: Batches of other shapes whose answers are kept, the last ones.
 MOST_HEARD = 8
+
+#: So many such batches in a row that never came again, as where lengths grow with each step, and no more are listened to.
+MOST_UNUSED = 4
 
 
 class Foreseer:
@@ -39,6 +46,7 @@ class Foreseer:
         self._heard: dict[_Key, Answers] = {}
         self._to_hear: _Key | None = None
         self._listens = True
+        self._unused = 0  # batches in a row that were foreseen by answers, and none of them came again
         self._workspace: Workspace = workspace_bytes
         if not wrapped.compute.separate:
             self._workspace = MeasuredWorkspace(partial(counted, engine, wrapped.compute))
@@ -53,31 +61,41 @@ class Foreseer:
 
     def listen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Such a batch could not be foreseen: the next forward of one is listened to."""
-        self._to_hear = _key_of(args, kwargs) if self._listens else None
+        self._to_hear = _key_of(args, kwargs) if self._listens and self._unused < MOST_UNUSED else None
 
     @contextmanager
-    def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[bool]:
-        """Around a forward of training, which is listened to where that is of use; gives whether it is."""
-        if self._to_hear is None or self._to_hear != _key_of(args, kwargs):
-            yield False
+    def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Batch | None]:
+        """Around a forward of training, which is listened to where that is of use. Gives the batch as it is before, whose
+        containers the forward may change; None: it is not."""
+        key = self._to_hear and _key_of(args, kwargs)
+        if key is None or self._to_hear != key:
+            yield None
             return
+        batch: _Batch = tree_map(as_now, (args, kwargs))
         with listening() as answers:
-            yield True
+            yield batch
         while len(self._heard) >= MOST_HEARD:
             del self._heard[next(iter(self._heard))]
-        self._heard[self._to_hear], self._to_hear = answers, None
+        self._heard[key], self._to_hear = answers, None
 
     def heard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun | None:
         """A step of this batch, whose forward was listened to and has just returned; None: it cannot be foreseen all the same,
         and no other is listened to."""
         try:
-            if not self._heard[_key_of(args, kwargs)].too_many:
-                return self.step_under_way(args, kwargs)
+            answers = self._heard.get(_key_of(args, kwargs))
+            if answers is not None and not answers.too_many:
+                found = self.step_under_way(args, kwargs)
+                self._unused += 1
+                return found
         except Error:  # the forward was made all the same
             pass
         self._heard.clear()
         self._listens = False
         return None
+
+    def note_used(self) -> None:
+        """A forward of a batch that was foreseen begins."""
+        self._unused = 0
 
     def step_within(self, wrapped: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         """A step of this batch as `wrapped` has it arranged, in another budget.
