@@ -196,18 +196,32 @@ _OTHERS: tuple[tuple[Any, Sequence[str], Callable[..., Any]], ...] = (
 )
 
 
-def _replace(where: Any, name: str, other: Callable[..., Any]) -> None:
-    """Until `_undo` is closed."""
-    own, before = where.__dict__.get(name), getattr(where, name, None)
-    if before is None:
-        return
-
+def _replacement(before: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(before)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return other(before, *args, **kwargs)
 
+    return replacement
+
+
+def _replace_all() -> None:
+    """Until `_undo` is closed, also where a module has imported a function by its name."""
+    others: dict[int, Callable[..., Any]] = {}
+    for where, names, other in _OTHERS:
+        for name in names:
+            if (before := getattr(where, name, None)) is not None:
+                others[id(before)] = _replacement(before, other)
+                _replace(where, name, others[id(before)])
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in others:
+                _replace(module, name, others[id(value)])
+
+
+def _replace(where: Any, name: str, value: Any) -> None:
+    own = where.__dict__.get(name)
     _undo.callback(functools.partial(delattr, where, name) if own is None else functools.partial(setattr, where, name, own))
-    setattr(where, name, replacement)
+    setattr(where, name, value)
 
 
 @contextmanager
@@ -218,9 +232,8 @@ def listening() -> Iterator[Answers]:
         with _lock:
             first = not _listeners
             _listeners[here] = mode
-            for where, names, other in _OTHERS if first else ():
-                for name in names:
-                    _replace(where, name, other)
+            if first:
+                _replace_all()
         with mode:
             yield mode.answers
     finally:
