@@ -5,6 +5,8 @@ torch is imported by the first use of a name, so that `protrain --help` answers 
 
 from typing import TYPE_CHECKING, Any
 
+from .base import aftertorch
+
 if TYPE_CHECKING:
     from .api import Status, plan, profile, session_of, status, unwrap, wrap
     from .checkpoint import load, save
@@ -20,6 +22,8 @@ __all__ = [
     "BudgetError", "DeviceError", "DiskError", "Error", "Forecast", "Optimizer", "OutOfMemoryError", "Plan", "PlanError",
     "Profile", "Status", "StepError", "Timeline", "load", "plan", "profile", "save", "session_of", "status", "unwrap", "wrap",
 ]  # fmt: skip
+
+aftertorch.call_first()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # The first vector function that the process calls, on a tensor that threads share, and then again: halves that differ are those
 # of a thread that got other functions. Without the import one process in five finds some, on processors with AVX-512.
 FIRST = """
 import sys
-import torch
-calls = []
-first = torch.exp
-torch.exp = lambda tensor: calls.append(tensor.numel()) or first(tensor)
-import protrain.api
-torch.exp = first
+IMPORTS
+calls = sys.modules["protrain.base.firstcall"].__name__
 matrix = torch.randn(512, 512)
 matrix @ matrix  # threads stand ready
 values = torch.randn(4 * 384 * 2048, generator=torch.Generator().manual_seed(0)) * 0.3
@@ -23,6 +21,30 @@ print(calls, int(differs.sum()))
 """
 
 
-def test_first_vector_function_is_called_by_one_thread() -> None:
-    found = [subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True).stdout for _ in range(5)]
-    assert found == ["[16] 0\n"] * 5
+@pytest.mark.parametrize("imports", ["import protrain, torch", "import torch, protrain", "import torch, protrain.api"])
+def test_first_vector_function_is_called_by_one_thread(imports: str) -> None:
+    """Whichever is imported first, before any name of protrain is used."""
+    program = FIRST.replace("IMPORTS", imports)
+    found = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(4)]
+    assert found == ["protrain.base.firstcall 0\n"] * 4
+
+
+def test_importing_protrain_alone_imports_no_torch() -> None:
+    program = "import protrain, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_torch_is_found_as_ever() -> None:
+    program = """
+import sys
+before = list(sys.meta_path)
+import protrain, importlib.util
+assert importlib.util.find_spec("torch") is not None
+import torch
+from importlib.machinery import SourceFileLoader
+assert sys.meta_path == before, sys.meta_path
+assert type(torch.__spec__.loader) is SourceFileLoader
+assert "exec_module" not in vars(torch.__spec__.loader)
+assert "protrain.base.firstcall" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
