@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,9 @@ class _Finder:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            self._make_call(spec.loader)
+        if spec is not None:
+            with suppress(AttributeError):  # a loader that takes no attributes
+                self._make_call(spec.loader)
         return spec
 
     def _make_call(self, loader: Any) -> None:
