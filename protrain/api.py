@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from . import _core
-from .base import firstcall  # noqa: F401 - importing firstcall is its use
 from .base.counting import counted, counted_alone
 from .base.reading import given_as
 from .base.sizes import (

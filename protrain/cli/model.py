@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import protrain.base.firstcall  # noqa: F401 - importing it is its use
 from protrain.cli.words import CommandError, size_text
 
 #: Of a config, under transformers' common names: a sequence has a token and one to foretell.

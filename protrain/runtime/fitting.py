@@ -80,8 +80,8 @@ class Fitter:
         self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
         self._told_bytes = 0  # the budget that the last step under way was to name
         self._later: list[tuple[Shapes, DryRun | None]] = []  # batches to plan for before the next step
-        self._told = False  # that the model cannot be foreseen
         self._heard: Shapes | None = None  # of them, the one that was foreseen by what its forward was answered
+        self._told = False  # that the model cannot be foreseen
 
     def _is_same(self, shapes: Shapes, run: DryRun | None) -> bool:
         """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
