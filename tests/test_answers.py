@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import threading
 import warnings
@@ -331,6 +332,173 @@ def test_functions_that_are_compiled_stay_compiled() -> None:
     assert [len(found) for found in heard.of.values()] == [1]
     assert "numpy" not in torch.Tensor.__dict__
     assert "tolist" not in torch.Tensor.__dict__
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + torch.norm(x) * 1e-3) + torch.linalg.norm(x, dim=-1, keepdim=True) * 1e-2
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_compiled_in_a_forward_that_is_listened_to_is_what_plain_torch_compiles(fullgraph: bool) -> None:
+    """It calls functions of torch that have others in their place meanwhile."""
+    torch._dynamo.reset()
+
+    class Compiled(Asking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ask = torch.compile(normed, backend="aot_eager", fullgraph=fullgraph)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(self.ask(by_item(x)))
+
+    _, foreseen, told = trained(Compiled, 512 * MIB, [256] * 3)
+    assert (foreseen, told) == ([True], 1)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_with_compiled_blocks_is_not_listened_to(fullgraph: bool) -> None:
+    torch._dynamo.reset()
+
+    class Normed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return normed(super().forward(x))
+
+    class Compiled(Asking):
+        block = Normed
+
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.compile(backend="aot_eager", fullgraph=fullgraph)
+
+    _, foreseen, told = trained(Compiled, 512 * MIB, [256] * 3)
+    assert (foreseen, told) == ([False], 1)
+
+
+class Once(collections.OrderedDict[str, torch.Tensor]):
+    """A batch that its class cannot make anew."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self["x"] = x.clone()
+
+
+Row = collections.namedtuple("Row", "x scale")
+
+
+class Scaled(Row):
+    """The same of a named tuple."""
+
+    def __new__(cls, x: torch.Tensor) -> Any:
+        return super().__new__(cls, x, 0.5)
+
+
+@pytest.mark.parametrize("batch", [lambda x: [Scaled(x)], lambda x: [Once(x)]], ids=["tuple", "dict"])
+def test_a_batch_that_cannot_be_made_anew_is_trained_on(batch: Callable[[torch.Tensor], list[Any]]) -> None:
+    class Unpacking(Asking):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            (inner,) = batch(x)
+            return self.of(inner)
+
+        def of(self, inner: Any) -> torch.Tensor:
+            while not isinstance(inner, torch.Tensor):
+                inner = inner["x"] if isinstance(inner, dict) else inner.x
+            return super().forward(inner)
+
+    class Given(Unpacking):
+        forward = Unpacking.of  # type: ignore[assignment]
+
+    torch.manual_seed(0)
+    model: Any = Given()
+    torch.manual_seed(0)
+    plain = Unpacking()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB)
+    reference, found, expected = adamw(plain), [], []
+    with warnings.catch_warnings(record=True):
+        for x in torch.randn(3, 256, 256):
+            for one, update, given, losses in (
+                (model, optimizer, batch(x)[0], found), (plain, reference, x, expected),
+            ):  # fmt: skip
+                loss = one(given)
+                loss.backward()
+                update.step()
+                update.zero_grad()
+                losses.append(loss.item())
+    protrain.unwrap(model)
+    assert found == expected
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    with answers.listening() as heard:
+        assert len(torch.zeros(answers.MOST_ANSWERS + 1).tolist()) == answers.MOST_ANSWERS + 1
+    assert heard.too_many
+    assert not heard.of
+    with answers.listening() as heard:
+        torch.zeros(answers.MOST_BYTES + 1, dtype=torch.uint8).numpy()
+    assert heard.too_many
+    assert not heard.of
+
+
+def test_a_model_within_another_is_heard_by_both() -> None:
+    """And what is asked behind it by the outer one alone; both leave functions their bits."""
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
+    plain = svdvals(x)
+    with answers.listening() as outer:
+        with answers.listening() as inner:
+            assert torch.tensor(3.0).item() == 3.0
+            assert torch.tensor([4.0]).tolist() == [4.0]
+            within = svdvals(x)
+        assert torch.tensor(5).item() == 5
+        behind = svdvals(x)
+    assert torch.equal(within, plain)
+    assert torch.equal(behind, plain)
+    assert sum(map(len, inner.of.values())) == 2
+    assert sum(map(len, outer.of.values())) == 3
+    assert "tolist" not in torch.Tensor.__dict__
+    assert not answers._listeners
+
+
+def test_subclasses_are_told_the_names_of_torchs_own_functions() -> None:
+    told: list[Any] = []
+
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            told.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.ones(2, 2).as_subclass(Told)
+
+    def ask() -> None:
+        x.tolist()
+        x.numpy()
+        torch.norm(x)
+
+    ask()
+    plain, told = told, []
+    with answers.listening():
+        ask()
+    assert [func for func in told if func in plain] == [func for func in plain if func in told]
+    assert {torch.Tensor.tolist, torch.Tensor.numpy, torch.functional.norm} <= set(told)
+
+
+class Passing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def by_several(x: torch.Tensor) -> torch.Tensor:
+    """By the last of them only half are chosen."""
+    (places,) = torch.where(x.detach()[:, 0] > -1e9)
+    (others,) = torch.where(x.detach()[:, 0] > x.detach()[:, 0].median())
+    return x.index_add(0, others, x[others].exp().tanh()) + x[places[::2]].mean()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_questions_are_those_of_the_program_beside_its_modes(inside: bool) -> None:
+    with Passing():
+        _, foreseen, _ = trained(lambda: model_of(by_several, inside), 64 * MIB, [512] * 3)
+    assert foreseen == [True]
 
 
 def test_what_only_one_of_the_runs_asks_shifts_no_other_answer() -> None:

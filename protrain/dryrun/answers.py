@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,6 +40,7 @@ _PICKING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 _ASKING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _MASKS = (torch.bool, torch.uint8)
 _LIBRARIES = ("torch", "protrain", "numpy")
+_MODES = ("__torch_function__", "__torch_dispatch__")
 
 Question = tuple[Any, str, int]  # what is asked, and the file and the line that asks
 
@@ -70,9 +73,14 @@ def is_question(operation: Any, args: Sequence[Any]) -> bool:
 def _question(what: Any) -> Question:
     """Asked by the innermost line that is of no library."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _passes_on(frame):
         frame = frame.f_back
     return what, frame.f_code.co_filename, frame.f_lineno
+
+
+def _passes_on(frame: FrameType) -> bool:
+    """Whether it asks for somebody else: a library's, and that of a mode or of a subclass, which a dry run may be without."""
+    return frame.f_code.co_name in _MODES or frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
 
 
 class Answers:
@@ -82,6 +90,10 @@ class Answers:
         self.of: dict[Question, list[Any]] = {}
         self.varies = self.too_many = False
         self._left, self._left_bytes = MOST_ANSWERS, MOST_BYTES
+
+    def fits(self, count: int, n_bytes: int = 0) -> bool:
+        """Whether there is room for so many answers."""
+        return count <= self._left and n_bytes <= self._left_bytes
 
     def note(self, what: Any, answer: Any, n_bytes: int = 0, *, varies: bool) -> None:
         self._left, self._left_bytes = self._left - 1, self._left_bytes - n_bytes
@@ -150,39 +162,48 @@ class _Listening(TorchDispatchMode):
         return result
 
 
-#: Which threads listen, by what; while any does torch has other functions.
-_listeners: dict[int, _Listening] = {}
+#: Which threads listen, by what, the innermost last; while any does torch has other functions.
+_listeners: dict[int, list[_Listening]] = {}
 _undo = ExitStack()
 _lock = threading.Lock()
 
 
-def _answers_here() -> Answers | None:
+def _answers_here() -> list[Answers]:
     """What this thread notes answers in, where it does and may."""
-    mode = _listeners.get(threading.get_ident())
-    return mode.answers if mode is not None and not mode.answers.too_many else None
+    return [mode.answers for mode in _listeners.get(threading.get_ident(), ()) if not mode.answers.too_many]
+
+
+def _called(before: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """By its own name where subclasses and modes are asked: torch would tell them that of what is in its place."""
+    if has_torch_function((tensor,)):
+        return handle_torch_function(before, (tensor,), tensor, *args, **kwargs)
+    return before(tensor, *args, **kwargs)
 
 
 def _heard_as_array(before: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    array = before(tensor, *args, **kwargs)
-    if (answers := _answers_here()) is not None:
-        answers.note(_ARRAY, array.copy(), array.nbytes, varies=True)
+    array = _called(before, tensor, *args, **kwargs)
+    for answers in _answers_here() if hasattr(array, "nbytes") else ():
+        kept = array.copy() if answers.fits(1, array.nbytes) else None
+        answers.note(_ARRAY, kept, array.nbytes, varies=True)
     return array
 
 
 def _heard_as_list(before: Callable[..., Any], tensor: torch.Tensor) -> Any:
-    numbers = before(tensor)
-    if (answers := _answers_here()) is not None:  # a fake tensor asks for one number after the other
-        for number in tree_leaves(numbers):
+    numbers = _called(before, tensor)
+    for answers in _answers_here():  # a fake tensor asks for one number after the other
+        answers.too_many = not answers.fits(tensor.numel())
+        for number in [] if answers.too_many else tree_leaves(numbers):
             answers.note_result(_NUMBER, number)
     return numbers
 
 
 def _unheard(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Without the mode that listens, where no other one is inside of it."""
-    mode = _listeners.get(threading.get_ident())
-    if mode is None or _get_current_dispatch_mode() is not mode:
-        return before(*args, **kwargs)
-    with _pop_mode_temporarily():
+    """Without the modes that listen, where no other one is inside of them."""
+    with ExitStack() as without:
+        for mode in reversed(_listeners.get(threading.get_ident(), ())):
+            if _get_current_dispatch_mode() is not mode:
+                break
+            without.enter_context(_pop_mode_temporarily())
         return before(*args, **kwargs)
 
 
@@ -207,14 +228,17 @@ def _replacement(before: Callable[..., Any], other: Callable[..., Any]) -> Calla
 def _replace_all() -> None:
     """Until `_undo` is closed, also where a module has imported a function by its name."""
     others: dict[int, Callable[..., Any]] = {}
+    dynamo = sys.modules.get("torch._dynamo")
     for where, names, other in _OTHERS:
         for name in names:
             if (before := getattr(where, name, None)) is not None:
                 others[id(before)] = _replacement(before, other)
+                if dynamo is not None and where in (torch, torch.linalg):  # for what is compiled meanwhile it is one of torch's
+                    dynamo.allow_in_graph(others[id(before)])
                 _replace(where, name, others[id(before)])
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in others:
+            if id(value) in others and module is not torch.functional:  # it tells subclasses its own names
                 _replace(module, name, others[id(value)])
 
 
@@ -226,19 +250,22 @@ def _replace(where: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[Answers]:
-    """Inside, what this thread's program asks is noted; it listens already in no one around this."""
+    """Inside, what this thread's program asks is noted, also by what listens around this."""
     mode, here = _Listening(Answers()), threading.get_ident()
     try:
         with _lock:
             first = not _listeners
-            _listeners[here] = mode
+            _listeners.setdefault(here, []).append(mode)
             if first:
                 _replace_all()
         with mode:
             yield mode.answers
     finally:
         with _lock:
-            _listeners.pop(here, None)
+            if mode in (mine := _listeners.get(here, [])):
+                mine.remove(mode)
+            if not mine:
+                _listeners.pop(here, None)
             if not _listeners:
                 _undo.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from ..dryrun.phases import DryRun
 from ..dryrun.twin import as_now
 from ..dryrun.workspace import MeasuredWorkspace, Workspace, workspace_bytes
 from ..errors import Error
+from ..model.compiled import has_compiled
 from .batches import shapes_of, tensors_of
 from .otherhooks import no_outer_hooks
 from .wrapped import Wrapped
@@ -60,18 +61,22 @@ class Foreseer:
         return self._measured(lambda workspace: self._dry_run(self._wrapped, args, kwargs, workspace), make_room)
 
     def listen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Such a batch could not be foreseen: the next forward of one is listened to."""
-        self._to_hear = _key_of(args, kwargs) if self._listens and self._unused < MOST_UNUSED else None
+        """Such a batch could not be foreseen: the next forward of one is listened to. What is compiled would find other functions
+        of torch in it than where it is recomputed."""
+        listens = self._listens and self._unused < MOST_UNUSED and not has_compiled(self._wrapped.model)
+        self._to_hear = _key_of(args, kwargs) if listens else None
 
     @contextmanager
     def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Batch | None]:
         """Around a forward of training, which is listened to where that is of use. Gives the batch as it is before, whose
         containers the forward may change; None: it is not."""
-        key = self._to_hear and _key_of(args, kwargs)
-        if key is None or self._to_hear != key:
+        batch: _Batch | None = None
+        if self._to_hear is not None and self._to_hear == (key := _key_of(args, kwargs)):
+            with suppress(Exception):  # containers of a program's own that cannot be made anew, for no dry run either
+                batch = tree_map(as_now, (args, kwargs))
+        if batch is None:
             yield None
             return
-        batch: _Batch = tree_map(as_now, (args, kwargs))
         with listening() as answers:
             yield batch
         while len(self._heard) >= MOST_HEARD:
