@@ -154,6 +154,8 @@ class ChunkTensor:
                 return owner.value(number)
             with DisableTorchFunction():
                 return mark_views(func(*args, **kwargs), owner, [number])
+        if len(types) > 1 and (others := [kind for kind in types if not issubclass(kind, ChunkTensor)]):
+            func = _asking(others, func)
         if any(tensor._protrain[0] is not owner for tensor in found):
             return _call_among(func, found, args, kwargs)
         numbers = [tensor._protrain[1] for tensor in found]
@@ -170,6 +172,22 @@ class ChunkTensor:
                 "make it of a copy, p.detach().clone()"
             )
         return self.view_as(self)  # type: ignore[attr-defined]
+
+
+def _asking(others: list[type[Any]], func: Callable[..., Any]) -> Callable[..., Any]:
+    """The call as it is where parameters are plain: classes of other arguments are asked first, and see no class of these."""
+
+    @functools.wraps(func)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            for kind in others:
+                result = kind.__torch_function__(func, others, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        name, kinds = torch.overrides.resolve_name(func) or func, [kind.__name__ for kind in others]
+        raise TypeError(f"no implementation found for {name} on types that implement __torch_function__: {kinds}")
+
+    return asked
 
 
 def _call_among(func: Callable[..., Any], found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

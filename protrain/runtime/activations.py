@@ -236,6 +236,7 @@ class Frame:
                 randomness.kept(self.drawn),
                 self.state.restored(),
                 torch.enable_grad(),
+                torch._C._EnableTorchFunction(),  # which a loss of a subclass turns off around its backward
                 surroundings.restored(self.surroundings),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
