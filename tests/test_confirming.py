@@ -23,6 +23,7 @@ from protrain.profiling.confirming import (
     apart,
     disk_factor,
     factors,
+    least_disk_factor,
     middle,
     scaled_disk,
     scaled_drag,
@@ -75,6 +76,18 @@ def test_steps_that_lie_apart_are_believed_less() -> None:
 
 def test_recomputation_is_compute() -> None:
     assert factors(forecast(0.7, 0.1, 0.3), 1.2, 0.0) == factors(forecast(1.0, 0.1), 1.2, 0.0)
+
+
+def test_what_drag_may_not_explain_is_compute() -> None:
+    """Lanes are not believed to cost next to nothing, nor many times what was measured; steps are all the same."""
+    for seen, bounds, expected in ((0.9, (0.5, 2.0), 0.5), (1.7, (0.5, 2.0), 2.0)):
+        of_compute, of_drag = factors(forecast(1.0, 0.2), seen, 0.0, *bounds)
+        assert of_drag == expected
+        foretold = of_compute * 1.0 + of_drag * 0.2
+        free_compute, free_drag = factors(forecast(1.0, 0.2), seen, 0.0)
+        assert abs(foretold - seen) < 0.5 * abs(free_compute * 1.0 + expected * 0.2 - seen)
+        assert not bounds[0] <= free_drag <= bounds[1]
+    assert factors(forecast(1.0, 0.2), 1.25, 0.0, 0.5, 2.0) == factors(forecast(1.0, 0.2), 1.25, 0.0)
 
 
 def test_nothing_foretold_and_drag_below_nothing() -> None:
@@ -150,6 +163,20 @@ def test_what_is_scaled_and_what_is_not() -> None:
 )
 def test_the_disk_is_as_fast_as_in_all_waits_together(works: list[DiskWork], factor: float) -> None:
     assert disk_factor(works, 1.0) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("works", "factor"),
+    [
+        ([DiskWork(0.0, 0.0, 1.0, 0.5), DiskWork(0.0, 0.0, 0.5, 0.5)], 1.5),
+        ([DiskWork(0.5, 1.0, 0.5, 1.0)], 1.0),
+        ([DiskWork(0.0, 0.0, 9.0, 1.0)], MOST_DISK_FACTOR),
+        ([DiskWork(0.0, 0.0)], 1.0),
+        ([], 1.0),
+    ],
+)
+def test_the_disk_is_at_least_as_fast_as_in_all_that_it_carried(works: list[DiskWork], factor: float) -> None:
+    assert least_disk_factor(works) == pytest.approx(factor)
 
 
 def test_a_slower_disk_is_slower_both_ways() -> None:
@@ -363,6 +390,11 @@ def test_waits_that_were_not_foretold_say_how_fast_the_disk_is(
         (0.01, DiskWork(0.8, 0.2), 4.0),
         (0.2, DiskWork(0.8, 0.2), 1.0),
         (0.2, DiskWork(0.0, 0.0), 1.0),
+        (0.0, DiskWork(0.0, 0.0, 0.9, 0.6), 1.5),  # no waits: as fast as it was beside compute
+        (0.05, DiskWork(0.0, 0.0, 0.9, 0.3), 2.0),  # but no faster than explains it
+        (0.05, DiskWork(0.05, 0.2, 0.9, 0.3), 2.0),  # slow in waits, when it had little to do
+        (0.0, DiskWork(0.0, 0.0, 0.3, 0.6), 1.0),  # it may have had less to do than it can
+        (0.2, DiskWork(0.0, 0.0, 0.9, 0.6), 1.0),  # longer waits: that is another reason
     ],
 )
 def test_the_disk_is_taken_to_be_as_fast_as_explains_the_waits(

@@ -94,6 +94,10 @@ def test_what_the_disk_carried_in_waits_says_how_fast_it_is() -> None:
     ]  # fmt: skip
     found = disk_work([*waits, *moved], 0, 100 * 10**9, machine)
     # Of the first the half inside; the write, beside which half as much again is done; of the last what is before the step's end.
-    assert found == DiskWork(pytest.approx(5.0 + 1.0 + 2.0), pytest.approx(5.0 + 0.5 * 2.0 + 2.0))
-    assert disk_work(moved, 0, 100 * 10**9, machine) == DiskWork(0.0, 0.0)
-    assert disk_work([*waits, *moved], 0, 100 * 10**9, Machine()).expected_seconds == 0.0
+    assert (found.expected_seconds, found.taken_seconds) == (pytest.approx(5.0 + 1.0 + 2.0), pytest.approx(5.0 + 0.5 * 2.0 + 2.0))
+    # Of all of them, by the faster of a lane's two figures; what one read was under way beside another is counted once.
+    assert found.busy_expected_seconds == pytest.approx(10.0 + 5.0 + 4.0 + 1.0 + 2.5)
+    assert found.busy_seconds == pytest.approx((10.0 + 4.0) + (2.0 + 3.0) - 0.5 * 2.0)
+    unwaited = disk_work(moved, 0, 100 * 10**9, machine)
+    assert unwaited == DiskWork(0.0, 0.0, found.busy_expected_seconds, found.busy_seconds)
+    assert disk_work([*waits, *moved], 0, 100 * 10**9, Machine()) == DiskWork(0.0, 0.0)

@@ -7,12 +7,14 @@ far they lie apart, has its part: on a machine whose speed varies neither they n
 the planner searches again.
 
 Sums alone are corrected: compute of all phases by one factor, all drags by another. Waits are compared too: where they are not
-those foretold, what the disk carried in them says how fast it is by now. Disks slow down once their caches are full or what they
-were granted is used up, long after they were measured.
+those foretold, what the disk carried in them says how fast it is by now. Disks slow down once their caches are full or what
+they were granted is used up, long after they were measured. Where waits were foretold and there were none, it is at least as
+fast as it was beside compute.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -73,14 +75,25 @@ def apart(sums: Sequence[Sum]) -> float:
     return (max(passes) - min(passes)) / 2
 
 
-def factors(forecast: Forecast, passes_seconds: float, apart_seconds: float) -> tuple[float, float]:
+def factors(
+    forecast: Forecast, passes_seconds: float, apart_seconds: float, least_drag: float = 0.0, most_drag: float = math.inf
+) -> tuple[float, float]:
     """Of what compute and drag were taken to be, by what the passes of a step took: nearer to them together. apart_seconds: how
-    far the steps lie to either side."""
+    far the steps lie to either side. least_drag, most_drag: of the second factor; what it may not explain is compute's."""
     compute, drag = forecast.compute_seconds + forecast.recompute_seconds, forecast.drag_seconds
-    steps_doubt = max(STEP_DOUBT * passes_seconds, apart_seconds)
-    variance = (COMPUTE_DOUBT * compute) ** 2 + (DRAG_DOUBT * drag) ** 2 + steps_doubt**2
-    each = (passes_seconds - compute - drag) / variance if variance > 0 else 0.0
-    return 1 + each * COMPUTE_DOUBT**2 * compute, max(1 + each * DRAG_DOUBT**2 * drag, 0.0)
+    compute_variance, drag_variance = (COMPUTE_DOUBT * compute) ** 2, (DRAG_DOUBT * drag) ** 2
+    steps_variance = max(STEP_DOUBT * passes_seconds, apart_seconds) ** 2
+
+    def share(variance: float, of: float, others: float, seconds: float) -> float:
+        """The factor of what was taken to be `seconds`, where all is `of` more than it was taken to be."""
+        return 1 + of * variance / (variance + others) / seconds if variance > 0 else 1.0
+
+    more = passes_seconds - compute - drag
+    of_drag = share(drag_variance, more, compute_variance + steps_variance, drag)
+    allowed = min(max(of_drag, least_drag), most_drag)
+    if allowed == of_drag:
+        return share(compute_variance, more, drag_variance + steps_variance, compute), of_drag
+    return share(compute_variance, passes_seconds - compute - allowed * drag, steps_variance, compute), allowed
 
 
 def disk_factor(works: Sequence[DiskWork], step_seconds: float) -> float:
@@ -90,6 +103,13 @@ def disk_factor(works: Sequence[DiskWork], step_seconds: float) -> float:
     if taken <= TELLING_SHARE * step_seconds * len(works):
         return 1.0
     return min(max(sum(one.expected_seconds for one in works) / taken, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
+
+
+def least_disk_factor(works: Sequence[DiskWork]) -> float:
+    """How many times as fast as it was taken to be the disk is at least, by all that it carried in these steps, beside compute
+    too; 1 where that is no more."""
+    busy = sum(one.busy_seconds for one in works)
+    return min(max(sum(one.busy_expected_seconds for one in works) / busy, 1.0), MOST_DISK_FACTOR) if busy > 0 else 1.0
 
 
 def scaled_disk(machine: Machine, factor: float) -> Machine:

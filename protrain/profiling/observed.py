@@ -136,32 +136,43 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
 
 @dataclass(frozen=True)
 class DiskWork:
-    """What the disk carried while compute waited, in seconds: what that should have taken by a machine's figures, and took."""
+    """What the disk carried in a step, in seconds: what that should have taken by a machine's figures, and took. While compute
+    waited, when the disk shares with nobody and has all to do that it can; and whenever it was busy, which it can do at least."""
 
     expected_seconds: float
     taken_seconds: float
+    busy_expected_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 def disk_work(events: Sequence[Raw], begin_ns: int, end_ns: int, machine: Machine) -> DiskWork:
-    """Of a step, from its raw events. While compute waits the disk shares with nobody, and has all to do that it can. Waits for
-    updates are left out: there the lane may be what is slow."""
+    """Of a step, from its raw events. Waits for updates are left out: there the lane may be what is slow."""
     waits = waits_of([event for event in events if event[5] != UPDATING], begin_ns, end_ns)
-    expected = 0.0
+    expected = busy_expected = 0.0
+    waited: dict[int, list[Interval]] = {READ: [], WRITE: []}
     busy: dict[int, list[Interval]] = {READ: [], WRITE: []}
     for start, end, size, _, lane, _ in events:
         if lane not in busy or end <= start:
             continue
         speed = machine.disk_read if lane == READ else machine.disk_write
-        carried = speed.idle_bytes_per_second or speed.bytes_per_second
-        inside = both([(float(start), float(end))], waits)
-        if inside and carried > 0:
-            expected += length(inside) / (end - start) * size / carried
-            busy[lane] += inside
-    reads, writes = union(busy[READ]), union(busy[WRITE])
+        alone = speed.idle_bytes_per_second or speed.bytes_per_second
+        if alone <= 0:
+            continue
+        span = [(float(start), float(end))]
+        inside = both(span, waits)
+        if inside:
+            expected += length(inside) / (end - start) * size / alone
+            waited[lane] += inside
+        busy_expected += size / max(alone, speed.bytes_per_second)
+        busy[lane] += span
+    return DiskWork(expected, _taken_seconds(waited, machine), busy_expected, _taken_seconds(busy, machine))
+
+
+def _taken_seconds(requests: dict[int, list[Interval]], machine: Machine) -> float:
+    """Of the disk. Reads and writes at once get done more than one alone, by the overlap."""
+    reads, writes = union(requests[READ]), union(requests[WRITE])
     together = length(both(reads, writes))
-    # Both at once get done more than one alone, by the overlap.
-    taken = length(reads) + length(writes) + (machine.disk_overlap - 2) * together
-    return DiskWork(expected, taken / 1e9)
+    return (length(reads) + length(writes) + (machine.disk_overlap - 2) * together) / 1e9
 
 
 def without_drag(times: Times, lost_seconds: float, n_passes: int) -> Times:

@@ -37,6 +37,7 @@ from ..profiling.confirming import (
     apart,
     disk_factor,
     factors,
+    least_disk_factor,
     middle,
     scaled_disk,
     scaled_drag,
@@ -183,10 +184,10 @@ class Pacer:
 
     def _learn_disk(self, run: DryRun, works: list[DiskWork], seen: Sum, update_seconds: float, update_bytes: int) -> None:
         """How fast the disk is by now: so fast that the plan in use would wait as its steps did, and no further from what it was
-        taken to be than what it carried in their waits says."""
-        before, whole = self._disk_factor, disk_factor(works, seen.seconds)
-        if whole == 1.0:
+        taken to be than what it carried says: in their waits, or, where it is faster, in all of them."""
+        if not works:
             return
+        before, whole = self._disk_factor, 1.0
 
         def foretold(part: float) -> float:
             self._disk_factor = min(max(before * whole**part, 1 / MOST_DISK_FACTOR), MOST_DISK_FACTOR)
@@ -199,7 +200,10 @@ class Pacer:
             longer = seen.wait_seconds - foretold(low)
         except BudgetError:  # the plan in use has no room for all that was learned: nothing can be foretold of it
             return
-        if abs(longer) <= WAIT_DOUBT * seen.seconds or (longer > 0) != (whole < 1):
+        whole = disk_factor(works, seen.seconds)
+        if longer < 0:
+            whole = max(whole, least_disk_factor(works))
+        if abs(longer) <= WAIT_DOUBT * seen.seconds or whole == 1.0 or (longer > 0) != (whole < 1):
             return
         for _ in range(HALVINGS):
             half = (low + high) / 2
@@ -239,10 +243,11 @@ class Pacer:
         self._seen.clear()
         self._works.clear()
         seen = middle(sums)
-        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds, apart(sums))
+        bounds = 1 / MOST_DRAG_FACTOR / self._drag_factor, MOST_DRAG_FACTOR / self._drag_factor
+        of_compute, of_drag = factors(plan.forecast, seen.passes_seconds, apart(sums), *bounds)
         before = self._times, self._drag_factor, self._disk_factor, self._rest_seconds
         self._times = scaled_times(self._times, of_compute)
-        self._drag_factor = min(max(self._drag_factor * of_drag, 1 / MOST_DRAG_FACTOR), MOST_DRAG_FACTOR)
+        self._drag_factor *= of_drag
         self._rest_seconds = seen.rest_seconds
         changed = abs(seen.seconds + update_seconds - plan.step_seconds) > CHANGED * plan.step_seconds
         try:
@@ -295,8 +300,8 @@ class Pacer:
             self._ordered.append((planned, share, step))
 
     def _tell(self, planned: float, taken: float) -> None:
-        """Once in a session."""
-        if not self._told:
+        """Once in a session, where steps are slower: that they are faster is nobody's trouble."""
+        if not self._told and taken > planned:
             self._told = True
             warnings.warn(
                 f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {DEPARTED_STEPS} steps; they were "
