@@ -264,7 +264,8 @@ def wrap(
         block_modes: the mode of each block, for experiments.
         param_init_fn: for parameters on meta: called once for each module that owns parameters, in the order of
             model.modules(), its own tensors materialised before, to initialise them in place.
-        weights: for parameters on meta: a folder of safetensors, read slice by slice.
+        weights: for parameters on meta: a folder of safetensors, read slice by slice. What transformers saves in another form, as
+            experts one by one, is made as it makes it, one parameter at a time within the budget.
 
     Raises:
         BudgetError: the states cannot be trained within `memory`; smallest_bytes can, as far as that is known before a batch.

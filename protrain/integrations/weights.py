@@ -27,7 +27,7 @@ def has_original_form(model: nn.Module) -> bool:
         return True
     names = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries(model)}
     saved = revert_weight_conversion(model, dict(names))
-    return {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in names.items()}
+    return len(saved) == len(names) and all(saved.get(name) is t for name, t in names.items())
 
 
 def write_weights(session: Session, folder: Path) -> None:

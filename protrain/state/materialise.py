@@ -22,6 +22,7 @@ from ..model.parameters import DisableTorchFunction, release
 from ..model.precision import has_master, write_master
 from ..model.strides import dense_strides, outermost_first
 from ..runtime import changes
+from .converted import Conversion, conversions
 from .tensorfiles import TensorFile, unreadable
 
 if TYPE_CHECKING:
@@ -220,21 +221,83 @@ def _empty_buffers(module: nn.Module, device: torch.device) -> list[str]:
 
 
 def from_weights(session: Session, folder: str) -> None:
-    """Read parameters from the safetensors files of a folder, slice by slice.
+    """Read parameters from the safetensors files of a folder, slice by slice. What transformers saves in another form than its
+    modules have is made as transformers makes it, one parameter, or what comes of the same tensors, at a time.
 
     Raises:
         ValueError: the folder has no such files, lacks a parameter, or has it in another shape or as no plain numbers.
+        BudgetError: there is no room to make a parameter of what was saved.
     """
     where = {name: file for file in map(TensorFile, weight_files(folder)) for name in file.entries}
-    names = _names_of(session)
+    names, entries = _names_of(session), session.layout.entries
+    known = {entry.index: next((name for name in names[entry.index] if name in where), None) for entry in entries}
+    lacking = next((entry.name for entry in entries if known[entry.index] is None), None)
+    found = conversions(session.model, where, [name for name, _ in session.model.named_parameters(remove_duplicate=False)])
+    if lacking is not None and not found:
+        raise ValueError(f"weights: {folder} has no tensor {lacking}")
+    another_form = any(one.keeps_name and not all(where[name].is_ours for name, _ in one.sources) for one in found)
     with _filling(session) as filler:
-        for entry in session.layout.entries:
-            found = next((name for name in names[entry.index] if name in where), None)
-            if found is None:
-                raise ValueError(f"weights: {folder} has no tensor {entry.name}")
-            filler.enter(entry.index)
-            _read_weights(filler, entry.index, where[found], found)
-            filler.leave(entry.index)
+        if lacking is not None or another_form:
+            _make_all(filler, folder, found, where, {name: entry.index for entry in entries for name in names[entry.index]})
+            return
+        for number, name in known.items():
+            assert name is not None
+            filler.enter(number)
+            _read_weights(filler, number, where[name], name)
+            filler.leave(number)
+
+
+def _make_all(
+    filler: Filler, folder: str, found: list[Conversion], where: dict[str, TensorFile], numbers: dict[str, int]
+) -> None:
+    """In the order of chunks, so that few are open at once.
+
+    Raises:
+        ValueError, BudgetError: as `from_weights`.
+    """
+    places = {entry.index: place for place, entry in enumerate(filler.session.layout.entries)}
+    made: set[int] = set()
+    for conversion in sorted(found, key=lambda one: places[numbers[one.name]]):
+        made |= _make_weights(filler, conversion, where, numbers)
+    if lacking := next((entry.name for entry in filler.session.layout.entries if entry.index not in made), None):
+        raise ValueError(f"weights: {folder} has no tensor {lacking}, nor what transformers makes it of")
+
+
+def _make_weights(filler: Filler, conversion: Conversion, where: dict[str, TensorFile], numbers: dict[str, int]) -> set[int]:
+    """The parameters that were made.
+
+    Raises:
+        ValueError: what is saved is of another shape, or no plain numbers.
+        BudgetError: there is no room for it.
+    """
+    if conversion.transform is None:
+        source, _ = conversion.sources[0]
+        number = numbers[conversion.name]
+        filler.enter(number)
+        _read_weights(filler, number, where[source], source)
+        filler.leave(number)
+        return {number}
+    for source, _ in conversion.sources:
+        _check_numbers(where[source], source)
+    made = conversion.make(filler.session.model, lambda source: where[source].read(source))
+    found = {numbers[name]: values for name, values in made.items() if name in numbers}
+    for number, values in found.items():
+        entry = filler.session.layout.entries[number]
+        if values.shape != entry.shape:
+            source, shape = conversion.sources[0][0], tuple(values.shape)
+            raise ValueError(f"weights: {source} and its like make {entry.name} of shape {shape}, it has {tuple(entry.shape)}")
+        filler.enter(number)
+        with torch.no_grad(), DisableTorchFunction():
+            filler.session.params[number].data.copy_(values)
+            filler.keep(number, values)
+        filler.leave(number)
+    return set(found)
+
+
+def _check_numbers(file: TensorFile, name: str) -> None:
+    """Raises ValueError where a tensor's numbers alone are no parameter."""
+    if (dtype := file.entries[name].dtype) not in WEIGHT_TYPES:
+        raise ValueError(f"weights: {name} in {file.path} is of {dtype}, whose numbers alone are no parameter")
 
 
 def _read_weights(filler: Filler, number: int, file: TensorFile, name: str) -> None:
@@ -244,11 +307,10 @@ def _read_weights(filler: Filler, number: int, file: TensorFile, name: str) -> N
         ValueError: the tensor is of another shape, or no plain numbers.
     """
     session, entry = filler.session, filler.session.layout.entries[number]
-    shape, dtype = file.entries[name].shape, file.entries[name].dtype
+    shape = file.entries[name].shape
     if shape != tuple(entry.shape):
         raise ValueError(f"weights: {name} in {file.path} has shape {shape}, the model's has {tuple(entry.shape)}")
-    if dtype not in WEIGHT_TYPES:
-        raise ValueError(f"weights: {name} in {file.path} is of {dtype}, whose numbers alone are no parameter")
+    _check_numbers(file, name)
     with torch.no_grad(), DisableTorchFunction():
         target = session.params[number].data
         if not shape:

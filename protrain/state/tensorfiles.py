@@ -290,6 +290,11 @@ class TensorFile:
             if begin < end:
                 raise ValueError(f"tensors {shown(name)} and {shown(other)} share bytes")
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether protrain wrote it."""
+        return bool(self._sums)
+
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """A tensor of its own memory, or rows of it from `first` on. What was read from its begin to its end, at once or rows
         after rows, is compared with its checksum, where the file has one.
