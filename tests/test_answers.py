@@ -494,6 +494,21 @@ def by_several(x: torch.Tensor) -> torch.Tensor:
     return x.index_add(0, others, x[others].exp().tanh()) + x[places[::2]].mean()
 
 
+def test_modes_see_as_many_calls_as_without() -> None:
+    calls: list[Any] = []
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with answers.listening() as heard, Counting():
+        assert x.tolist() == [1.0] * 3
+    assert len(calls) == 1
+    assert sum(map(len, heard.of.values())) == 3
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_questions_are_those_of_the_program_beside_its_modes(inside: bool) -> None:
     with Passing():

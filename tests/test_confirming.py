@@ -18,6 +18,7 @@ from protrain.api import session_of
 from protrain.planner.plans import Forecast
 from protrain.planner.profiles import Machine, Speed, Times
 from protrain.profiling.confirming import (
+    MOST_COMPUTE_FACTOR,
     MOST_DISK_FACTOR,
     Sum,
     apart,
@@ -88,6 +89,7 @@ def test_what_drag_may_not_explain_is_compute() -> None:
         assert abs(foretold - seen) < 0.5 * abs(free_compute * 1.0 + expected * 0.2 - seen)
         assert not bounds[0] <= free_drag <= bounds[1]
     assert factors(forecast(1.0, 0.2), 1.25, 0.0, 0.5, 2.0) == factors(forecast(1.0, 0.2), 1.25, 0.0)
+    assert factors(forecast(1.0, 6.0), 1.1, 0.0, 0.25, 4.0) == (1 / MOST_COMPUTE_FACTOR, 0.25)  # and no less than half
 
 
 def test_nothing_foretold_and_drag_below_nothing() -> None:

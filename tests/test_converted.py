@@ -147,6 +147,30 @@ def test_what_lacks_something_is_refused_and_the_model_stays_as_it_was(
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_what_fails_for_another_reason_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(experts, tmp_path)
+
+    def convert(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(transformers.core_model_loading.MergeModulelist, "convert", convert)
+    model = on_meta(experts)
+    with pytest.raises(torch.OutOfMemoryError):
+        protrain.wrap(model, adamw(model), memory=4 * MIB, weights=tmp_path)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_tensor_under_both_names_is_that_of_its_own(tmp_path: Path) -> None:
+    """In a folder that has another form all the same."""
+    expected = saved(experts, tmp_path)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    changed(tmp_path, lambda tensors: tensors.update({name.removeprefix("model."): torch.zeros_like(tensors[name])}))
+    model = on_meta(experts)
+    model, _ = protrain.wrap(model, adamw(model), memory=4 * MIB, weights=tmp_path)
+    assert torch.equal(model.state_dict()[name], expected[name])
+    protrain.unwrap(model)
+
+
 def test_what_has_no_room_is_refused(tmp_path: Path) -> None:
     """A parameter is made of what was saved within the budget."""
 

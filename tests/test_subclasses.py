@@ -28,6 +28,7 @@ class Larger(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert isinstance(types, tuple)
         result = super().__torch_function__(func, types, args, kwargs or {})
         return result + result * 0.5 if func is F.linear and result is not NotImplemented else result
 

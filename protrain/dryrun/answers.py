@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -190,8 +191,10 @@ def _heard_as_array(before: Callable[..., Any], tensor: torch.Tensor, *args: Any
 
 def _heard_as_list(before: Callable[..., Any], tensor: torch.Tensor) -> Any:
     numbers = _called(before, tensor)
+    with DisableTorchFunction():  # that of modes, too
+        count = tensor.numel()
     for answers in _answers_here():  # a fake tensor asks for one number after the other
-        answers.too_many = not answers.fits(tensor.numel())
+        answers.too_many = not answers.fits(count)
         for number in [] if answers.too_many else tree_leaves(numbers):
             answers.note_result(_NUMBER, number)
     return numbers
@@ -228,13 +231,14 @@ def _replacement(before: Callable[..., Any], other: Callable[..., Any]) -> Calla
 def _replace_all() -> None:
     """Until `_undo` is closed, also where a module has imported a function by its name."""
     others: dict[int, Callable[..., Any]] = {}
-    dynamo = sys.modules.get("torch._dynamo")
+    from torch import _dynamo  # one that came later would know what is here now as no functions of torch's
+
     for where, names, other in _OTHERS:
         for name in names:
             if (before := getattr(where, name, None)) is not None:
                 others[id(before)] = _replacement(before, other)
-                if dynamo is not None and where in (torch, torch.linalg):  # for what is compiled meanwhile it is one of torch's
-                    dynamo.allow_in_graph(others[id(before)])
+                if where in (torch, torch.linalg):  # for what is compiled meanwhile it is one of torch's
+                    _dynamo.allow_in_graph(others[id(before)])
                 _replace(where, name, others[id(before)])
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):

@@ -154,7 +154,7 @@ class ChunkTensor:
                 return owner.value(number)
             with DisableTorchFunction():
                 return mark_views(func(*args, **kwargs), owner, [number])
-        if len(types) > 1 and (others := [kind for kind in types if not issubclass(kind, ChunkTensor)]):
+        if len(types) > 1 and (others := tuple(kind for kind in types if not issubclass(kind, ChunkTensor))):
             func = _asking(others, func)
         if any(tensor._protrain[0] is not owner for tensor in found):
             return _call_among(func, found, args, kwargs)
@@ -174,7 +174,7 @@ class ChunkTensor:
         return self.view_as(self)  # type: ignore[attr-defined]
 
 
-def _asking(others: list[type[Any]], func: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(others: tuple[type[Any], ...], func: Callable[..., Any]) -> Callable[..., Any]:
     """The call as it is where parameters are plain: classes of other arguments are asked first, and see no class of these."""
 
     @functools.wraps(func)

@@ -27,6 +27,8 @@ from .timeline import COMPUTE, RECOMPUTE, Pass, Raw, both, length, union
 
 #: How far off are to be expected: a profile's compute, what lanes cost it, and what a few steps took at least; in parts of each.
 COMPUTE_DOUBT, DRAG_DOUBT, STEP_DOUBT = 0.03, 0.3, 0.01
+#: A profile's compute is not believed to be so many times too short, or too long, whatever drag may not explain.
+MOST_COMPUTE_FACTOR = 2.0
 #: Parts of a step: waits that are others than foretold by less say nothing of the disk, and so does a disk busy in them for less.
 WAIT_DOUBT, TELLING_SHARE = 0.05, 0.01
 #: Disks are not believed to be so many times as fast as was measured, nor so many times slower.
@@ -93,7 +95,8 @@ def factors(
     allowed = min(max(of_drag, least_drag), most_drag)
     if allowed == of_drag:
         return share(compute_variance, more, drag_variance + steps_variance, compute), of_drag
-    return share(compute_variance, passes_seconds - compute - allowed * drag, steps_variance, compute), allowed
+    of_compute = share(compute_variance, passes_seconds - compute - allowed * drag, steps_variance, compute)
+    return min(max(of_compute, 1 / MOST_COMPUTE_FACTOR), MOST_COMPUTE_FACTOR), allowed
 
 
 def disk_factor(works: Sequence[DiskWork], step_seconds: float) -> float:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import Error
+
 
 @dataclass
 class Conversion:
@@ -24,6 +26,11 @@ class Conversion:
     name: str
     transform: Any = None
     sources: list[tuple[str, str | None]] = field(default_factory=list)
+
+    @property
+    def source(self) -> str:
+        """Where it is under another name alone: that, or its own, which a folder may have as well."""
+        return next((source for source, _ in self.sources if source == self.name), self.sources[0][0])
 
     @property
     def keeps_name(self) -> bool:
@@ -41,8 +48,10 @@ class Conversion:
             transform.add_tensor(self.name, source, pattern, _Read(read, source))
         try:
             made = transform.convert(self.name, model=model, config=getattr(model, "config", None))
+        except (Error, torch.OutOfMemoryError):  # nothing of the weights
+            raise
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(f"weights: {self.name} cannot be made of {self.sources[0][0]} and its like: {error}") from None
+            raise ValueError(f"weights: {self.name} cannot be made of {self.sources[0][0]} and its like: {error}") from error
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
 

@@ -271,8 +271,7 @@ def _make_weights(filler: Filler, conversion: Conversion, where: dict[str, Tenso
         BudgetError: there is no room for it.
     """
     if conversion.transform is None:
-        source, _ = conversion.sources[0]
-        number = numbers[conversion.name]
+        source, number = conversion.source, numbers[conversion.name]
         filler.enter(number)
         _read_weights(filler, number, where[source], source)
         filler.leave(number)
