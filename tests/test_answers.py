@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Block, Chain
+from nets import Block, Chain, inputs, steps
 from torch import nn
 from torch.linalg import svdvals
-from twins import MIB, adamw
+from twins import MIB, adamw, assert_equal, run
 
 import protrain
 from protrain.dryrun import answers
@@ -393,39 +393,16 @@ class Scaled(Row):
         return super().__new__(cls, x, 0.5)
 
 
-@pytest.mark.parametrize("batch", [lambda x: [Scaled(x)], lambda x: [Once(x)]], ids=["tuple", "dict"])
-def test_a_batch_that_cannot_be_made_anew_is_trained_on(batch: Callable[[torch.Tensor], list[Any]]) -> None:
+@pytest.mark.parametrize("batch", [Scaled, Once])
+def test_a_batch_that_cannot_be_made_anew_is_trained_on(batch: Callable[[torch.Tensor], Any]) -> None:
     class Unpacking(Asking):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            (inner,) = batch(x)
-            return self.of(inner)
+        def forward(self, inner: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(inner["x"] if isinstance(inner, dict) else inner.x)
 
-        def of(self, inner: Any) -> torch.Tensor:
-            while not isinstance(inner, torch.Tensor):
-                inner = inner["x"] if isinstance(inner, dict) else inner.x
-            return super().forward(inner)
-
-    class Given(Unpacking):
-        forward = Unpacking.of  # type: ignore[assignment]
-
-    torch.manual_seed(0)
-    model: Any = Given()
-    torch.manual_seed(0)
-    plain = Unpacking()
-    model, optimizer = protrain.wrap(model, adamw(model), memory=64 * MIB)
-    reference, found, expected = adamw(plain), [], []
-    with warnings.catch_warnings(record=True):
-        for x in torch.randn(3, 256, 256):
-            for one, update, given, losses in (
-                (model, optimizer, batch(x)[0], found), (plain, reference, x, expected),
-            ):  # fmt: skip
-                loss = one(given)
-                loss.backward()
-                update.step()
-                update.zero_grad()
-                losses.append(loss.item())
-    protrain.unwrap(model)
-    assert found == expected
+    loop = steps([batch(x) for x in inputs(3, rows=256)])
+    with pytest.warns(UserWarning, match="cannot foresee"):
+        found = run(Unpacking, loop, memory=64 * MIB)
+    assert_equal(found, run(Unpacking, loop), 64 * MIB)
 
 
 def test_what_is_too_large_is_not_kept() -> None:
@@ -483,7 +460,14 @@ def test_subclasses_are_told_the_names_of_torchs_own_functions() -> None:
 
 
 class Passing(torch.overrides.TorchFunctionMode):
+    """Calls what is called, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -495,17 +479,10 @@ def by_several(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_modes_see_as_many_calls_as_without() -> None:
-    calls: list[Any] = []
-
-    class Counting(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
-
     x = torch.ones(3)
-    with answers.listening() as heard, Counting():
+    with answers.listening() as heard, Passing() as mode:
         assert x.tolist() == [1.0] * 3
-    assert len(calls) == 1
+    assert len(mode.calls) == 1
     assert sum(map(len, heard.of.values())) == 3
 
 

@@ -65,9 +65,10 @@ def saved(make: Callable[[], Any], folder: Path) -> dict[str, torch.Tensor]:
         for p in model.parameters():
             p.normal_()
     model.save_pretrained(folder)
-    again = type(model).from_pretrained(folder).state_dict()
-    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
-    return again
+    again = type(model).from_pretrained(folder)
+    assert holds(again, model.state_dict())
+    found: dict[str, torch.Tensor] = again.state_dict()
+    return found
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
@@ -75,13 +76,17 @@ def on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
+def holds(model: Any, expected: dict[str, torch.Tensor]) -> bool:
+    found = model.state_dict()
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("make", [experts, renamed, transposed])
 def test_what_transformers_saves_is_what_it_reads(make: Callable[[], Any], tmp_path: Path) -> None:
     expected = saved(make, tmp_path)
     model, memory = on_meta(make), 4 * MIB
     model, _ = protrain.wrap(model, adamw(model), memory=memory, weights=tmp_path)
-    found = model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert holds(model, expected)
     assert protrain.status(model).peak_memory_bytes <= memory
     protrain.unwrap(model)
 
@@ -96,8 +101,7 @@ def test_what_protrain_saves_has_the_forms_of_the_modules(make: Callable[[], Any
     protrain.unwrap(model)
     model = on_meta(make)
     model, _ = protrain.wrap(model, adamw(model), memory=4 * MIB, weights=tmp_path / "ours")
-    found = model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert holds(model, expected)
     protrain.unwrap(model)
 
 
@@ -191,6 +195,5 @@ def test_what_has_no_room_is_refused(tmp_path: Path) -> None:
         assert all(p.is_meta for p in model.parameters())
     assert refused > 0
     assert protrain.status(model).peak_memory_bytes <= memory
-    found = model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert holds(model, expected)
     protrain.unwrap(model)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Chain
-from torch import nn
-from twins import adamw
+from nets import Chain, inputs, steps
+from twins import adamw, assert_equal, run
 
 import protrain
 
@@ -65,33 +64,24 @@ class Of(Chain):
         return self.head(y).square().mean()
 
 
-def trained(model: nn.Module, optimizer: Any) -> list[tuple[type, float]]:
-    generator, found = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        loss = model(torch.randn(8, 256, generator=generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((type(loss), loss.item()))
-    return found
-
-
 @pytest.mark.parametrize("mode", ["keep", "checkpoint", "swap"])
 @pytest.mark.parametrize("kind", [Plain, Larger])
 def test_their_functions_are_asked_as_beside_plain_parameters(kind: type, mode: str) -> None:
     model_class = type("Of", (Of,), {"kind": kind})
-    torch.manual_seed(0)
-    model: Any = model_class()
-    torch.manual_seed(0)
-    plain = model_class()
-    memory = 10 * sum(p.numel() for p in model.parameters())
-    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, block_modes=[mode] * len(model.blocks))
+    memory = 10 * sum(p.numel() for p in model_class().parameters())
+    kinds: list[type] = []
+
+    def noted(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        kinds.append(type(loss))
+        return loss
+
+    loop = steps(inputs(3), noted)
     with pytest.warns(UserWarning, match="cannot foresee"):
-        found = trained(model, optimizer)
-    assert protrain.status(model).plan.n_persist < protrain.status(model).plan.n_chunks
-    protrain.unwrap(model)
-    assert found == trained(plain, adamw(plain))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        found = run(model_class, loop, memory=memory, block_modes=[mode] * 8)
+    status = assert_equal(found, run(model_class, loop), memory)
+    assert status.plan.n_persist < status.plan.n_chunks
+    assert kinds == [kind] * 6
 
 
 def on_disk(model: Any) -> Any:

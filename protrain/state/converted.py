@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Conversion:
         """
         transform = copy.deepcopy(self.transform)
         for source, pattern in self.sources:
-            transform.add_tensor(self.name, source, pattern, _Read(read, source))
+            transform.add_tensor(self.name, source, pattern, partial(read, source))
         try:
             made = transform.convert(self.name, model=model, config=getattr(model, "config", None))
         except (Error, torch.OutOfMemoryError):  # nothing of the weights
@@ -53,17 +54,6 @@ class Conversion:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"weights: {self.name} cannot be made of {self.sources[0][0]} and its like: {error}") from error
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A tensor that is read when transformers asks for it."""
-
-    read: Callable[[str], torch.Tensor]
-    source: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.read(self.source)
 
 
 def conversions(model: nn.Module, saved: Iterable[str], names: Iterable[str]) -> list[Conversion]:

@@ -250,14 +250,13 @@ def from_weights(session: Session, folder: str) -> None:
 def _make_all(
     filler: Filler, folder: str, found: list[Conversion], where: dict[str, TensorFile], numbers: dict[str, int]
 ) -> None:
-    """In the order of chunks, so that few are open at once.
+    """In the order of parameters, so that few chunks are open at once.
 
     Raises:
         ValueError, BudgetError: as `from_weights`.
     """
-    places = {entry.index: place for place, entry in enumerate(filler.session.layout.entries)}
     made: set[int] = set()
-    for conversion in sorted(found, key=lambda one: places[numbers[one.name]]):
+    for conversion in sorted(found, key=lambda one: numbers[one.name]):
         made |= _make_weights(filler, conversion, where, numbers)
     if lacking := next((entry.name for entry in filler.session.layout.entries if entry.index not in made), None):
         raise ValueError(f"weights: {folder} has no tensor {lacking}, nor what transformers makes it of")
