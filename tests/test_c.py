@@ -2,8 +2,10 @@
 
 A program names the files it needs beside csrc/base in a line `/* sources: csrc/disk/*.c csrc/plan/rule.c */`, and says with a
 line `/* threads */` that it should also run under ThreadSanitizer, with a line `/* plain */` that it should also run without a
-sanitizer, where it does more. One that opens a library at run time (a driver that is none) names what that is made of in a line
-`/* library: tests/c/fake_cuda.c */`, and is linked with it too. Objects are kept in build/ctests under a key of everything that
+sanitizer, where it does more, and with a line `/* one core */` that it should also run, under ThreadSanitizer, where it may use
+one core, as a process whose threads take all there are: the driving thread makes the lane's updates then. One that opens a
+library at run time (a driver that is none) names what that is made of in a line `/* library: tests/c/fake_cuda.c */`, and is
+linked with it too. Objects are kept in build/ctests under a key of everything that
 went into them, so that a second run compiles what has changed; every program runs every time. All cores compile and run what the
 chosen tests need, and each test waits for its own.
 """
@@ -38,6 +40,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fvisibili
 SANITIZERS = {
     "address": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+    "one core": ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
     "plain": ["-g", "-O2"],
 }
 ENVIRONMENT = {
@@ -54,7 +57,7 @@ C_FILES = sorted((ROOT / "csrc").rglob("*.c"))
 def sanitizers(program: Path) -> list[str]:
     """What the program runs under: AddressSanitizer, and what its lines ask for."""
     lines = program.read_text().splitlines()
-    asked = {"thread": "/* threads */", "plain": "/* plain */"}
+    asked = {"thread": "/* threads */", "one core": "/* one core */", "plain": "/* plain */"}
     return ["address", *(name for name, line in asked.items() if line in lines)]
 
 
@@ -112,7 +115,8 @@ def shared(parts: list[Path], sanitizer: str) -> Path:
 def built(program: Path, sanitizer: str, objects: list[Path], parts: list[Path]) -> Path:
     """The executable of a test program under a sanitizer, with the library of its parts, if it has any."""
     objects = [*objects, shared(parts, sanitizer)] if parts else objects
-    out = KEPT / f"{program.stem}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}-{sanitizer}"
+    key = hashlib.sha256(" ".join(map(str, objects)).encode()).hexdigest()[:16]
+    out = KEPT / f"{program.stem}-{key}-{sanitizer.replace(' ', '-')}"
     if not out.is_file():
         run_compiler([*SANITIZERS[sanitizer], "-pthread", "-rdynamic", *map(str, objects), "-lm", "-ldl"], out)
     out.touch()
@@ -141,7 +145,7 @@ CASES = [(program, name) for program in PROGRAMS for name in sanitizers(program)
 
 def flags_of(kind: str) -> list[str]:
     """What the compiler is told, for a sanitizer or none, for a library under it, or for "release"."""
-    sanitizer, _, library = kind.partition(" ")
+    sanitizer, library = kind.removesuffix(" library"), kind.endswith(" library")
     if sanitizer in SANITIZERS:
         return [*STRICT, *SANITIZERS[sanitizer], "-Icsrc", "-Itests/c", *(["-fPIC"] if library else [])]
     python = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_paths()["include"]]
@@ -192,7 +196,8 @@ def work(request: pytest.FixtureRequest, ahead: Ahead, disk: Path) -> Work:
 def run_program(program: Path, sanitizer: str, executable: Path, disk: Path) -> str:
     """It runs to its end and returns 0, in an empty folder on a disk, and leaves that empty. Returns its stdout."""
     folder = Path(tempfile.mkdtemp(dir=disk))
-    command = [*(fixed_addresses() if sanitizer == "thread" else ()), str(executable)]
+    alone = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if sanitizer == "one core" else ()
+    command = [*alone, *(fixed_addresses() if sanitizer in ("thread", "one core") else ()), str(executable)]
     environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(folder), "PROTRAIN_DISK": str(folder)}
     try:
         result = subprocess.run(

@@ -50,3 +50,9 @@ void ptn_openmp_run(size_t count, size_t grain, ptn_range_body body, void *conte
   split split = {count, body, context};
   found.parallel(run_part, &split, (unsigned)threads, 0);
 }
+
+bool ptn_openmp_takes_all_cores(void) {
+  pthread_once(&looked_up, look_up);
+  int threads = found.parallel && !found.in_parallel() ? found.most_threads() : 1;
+  return threads >= ptn_cores_count();
+}

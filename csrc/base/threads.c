@@ -211,7 +211,7 @@ static void *help(void *argument) {
 }
 
 /* The kernel refuses a set that has no place for each processor that there could be, of which a cpu_set_t has 1024. */
-static int usable_cores(void) {
+int ptn_cores_count(void) {
   int cores = 0, failed = EINVAL;
   for (size_t possible = CPU_SETSIZE; failed == EINVAL && possible <= MOST_PROCESSORS; possible *= 2) {
     size_t bytes = CPU_ALLOC_SIZE(possible);
@@ -225,7 +225,7 @@ static int usable_cores(void) {
 
 ptn_status ptn_team_create(ptn_team **out, int threads) {
   *out = NULL;
-  if (threads <= 0) threads = usable_cores();
+  if (threads <= 0) threads = ptn_cores_count();
   ptn_team *team = calloc(1, sizeof *team);
   if (!team) return ptn_fail(PTN_MEMORY, "no memory for a team of threads");
   ptn_mutex_create(&team->mutex);

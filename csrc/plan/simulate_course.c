@@ -69,6 +69,7 @@ void ptn_course_destroy(ptn_course *course) {
   free(course->saved_of_phase);
   free(course->saved_for_phase);
   free(course->room_bytes);
+  free(course->behind_bytes);
 }
 
 static ptn_status allocate(ptn_course *course) {
@@ -94,10 +95,11 @@ static ptn_status allocate(ptn_course *course) {
   course->saved_of_phase = calloc(phases, sizeof *course->saved_of_phase);
   course->saved_for_phase = calloc(phases, sizeof *course->saved_for_phase);
   course->room_bytes = calloc(phases, sizeof *course->room_bytes);
+  course->behind_bytes = calloc(chunks, sizeof *course->behind_bytes);
   if (course->first_access && course->own_ns && course->again_ns && course->own && course->completes && course->complete_inside &&
       course->first_complete && course->complete && course->last_trained && course->count && course->visits &&
       course->stretches && course->demands && course->first_ready && course->last_of_slot && course->saved && course->readers &&
-      course->saved_of_phase && course->saved_for_phase && course->room_bytes)
+      course->saved_of_phase && course->saved_for_phase && course->room_bytes && course->behind_bytes)
     return PTN_OK;
   return ptn_fail(PTN_MEMORY, "no memory to simulate %zu phases, %zu accesses, %zu chunks", phases - 1, accesses - 1, chunks - 1);
 }
@@ -261,6 +263,16 @@ static void add_accesses(ptn_course *course, uint32_t p, bool recomputes, bool c
   if (checks && !makes) add_stretch(course, p)->checks = true;
 }
 
+/* From completion to completion, less is live in a phase. */
+static void set_room(ptn_course *course, uint32_t first) {
+  double room_bytes = course->room_bytes[course->stretches[first].phase];
+  for (uint32_t i = first; i < course->n_stretches; i++) {
+    ptn_stretch *stretch = &course->stretches[i];
+    stretch->room_bytes = room_bytes;
+    if (stretch->completes > 0) room_bytes = ptn_max_f64(room_bytes, course->behind_bytes[stretch->completes - 1]);
+  }
+}
+
 static void add_phase(ptn_course *course, uint32_t p) {
   const ptn_plan_request *request = course->request;
   const ptn_phase *phase = &request->phases[p];
@@ -284,9 +296,11 @@ static void add_phase(ptn_course *course, uint32_t p) {
     add_accesses(course, p, recomputes, checks);
   }
   course->stretches[course->n_stretches - 1].ends = true;
-  if (course->saved_of_phase[p] < 0) return;
-  split_half(course, first);
-  course->stretches[course->n_stretches - 1].ends = true;
+  if (course->saved_of_phase[p] >= 0) {
+    split_half(course, first);
+    course->stretches[course->n_stretches - 1].ends = true;
+  }
+  set_room(course, first);
 }
 
 /* A chunk that has some of its gradients waits in its slot for the others; reading ahead leaves it there. */
@@ -320,25 +334,31 @@ static void find_ready(ptn_course *course, bool has_link) {
 
 /* ---- the stash ---- */
 
-/* What phases leave to activations and gradients under way: beside their own, what is live always, and gradients (peak.c). */
+/* What phases leave to activations and gradients under way: beside their own, what is live always, and gradients (peak.c). Behind the
+ * completion of a chunk it is what the highest moment behind that leaves. */
 static void find_room(ptn_course *course) {
   const ptn_plan_request *request = course->request;
   const ptn_candidate *candidate = course->candidate;
-  double always_bytes = (double)request->fixed_bytes, complete_bytes = 0, pending_bytes = 0;
+  double all_bytes = (double)candidate->above_static_bytes - (double)request->fixed_bytes, complete_bytes = 0, pending_bytes = 0;
   bool counts_pending = ptn_peak_counts_pending(request, candidate->least);
   bool adds_up = ptn_peak_adds_passes_up(request);
-  for (uint32_t c = 0; c < candidate->n_persist && adds_up; c++) always_bytes += (double)request->chunks[c].grad_bytes;
+  for (uint32_t c = 0; c < candidate->n_persist && adds_up; c++) all_bytes -= (double)request->chunks[c].grad_bytes;
   for (uint32_t p = 0; p < request->n_phases; p++) {
+    const uint32_t *chunks = course->complete + course->first_complete[p];
+    uint32_t count = course->first_complete[p + 1] - course->first_complete[p];
     double before_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].peak_bytes;
-    for (uint32_t i = course->first_complete[p]; i < course->first_complete[p + 1]; i++) {
-      uint32_t chunk = course->complete[i];
-      double grad_bytes = (double)request->chunks[chunk].grad_bytes;
-      if (chunk >= candidate->n_persist) pending_bytes = ptn_max_f64(pending_bytes, counts_pending ? grad_bytes : 0);
+    double after_bytes = (double)candidate->live[p].after_bytes, *behind = course->behind_bytes;
+    for (uint32_t i = 0; i < count; i++) {
+      const ptn_plan_chunk *chunk = &request->chunks[chunks[i]];
+      double grad_bytes = (double)chunk->grad_bytes, less_bytes = adds_up ? 0 : (double)chunk->less_bytes;
+      bool persistent = chunks[i] < candidate->n_persist;
+      if (!persistent) pending_bytes = ptn_max_f64(pending_bytes, counts_pending ? grad_bytes : 0);
       else if (!adds_up) complete_bytes += grad_bytes;
+      behind[chunks[i]] = all_bytes - (complete_bytes + pending_bytes + after_bytes - less_bytes);
     }
-    double behind_bytes = complete_bytes + pending_bytes + (double)candidate->live[p].after_bytes;
-    double used_bytes = always_bytes + ptn_max_f64(before_bytes, behind_bytes);
-    course->room_bytes[p] = ptn_max_f64((double)candidate->above_static_bytes - used_bytes, 0);
+    for (uint32_t i = count; i-- > 1;) behind[chunks[i - 1]] = ptn_min_f64(behind[chunks[i - 1]], behind[chunks[i]]);
+    double used_bytes = ptn_max_f64(before_bytes, complete_bytes + pending_bytes + after_bytes);
+    course->room_bytes[p] = ptn_max_f64(all_bytes - used_bytes, 0);
   }
 }
 

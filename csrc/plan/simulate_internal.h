@@ -65,6 +65,7 @@ void ptn_moves_update(const ptn_plan_request *request, uint32_t chunk, bool on_h
 /* Compute without a demand in between. In the order of the flags: the phase begins, the demand, then ... */
 typedef struct ptn_stretch {
   double work_ns;
+  double room_bytes; /* that activations and gradients under way may take from its begin to the end of its phase */
   int32_t demand; /* that comes first; -1: none */
   uint32_t phase;
   bool begins; /* its phase */
@@ -122,7 +123,8 @@ typedef struct ptn_course {
   ptn_saved *saved;      /* in the order they are put */
   uint32_t *readers;     /* numbers of `saved` in the order of their consumers */
   int32_t *saved_of_phase, *saved_for_phase; /* that it puts, that it consumes; -1: none */
-  double *room_bytes;    /* of each phase: that activations and gradients under way may take */
+  double *room_bytes;    /* of each phase: that activations and gradients under way may take in all of it */
+  double *behind_bytes;  /* of each chunk: the same, from its completion on to the end of the phase in which it is complete */
   uint32_t n_stretches, n_demands, n_slots, n_saved;
   bool stash_on_host;
   double recompute_ns, fixed_ns; /* of one pass; without what a step has once */
@@ -230,7 +232,7 @@ void ptn_saved_begin_pass(ptn_simulation *run);
 void ptn_saved_put(ptn_simulation *run, ptn_saved *saved);
 /* False: compute waits for memory, or for what the phase consumes. */
 bool ptn_saved_may_begin(ptn_simulation *run, uint32_t phase);
-/* What the phase under way leaves beside activations on their way. */
+/* What the phase under way leaves to gradients: beside activations on their way, but for what gives way to them. */
 double ptn_saved_free_bytes(const ptn_simulation *run);
 /* Settled: sets what the stash moves from now on. */
 void ptn_saved_move(ptn_simulation *run);

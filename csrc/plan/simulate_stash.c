@@ -5,6 +5,10 @@
  * from where they start. What stays in memory by the rule is in neither. Backward that consumes bytes at the end of the queue
  * takes them out of it.
  *
+ * What is read gives way to gradients, since nobody waits for it yet: memory that the block under way has not freed is not read into
+ * ahead of the next, and its own records can be brought as its operations ask for them, but for what keeps the disk busy. So gradients
+ * wait for neither.
+ *
  * Invariants: written_bytes <= put_bytes; ahead_bytes is what was read of blocks that are not consumed; a write goes on after the
  * turn only while compute waits for memory.
  */
@@ -26,11 +30,16 @@ static double unread_bytes(const ptn_simulation *run, const ptn_saved *saved) {
 
 static double room_bytes(const ptn_simulation *run) {
   const ptn_course *course = &run->course;
-  return run->at < course->n_stretches ? course->room_bytes[course->stretches[run->at].phase] : 0;
+  return run->at < course->n_stretches ? course->stretches[run->at].room_bytes : 0;
 }
 
 double ptn_saved_free_bytes(const ptn_simulation *run) {
-  return ptn_max_f64(room_bytes(run) - queued_bytes(run) - run->kept_bytes - run->ahead_bytes, 0);
+  const ptn_course *course = &run->course;
+  double held_bytes = queued_bytes(run) + run->kept_bytes + run->ahead_bytes, yields_bytes = 0;
+  if (run->consumer < course->n_saved) held_bytes -= course->saved[course->readers[run->consumer]].read_bytes;
+  int32_t own = run->at < course->n_stretches ? course->saved_for_phase[course->stretches[run->at].phase] : -1;
+  if (own >= 0) yields_bytes = course->saved[own].read_bytes * (1 - 1.0 / PTN_STREAM_PART);
+  return ptn_max_f64(room_bytes(run) + yields_bytes - held_bytes, 0);
 }
 
 static void start_moving(ptn_simulation *run, bool read, double bytes) {

@@ -127,6 +127,12 @@ ptn_engine *ptn_python_engine(PyObject *object) {
   return self->engine;
 }
 
+void ptn_python_share(PyObject *object) {
+  const engine_object *self = (const engine_object *)object;
+  if (!self->engine || self->forks != ptn_python_forks || !ptn_engine_may_share(self->engine)) return;
+  PTN_IN_ENGINE(object, ptn_engine_share(self->engine));
+}
+
 ptn_account *ptn_python_account(PyObject *object) {
   const engine_object *self = (engine_object *)object;
   return self->device_account ? self->device_account : self->account;

@@ -2,13 +2,14 @@
  *
  * The disk's lanes are the store's own traffic (profile/measure.h), the update lane is a worker with the kernel that the lane
  * calls and the checksums that it takes, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one
- * at a time. It is filled with an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
+ * at a time. Where compute's threads make the lane's updates, that is timed by itself, as are those of step(). It is filled with an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
  *
  * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
  * of the caches first, and once more within the measured time: large memory would have to be written back too. Pages whose
  * checksums are timed are summed twice, out of no cache and out of one: what a training run reads from the disk came past the caches,
  * what it writes has just been computed. Where a processor has no instruction for that, the figures are a cache's.
  */
+#include <stdatomic.h>
 #include <string.h>
 
 #include "base/bytes.h"
@@ -34,7 +35,7 @@ typedef struct bench_object {
   ptn_worker_count work; /* of all workers that were stopped */
   float *memory;
   uint64_t memory_bytes;
-  uint32_t sums; /* all of them: somebody has to want them */
+  _Atomic uint32_t sums; /* all of them: somebody has to want them */
   size_t next; /* where the worker goes on, in elements of an array */
   ptn_update update;
   bool running; /* something was started and not stopped */
@@ -54,7 +55,9 @@ static void run_update(const bench_object *self, bool shared, size_t first, size
 
 static void sum_pages(bench_object *self, const char *memory, size_t bytes) {
   ptn_checksum_function sum = ptn_checksum_best();
-  for (size_t page = 0; page < bytes; page += PTN_PAGE_BYTES) self->sums ^= sum(memory + page, PTN_PAGE_BYTES);
+  uint32_t sums = 0;
+  for (size_t page = 0; page < bytes; page += PTN_PAGE_BYTES) sums ^= sum(memory + page, PTN_PAGE_BYTES);
+  atomic_fetch_xor(&self->sums, sums);
 }
 
 /* Of what an update reads from the disk, or writes there. */
@@ -63,15 +66,22 @@ static void sum_arrays(bench_object *self, size_t first, size_t count) {
     sum_pages(self, (const char *)(self->memory + array * array_count(self) + first), count * sizeof(float));
 }
 
+#define PART_COUNT (PTN_UPDATE_PART_BYTES / sizeof(float))
+
+/* begin and end in parts. */
+static void update_parts(void *context, size_t begin, size_t end) {
+  for (size_t first = begin * PART_COUNT; first < end * PART_COUNT; first += PART_COUNT) {
+    sum_arrays(context, first, PART_COUNT);
+    run_update(context, false, first, PART_COUNT);
+    sum_arrays(context, first, PART_COUNT);
+  }
+}
+
 static uint64_t update_piece(void *context) {
   bench_object *self = context;
-  const size_t part = PTN_UPDATE_PART_BYTES / sizeof(float);
   if (self->next + PIECE_COUNT > array_count(self)) self->next = 0;
-  for (size_t end = self->next + PIECE_COUNT; self->next < end; self->next += part) {
-    sum_arrays(self, self->next, part);
-    run_update(self, false, self->next, part);
-    sum_arrays(self, self->next, part);
-  }
+  update_parts(self, self->next / PART_COUNT, (self->next + PIECE_COUNT) / PART_COUNT);
+  self->next += PIECE_COUNT;
   return UPDATED_ARRAYS * PIECE_COUNT * sizeof(float);
 }
 
@@ -281,6 +291,21 @@ static PyObject *update_in_memory(PyObject *object, PyObject *unused) {
   return Py_BuildValue("(KL)", (unsigned long long)updated_bytes, end_ns - begin_ns);
 }
 
+/* What was read past the caches; what is written goes to the disk out of them. */
+static PyObject *update_shared(PyObject *object, PyObject *unused) {
+  (void)unused;
+  bench_object *self = idle_one(object);
+  if (!self) return NULL;
+  int64_t begin_ns, end_ns;
+  Py_BEGIN_ALLOW_THREADS
+  ptn_openmp_run((size_t)(self->memory_bytes / PTN_PAGE_BYTES), 1, flush_pages, self->memory);
+  begin_ns = ptn_now_ns();
+  ptn_openmp_run(array_count(self) / PART_COUNT, 1, update_parts, self);
+  end_ns = ptn_now_ns();
+  Py_END_ALLOW_THREADS
+  return Py_BuildValue("(KL)", (unsigned long long)(UPDATED_ARRAYS * array_count(self) * sizeof(float)), end_ns - begin_ns);
+}
+
 /* A MiB at a time: the clock of a thread costs as much as a page. */
 static PyObject *checksums(PyObject *object, PyObject *unused) {
   (void)unused;
@@ -317,6 +342,7 @@ static PyMethodDef methods[] = {
     {"look", look, METH_NOARGS, NULL},
     {"stop", stop, METH_NOARGS, NULL},
     {"update_in_memory", update_in_memory, METH_NOARGS, NULL},
+    {"update_shared", update_shared, METH_NOARGS, NULL},
     {"checksums", checksums, METH_NOARGS, NULL},
     {"close", bench_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

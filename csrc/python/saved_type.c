@@ -295,6 +295,7 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
   if (!check_version(saved, ptn_counter_version(owner))) return NULL;
   bool first = !saved->asked;
   saved->asked = true;
+  ptn_python_share(self->engine);
   void *memory = NULL;
   ptn_status status = PTN_OK;
   if (!ptn_stash_get_at_once(saved->record, first, &memory))

@@ -265,6 +265,11 @@ void ptn_engine_drop(ptn_engine *engine);
 bool ptn_engine_has_gradients(ptn_engine *engine);
 /* Hands owners of gradients back that are no longer needed. */
 void ptn_engine_collect(ptn_engine *engine);
+/* On the driving thread, between two operations: where it takes all cores when it computes, what the update lane has read is
+ * computed here, by all of them. A demand and a gradient do so by themselves. */
+void ptn_engine_share(ptn_engine *engine);
+/* On the driving thread, which comes by: whether ptn_engine_share may find something. */
+bool ptn_engine_may_share(ptn_engine *engine);
 /* For the account's pressure: waits for an update under way, if any, so that its gradients go. must: also where no more wait than
  * may, and state of chunks in memory may give way. On the driving thread. */
 bool ptn_engine_relieve(ptn_engine *engine, bool must);

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/openmp.h"
 #include "runtime/internal.h"
 
 ptn_status ptn_engine_set_hyper(ptn_engine *engine, uint32_t group, const ptn_hyper *hyper) {
@@ -51,6 +52,8 @@ static job *new_job(ptn_engine *engine, chunk *chunk, uint32_t n_grads, bool upd
 /* Locked, on the driving thread, whose arithmetic the lane's is from here on: an update is the same wherever it is computed. */
 static void queue(ptn_engine *engine, job *job) {
   fegetenv(&engine->arithmetic);
+  engine->driver = pthread_self();
+  engine->shares = !engine->over.device && ptn_openmp_takes_all_cores();
   if (engine->chunks[job->chunk].home == HOME_HOST) ptn_host_enqueue(engine, job);
   else ptn_lane_enqueue(engine, job);
 }
@@ -139,7 +142,7 @@ static void wait_for_room(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   if (waits && engine->n_jobs && engine->job_bytes > engine->pending_bytes) {
     int64_t begin = ptn_now_ns();
-    while (engine->n_jobs && engine->job_bytes > engine->pending_bytes) ptn_wait(&engine->changed, &engine->mutex);
+    while (engine->n_jobs && engine->job_bytes > engine->pending_bytes) ptn_lane_wait(engine);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
   }
   ptn_unlock(&engine->mutex);
@@ -227,6 +230,7 @@ ptn_status ptn_engine_gradient(ptn_engine *engine, uint32_t number, const void *
   ptn_status status = hold(engine, number, data, owner, use);
   if (status == PTN_OK) engine->owned_count++;
   ptn_unlock(&engine->mutex);
+  if (status == PTN_OK) ptn_engine_share(engine);
   return status;
 }
 
@@ -489,7 +493,7 @@ bool ptn_engine_relieve(ptn_engine *engine, bool must) {
     useful = true;
   } else if (!useful && held && (must || held > engine->pending_bytes)) {
     int64_t begin = ptn_now_ns();
-    while (engine->n_jobs && engine->job_bytes >= held) ptn_wait(&engine->changed, &engine->mutex);
+    while (engine->n_jobs && engine->job_bytes >= held) ptn_lane_wait(engine);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_MEMORY, -1, begin);
     useful = true;
   } else if (!useful && must && !engine->over.device) { /* gradients that are expected and do not come keep no others waiting */

@@ -4,6 +4,7 @@
 #define PTN_RUNTIME_INTERNAL_H
 
 #include <fenv.h>
+#include <stdatomic.h>
 
 #include "base/bytes.h"
 #include "device/pool.h"
@@ -268,6 +269,13 @@ struct ptn_engine {
   uint32_t n_last_updates, n_updates;
   bool read_ahead;
   fenv_t arithmetic; /* of the thread that drives: how it rounds, and whether it flushes denormal numbers */
+  /* Who computes what the lane has read (lane.c). */
+  pthread_t driver; /* the thread that queued the last job */
+  bool shares; /* it takes all cores when it computes: so its team does */
+  bool driver_waits; /* in ptn_lane_wait */
+  atomic_bool sharing; /* shares, and there are jobs */
+  atomic_bool has_ready; /* something may be ready to be computed */
+  _Atomic int64_t came_ns; /* when the driver last came by while there were jobs */
   bool any_shadow;
   bool yields; /* state in memory gives way where a step lacks memory */
   uint64_t yielded_bytes, most_yielded_bytes; /* that gave way: now, and at most since the last mark */
@@ -313,6 +321,8 @@ void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked; takes the job, w
 void ptn_lane_read_ahead(ptn_engine *engine); /* locked: opens a job for the chunk that is expected next */
 void ptn_lane_cancel(ptn_engine *engine); /* locked: the open job, if any, comes to nothing */
 void ptn_lane_settle(ptn_engine *engine); /* locked: waits until no job is left */
+/* Locked, on the driving thread: waits for a change, or computes what is ready in place of that; look again afterwards. */
+void ptn_lane_wait(ptn_engine *engine);
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
 void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error); /* locked: this step's first failure */
 

@@ -12,13 +12,21 @@
  * What comes from the disk is checked and what goes there is summed by the lane, right before and after it computes with it, a part at
  * a time: so memory is read once for all three. (Parameters in a slot were checked when they were demanded there.)
  *
+ * Who computes a piece: the lane's thread, where a core is free for it. Where torch's threads take all of them it would take one
+ * away, for as long, while the others of the team wait. There the driving thread computes what is ready with the whole team,
+ * whenever it comes by the engine between two operations, and while it waits for the lane. When it has not come by for AWAY_NS, as
+ * in a long operation, the lane's thread computes all the same.
+ *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
- * the job is queued; the extent in use is never written.
+ * the job is queued; the extent in use is never written; each piece is computed by whoever moves the middle past it.
  */
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/openmp.h"
 #include "runtime/internal.h"
+
+#define AWAY_NS ((int64_t)10000000)
 
 static piece *piece_at(const ptn_engine *engine, uint64_t position) { return &engine->pieces[position % engine->n_pieces]; }
 
@@ -41,6 +49,7 @@ static void take_slot(ptn_engine *engine, job *job) {
 
 static void append(ptn_engine *engine, job *job) {
   engine->n_jobs++;
+  atomic_store_explicit(&engine->sharing, engine->shares, memory_order_relaxed);
   if (engine->last_job) engine->last_job->next = job;
   else engine->first_job = job;
   engine->last_job = job;
@@ -81,6 +90,7 @@ void ptn_lane_enqueue(ptn_engine *engine, job *job) {
   struct job *ahead = engine->ahead;
   chunk->jobs++;
   engine->job_bytes += job->grad_bytes;
+  atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed); /* of what was read ahead */
   if (job->update) note_order(engine, job->chunk);
   if (ahead && ahead->chunk == job->chunk && job->update && !chunk->has_shadow && !ptn_spilled_any(engine, chunk)) {
     join(engine, ahead, job);
@@ -130,7 +140,7 @@ void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error
 
 void ptn_lane_settle(ptn_engine *engine) {
   ptn_lane_cancel(engine);
-  while (engine->n_jobs) ptn_wait(&engine->changed, &engine->mutex);
+  while (engine->n_jobs) ptn_lane_wait(engine);
 }
 
 /* ---- a piece ---- */
@@ -162,6 +172,13 @@ static void note_error(piece *piece, uint32_t array, ptn_status status) {
   ptn_error_of(&piece->error, "%s of chunk %u", name_of(array), piece->job->chunk);
 }
 
+/* Locked. A piece has all that it was waiting for. */
+static void tell_ready(ptn_engine *engine) {
+  ptn_signal(&engine->lane_work);
+  atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed);
+  if (engine->driver_waits) ptn_broadcast(&engine->changed);
+}
+
 static void on_piece_io(ptn_io *io) {
   piece *piece = io->context;
   ptn_engine *engine = piece->engine;
@@ -171,7 +188,7 @@ static void on_piece_io(ptn_io *io) {
     piece->error = io->error;
     note_error(piece, (uint32_t)(io - piece->io), io->status);
   }
-  if (--piece->in_flight == 0) ptn_signal(&engine->lane_work);
+  if (--piece->in_flight == 0) tell_ready(engine);
   ptn_unlock(&engine->mutex);
 }
 
@@ -277,7 +294,7 @@ static void close_job(ptn_engine *engine, job *job) {
     slot *slot = &engine->slots[chunk->slot];
     if (slot->chunk == job->chunk && slot->shadow) slot->state = SLOT_EMPTY; /* it lacks what this job made */
   }
-  engine->n_jobs--;
+  if (--engine->n_jobs == 0) atomic_store_explicit(&engine->sharing, false, memory_order_relaxed);
   engine->job_bytes -= job->grad_bytes;
   engine->owner_bytes += job->grad_bytes;
   if (engine->first_job != job) abort(); /* jobs end in order: one that was passed by would never end */
@@ -338,7 +355,7 @@ static bool start_piece(ptn_engine *engine) {
   ptn_unlock(&engine->mutex);
   submit_piece(engine, piece, piece->read);
   ptn_lock(&engine->mutex);
-  piece->in_flight--;
+  if (--piece->in_flight == 0) tell_ready(engine);
   return true;
 }
 
@@ -360,55 +377,94 @@ static void read_params(ptn_engine *engine, piece *piece) {
   ptn_lock(&engine->mutex);
 }
 
+/* A piece that is computed, by one thread or several: from: where its arrays were read. */
+typedef struct work {
+  ptn_engine *engine;
+  piece *piece;
+  fenv_t arithmetic;
+  uint64_t from[PIECE_ARRAYS];
+  uint32_t written; /* arrays that are to be written, a bit each */
+  atomic_bool failed; /* whoever sets it notes the error */
+} work;
+
 /* Notes an error where a page is not what was written to it. */
-static ptn_status check_part(ptn_engine *engine, piece *piece, const uint64_t *from, uint64_t at, uint64_t bytes) {
+static bool check_part(work *work, uint64_t at, uint64_t bytes) {
+  ptn_engine *engine = work->engine;
+  piece *piece = work->piece;
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
     if (!(piece->read >> a & 1)) continue;
     uint64_t widening = widening_of(engine, a);
     char *memory = (char *)piece->arrays[a] + widening * at;
-    ptn_status status = ptn_store_check(engine->store, false, memory, from[a] + widening * at, widening * bytes);
+    ptn_status status = ptn_store_check(engine->store, false, memory, work->from[a] + widening * at, widening * bytes);
     if (status == PTN_OK) continue;
-    ptn_error_save(&piece->error);
-    note_error(piece, a, status);
-    return status;
+    if (!atomic_exchange(&work->failed, true)) {
+      ptn_error_save(&piece->error);
+      note_error(piece, a, status);
+    }
+    return false;
   }
-  return PTN_OK;
+  return true;
 }
 
-static void sum_part(ptn_engine *engine, const piece *piece, uint32_t written, uint64_t at, uint64_t bytes) {
+static void sum_part(const work *work, uint64_t at, uint64_t bytes) {
+  const ptn_engine *engine = work->engine;
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++) {
-    if (!(written >> a & 1)) continue;
-    const ptn_io *io = &piece->io[a];
+    if (!(work->written >> a & 1)) continue;
+    const ptn_io *io = &work->piece->io[a];
     uint64_t skipped = widening_of(engine, a) * at;
     ptn_store_note(engine->store, false, (char *)io->memory + skipped, io->offset + skipped, widening_of(engine, a) * bytes);
   }
 }
 
-/* Unlocked. Returns the mask of writes, which are prepared; none where the piece has an error now. */
-static uint32_t compute_piece(ptn_engine *engine, piece *piece) {
-  uint64_t from[PIECE_ARRAYS];
-  for (uint32_t a = 0; a < PIECE_ARRAYS; a++) from[a] = piece->io[a].offset;
-  uint32_t written = prepare_writes(engine, piece);
-  for (uint64_t at = 0; at < piece->bytes; at += PTN_UPDATE_PART_BYTES) {
+/* Parts from begin to end, with the arithmetic of the thread that drives, whoever this one is. */
+static void compute_parts(void *context, size_t begin, size_t end) {
+  work *work = context;
+  ptn_engine *engine = work->engine;
+  const piece *piece = work->piece;
+  uint64_t end_bytes = ptn_min_u64(end * PTN_UPDATE_PART_BYTES, piece->bytes);
+  fenv_t own;
+  fegetenv(&own);
+  fesetenv(&work->arithmetic);
+  for (uint64_t at = begin * PTN_UPDATE_PART_BYTES; at < end_bytes; at += PTN_UPDATE_PART_BYTES) {
     part part = {.job = piece->job,
                  .offset_bytes = piece->offset_bytes + at,
                  .bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, piece->bytes - at)};
     for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
       if (piece->arrays[a]) part.arrays[a] = (char *)piece->arrays[a] + widening_of(engine, a) * at;
     part.arrays[PIECE_PARAM] = values_of(engine, piece) + at;
-    if (check_part(engine, piece, from, at, part.bytes) != PTN_OK) return 0;
+    if (atomic_load(&work->failed) || !check_part(work, at, part.bytes)) break;
     ptn_part_compute(engine, &part);
-    sum_part(engine, piece, written, at, part.bytes);
+    sum_part(work, at, part.bytes);
   }
-  return written;
+  fesetenv(&own);
 }
 
-static bool compute_next(ptn_engine *engine) {
+/* Unlocked. Returns the mask of writes, which are prepared; none where the piece has an error now. */
+static uint32_t compute_piece(ptn_engine *engine, piece *piece, const fenv_t *arithmetic, bool shared) {
+  work work = {.engine = engine, .piece = piece, .arithmetic = *arithmetic};
+  for (uint32_t a = 0; a < PIECE_ARRAYS; a++) work.from[a] = piece->io[a].offset;
+  work.written = prepare_writes(engine, piece);
+  size_t n_parts = (size_t)((piece->bytes + PTN_UPDATE_PART_BYTES - 1) / PTN_UPDATE_PART_BYTES);
+  if (shared) ptn_openmp_run(n_parts, 1, compute_parts, &work);
+  else compute_parts(&work, 0, n_parts);
+  return atomic_load(&work.failed) ? 0 : work.written;
+}
+
+/* The next to be computed, where it has been read, and its gradients are there. */
+static const piece *next_ready(const ptn_engine *engine) {
+  if (engine->piece_middle == engine->piece_head) return NULL;
+  const piece *piece = piece_at(engine, engine->piece_middle);
+  bool is_ready = piece->state == PIECE_READING && piece->in_flight == 0 && !piece->job->open && piece->job->arriving == 0;
+  return is_ready ? piece : NULL;
+}
+
+/* shared: by the caller and its team. */
+static bool compute_next(ptn_engine *engine, bool shared) {
   if (engine->piece_middle == engine->piece_head) return false;
   piece *piece = piece_at(engine, engine->piece_middle);
   if (piece->state != PIECE_READING || piece->in_flight) return false;
   if (piece->status != PTN_OK && piece->job->open) ptn_lane_cancel(engine);
-  if (piece->job->open || piece->job->arriving > 0) return false;
+  if (!next_ready(engine)) return false;
   if (piece->status == PTN_OK && !piece->has_params && !piece->job->in_slot && !piece->job->failed && !piece->job->cancelled) {
     read_params(engine, piece);
     return true;
@@ -418,10 +474,10 @@ static bool compute_next(ptn_engine *engine) {
   note_failure(engine, piece);
   if (piece->job->failed || piece->job->cancelled) return true;
   piece->in_flight = 1;
-  fesetenv(&engine->arithmetic);
+  fenv_t arithmetic = engine->arithmetic;
   ptn_unlock(&engine->mutex);
   int64_t begin = ptn_now_ns();
-  uint32_t mask = compute_piece(engine, piece);
+  uint32_t mask = compute_piece(engine, piece, &arithmetic, shared);
   int64_t end = ptn_now_ns();
   note_computed(engine, piece, begin, end);
   ptn_lock(&engine->mutex);
@@ -433,6 +489,37 @@ static bool compute_next(ptn_engine *engine) {
   piece->in_flight--;
   note_failure(engine, piece); /* of its check; that of a write, if it is there already, comes to the same */
   return true;
+}
+
+/* Locked. The driving thread computes everything that is ready, with its team; false: nothing was, or the caller is another. */
+static bool compute_shared(ptn_engine *engine) {
+  if (!engine->shares || !pthread_equal(engine->driver, pthread_self())) return false;
+  bool any = false;
+  atomic_store_explicit(&engine->has_ready, false, memory_order_relaxed);
+  while (next_ready(engine)) any |= compute_next(engine, true);
+  if (any) ptn_signal(&engine->lane_work); /* others can start, and end */
+  return any;
+}
+
+bool ptn_engine_may_share(ptn_engine *engine) {
+  if (!atomic_load_explicit(&engine->sharing, memory_order_relaxed)) return false;
+  atomic_store_explicit(&engine->came_ns, ptn_now_ns(), memory_order_relaxed);
+  return atomic_load_explicit(&engine->has_ready, memory_order_relaxed);
+}
+
+void ptn_engine_share(ptn_engine *engine) {
+  if (!ptn_engine_may_share(engine)) return;
+  ptn_lock(&engine->mutex);
+  compute_shared(engine);
+  ptn_unlock(&engine->mutex);
+}
+
+void ptn_lane_wait(ptn_engine *engine) {
+  if (compute_shared(engine)) return;
+  bool drives = pthread_equal(engine->driver, pthread_self());
+  engine->driver_waits |= drives;
+  ptn_wait(&engine->changed, &engine->mutex);
+  if (drives) engine->driver_waits = false;
 }
 
 static bool finish_oldest(ptn_engine *engine) {
@@ -458,12 +545,21 @@ static bool close_empty(ptn_engine *engine) {
   return true;
 }
 
+/* Waits a while where the driving thread may come by for what is next; false: it will not, or there is nothing. */
+static bool leave_for_sharing(ptn_engine *engine) {
+  if (!engine->shares || engine->stop || !next_ready(engine)) return false;
+  int64_t left_ns = atomic_load_explicit(&engine->came_ns, memory_order_relaxed) + AWAY_NS - ptn_now_ns();
+  if (left_ns > 0) ptn_wait_ns(&engine->lane_work, &engine->mutex, left_ns);
+  return left_ns > 0;
+}
+
 static void *lane_body(void *argument) {
   ptn_engine *engine = argument;
   ptn_thread_be_prompt();
   ptn_lock(&engine->mutex);
   for (;;) {
-    if (close_empty(engine) || finish_oldest(engine) || start_piece(engine) || compute_next(engine)) continue;
+    if (close_empty(engine) || finish_oldest(engine) || start_piece(engine)) continue;
+    if (leave_for_sharing(engine) || compute_next(engine, false)) continue;
     if (engine->stop) break;
     ptn_wait(&engine->lane_work, &engine->mutex);
   }

@@ -168,7 +168,7 @@ static ptn_status await_chunk(ptn_engine *engine, slot *slot, uint32_t number, b
       return ptn_error_restore(&slot->error);
     if (slot->state == SLOT_LOADING || slot->pins > 0 || engine->chunks[number].late) {
       loaded |= ours;
-      ptn_wait(&engine->changed, &engine->mutex);
+      ptn_lane_wait(engine);
       continue;
     }
     if (slot->in_use > 0) {
@@ -245,6 +245,7 @@ ptn_status ptn_engine_demand(ptn_engine *engine, uint32_t number, bool *conflict
     ptn_residency_advance(engine);
   }
   ptn_unlock(&engine->mutex);
+  if (status == PTN_OK) ptn_engine_share(engine);
   return status;
 }
 

@@ -3,12 +3,15 @@
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
 of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
 its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the disk's lanes, which the clocks of threads
-tell within a few percent, on a busy machine too; of updates, which run for longer at a time, `EXPECTED_UPDATE_DRAG` times. Where
-a core is free, nothing need be lost. That is expected, to within `DOUBT` times the processor time. What is seen is how much
-longer the same computation takes beside the lane than alone, in turns, several times. On a quiet machine that is known better
+tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT`
+times the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
+times. On a quiet machine that is known better
 than the expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at
 least the lane's processor time where no core is free, since the team waits for the member that was set aside, and at most
 `MOST_DRAG` times that time.
+
+Updates are a lane's where a core is free. Where none is, compute's threads make them between two operations
+(csrc/runtime/lane.c), and compute loses what they take: `EXPECTED_SHARED_DRAG` times what they take alone, out of no cache.
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
 what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
@@ -68,9 +71,11 @@ LANE_REST = 3.0
 UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
-EXPECTED_DRAG, EXPECTED_UPDATE_DRAG = 2.0, 1.0
+EXPECTED_DRAG = 2.0
 DOUBT = 1.5
 MOST_DRAG = 6.0
+#: What updates by compute's threads take in a training step, in parts of what they take alone.
+EXPECTED_SHARED_DRAG = 1.2
 #: The drag of a request beside its bytes, in parts of its processor time: expected, not seen, so no part of what is doubted.
 EXPECTED_REQUEST_DRAG = 2.5
 #: What a byte costs compute that walks through memory beside what it costs products, in checksums of it: expected, how far off
@@ -235,7 +240,6 @@ class _Lane:
     moved_bytes: Callable[[_Counts], int]
     busy_ns: Callable[[_Counts], int]
     processor: Callable[[_Counts], tuple[int, int]]  # time in ns, and the bytes that it was for
-    expected: float = EXPECTED_DRAG
     beside: list[_Segment] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)  # seconds of compute, in each of these
     idle: list[_Segment] = field(default_factory=list)
@@ -284,7 +288,6 @@ def _update_lane(bench: _core.MachineBench) -> _Lane:
         lambda counts: counts.work_bytes,
         lambda counts: counts.work_busy_ns,
         lambda counts: (counts.work_processor_ns, counts.work_bytes),
-        EXPECTED_UPDATE_DRAG,
     )
 
 
@@ -305,6 +308,7 @@ class _Calibration:
         self.idle_seconds = max(IDLE_SECONDS, slow)
         threads = torch.get_num_threads()
         self.full = threads >= len(os.sched_getaffinity(0))  # no core is free
+        self.lanes = [self.read, self.write] if self.full else [self.read, self.write, self.update]  # that products run beside
 
     def run(self) -> Machine:
         begin = time.perf_counter()
@@ -321,10 +325,10 @@ class _Calibration:
         return ROUNDS if _spread(self.alone) <= MOST_SPREAD * median(self.alone) else 2 * ROUNDS
 
     def _round(self) -> None:
-        self._in_turns(self.products, self.alone, (self.read, self.write, self.update))
+        self._in_turns(self.products, self.alone, self.lanes)
         self._in_turns(self.walk, self.walk_alone, (self.both,))
         self.small.beside.append(self._with(self.small, self.products.segment))
-        for lane in (self.read, self.write, self.both, self.update):
+        for lane in (*self.lanes, self.both):
             lane.idle.append(self._with(lane, self._wait))
 
     def _wait(self) -> float:
@@ -361,7 +365,7 @@ class _Calibration:
     def _drag(self, lane: _Lane) -> float:
         """Seconds of products lost for each byte: see the head of this file."""
         processor = lane.processor_seconds_per_byte
-        expected, least = (lane.expected * processor, processor) if self.full else (0.0, 0.0)
+        expected, least = (EXPECTED_DRAG * processor, processor) if self.full else (0.0, 0.0)
         found = _joined(expected, DOUBT * processor, lane.lost_per_byte, self._noise(lane, self.alone))
         return min(max(found, least), MOST_DRAG * processor)
 
@@ -394,29 +398,36 @@ class _Calibration:
         return _spread(alone) / median(lane.moved_bytes(segment.counts) for segment in lane.beside)
 
     def _machine(self) -> Machine:
-        speeds = [
-            Speed(lane.bytes_per_second(lane.beside), lane.bytes_per_second(lane.idle), self._drag(lane))
-            for lane in (self.read, self.write, self.update)
+        read, write, *own = [
+            Speed(lane.bytes_per_second(lane.beside), lane.bytes_per_second(lane.idle), self._drag(lane)) for lane in self.lanes
         ]
-        read, write, update = speeds
         request, read_bytes, write_bytes = self._by_request(read, write)
         both = _sum(segment.counts for segment in self.both.idle)
         overlap = (both.read_bytes / read.idle_bytes_per_second + both.write_bytes / write.idle_bytes_per_second) / (
             both.at_ns / 1e9
         )
         checksum = self._checksum_seconds() / torch.get_num_threads()
-        # The best: it needs all cores at once for a millisecond, and others that use the machine only make it slower.
-        updates = min(spent_ns / size for size, spent_ns in (self.bench.update_in_memory() for _ in range(UPDATE_PASSES)))
+        updates = self._best(self.bench.update_in_memory)
         return Machine(
             disk_read=read_bytes,
             disk_write=write_bytes,
-            update=update,
+            update=own[0] if own else self._shared_update(),
             disk_overlap=min(max(overlap, 1.0), 2.0),
             stash_drag_seconds_per_byte=checksum,
             memory_drag_seconds_per_byte=self._memory_drag(checksum),
             request_drag_seconds=request,
-            step_update_bytes_per_second=1e9 / updates,
+            step_update_bytes_per_second=1 / updates,
         )
+
+    @staticmethod
+    def _best(update: Callable[[], tuple[int, int]]) -> float:
+        """Seconds for each byte. It needs all cores at once for a millisecond, and others that use the machine only make it
+        slower."""
+        return min(spent_ns / size for size, spent_ns in (update() for _ in range(UPDATE_PASSES))) / 1e9
+
+    def _shared_update(self) -> Speed:
+        taken = EXPECTED_SHARED_DRAG * self._best(self.bench.update_shared)
+        return Speed(1 / taken, 1 / taken, taken)
 
     def _checksum_seconds(self) -> float:
         """Of one thread, for a byte that comes past the caches on its way in, and lies in one on its way out."""

@@ -2,6 +2,7 @@
  * outside, state that gives way; in fp32 and in bf16 with a master; equal to the bit. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* threads */
+/* one core */
 #include <stdlib.h>
 #include <string.h>
 

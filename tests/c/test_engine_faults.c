@@ -3,6 +3,7 @@
  * disk some were hit. Passing faults are over with the step that is made again. */
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* threads */
+/* one core */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdatomic.h>

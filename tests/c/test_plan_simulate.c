@@ -281,6 +281,27 @@ static void too_many_gradients(void) {
   CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS], 3 * CHUNK_NS + (3 * CHUNK_NS - 2 * MS)));
 }
 
+/* All chunks are complete in the backward of the last block, one after another. */
+static void gradients_behind_completions(void) {
+  begin(3);
+  step.n_accesses = 0;
+  for (uint32_t c = 0; c < 3; c++) demand(forward_of(2), c);
+  for (uint32_t c = 3; c-- > 0;) demand(backward_of(2), c);
+  for (uint32_t c = 0; c < 3; c++) chunks[c].complete_phase = backward_of(2);
+  times[0].compute_ns = 100 * MS;
+  candidate.pending_bytes = 0;
+  candidate.above_static_bytes = 11 * CHUNK_BYTES; /* the one that may wait is counted */
+  live[backward_of(2)] = (ptn_live){10 * (int64_t)CHUNK_BYTES, 10 * (int64_t)CHUNK_BYTES};
+  CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS], 2 * 3 * CHUNK_NS)); /* no room at all: one update after the other */
+  chunks[0].less_bytes = chunks[1].less_bytes = CHUNK_BYTES;
+  CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS], 3 * CHUNK_NS)); /* behind the second there is room for one chunk */
+  chunks[2].less_bytes = CHUNK_BYTES;
+  CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS],
+             3 * CHUNK_NS - MS / 3)); /* behind the first, too: the third waits for its update */
+  chunks[0].less_bytes = 0;
+  CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS], 2 * 3 * CHUNK_NS)); /* what comes later in the phase counts */
+}
+
 /* ---- passes ---- */
 
 static void passes_with_gradients_on_disk(void) {
@@ -419,6 +440,23 @@ static void stash_ahead(void) {
   int64_t read_ns = 4 * SAVED_NS;
   int64_t after_ns = 12 * read_ns - (int64_t)(24 * PTN_MIB) * 4; /* what is not there when the long one ends */
   CHECK(near(found.wait_ns[PTN_WAIT_STASH_READ], after_ns - 13 * MS));
+}
+
+/* No memory but what blocks themselves take: gradients wait where blocks keep, and not for what is only read again. */
+static void gradients_beside_reads(void) {
+  begin(3);
+  for (uint32_t p = 0; p <= step.n_blocks; p++) times[p].compute_ns = 100 * MS;
+  for (uint32_t b = 0; b < 3; b++) {
+    phases[forward_of(b)].keep_entry_bytes = phases[forward_of(b)].keep_peak_bytes = b * 2 * SAVED_BYTES;
+    phases[backward_of(b)].keep_entry_bytes = phases[backward_of(b)].keep_peak_bytes = (b + 1) * 2 * SAVED_BYTES;
+  }
+  phases[4].keep_entry_bytes = phases[4].keep_peak_bytes = 6 * SAVED_BYTES;
+  candidate.pending_bytes = CHUNK_BYTES;
+  CHECK(near(simulate().wait_ns[PTN_WAIT_GRADIENTS], 3 * CHUNK_NS - MS));
+  for (uint32_t b = 0; b < 3; b++) modes[b] = PTN_SWAP;
+  ptn_forecast found = simulate();
+  CHECK(found.wait_ns[PTN_WAIT_GRADIENTS] == 0 && found.moved_bytes[PTN_DISK_READ] > 3 * 2 * SAVED_BYTES);
+  CHECK(found.wait_ns[PTN_WAIT_STASH_READ] > 0); /* the first of all */
 }
 
 /* ---- three tiers, several ranks ---- */
@@ -734,12 +772,14 @@ int main(void) {
   updates_hold_their_slot();
   updates_that_lost_their_slot();
   too_many_gradients();
+  gradients_behind_completions();
   passes_with_gradients_on_disk();
   many_passes();
   stash_without_room();
   stash_with_room();
   stash_without_room_to_stream();
   stash_ahead();
+  gradients_beside_reads();
   homes_on_the_host();
   host_with_passes();
   several_ranks();

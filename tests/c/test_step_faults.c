@@ -5,6 +5,7 @@
 /* sources: csrc/device/?*.c csrc/disk/?*.c csrc/memory/?*.c csrc/optim/?*.c csrc/runtime/?*.c */
 /* library: tests/c/fake_disk.c */
 /* threads */
+/* one core */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
