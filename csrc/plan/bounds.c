@@ -308,6 +308,22 @@ static void walk_updates(const ptn_bounds *bounds, walk *at, uint32_t p) {
   }
 }
 
+/* A step finds in the slots what the one before left, but where updates are made on a host. */
+static void find_left(const ptn_bounds *bounds, walk *at) {
+  const ptn_course *course = &bounds->course;
+  const ptn_plan_request *request = course->request;
+  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING;
+  for (uint32_t p = 0; p < request->n_phases && !bounds->lanes.present[PTN_UPLOAD]; p++) {
+    bool recomputes = recomputes_in(at, &request->phases[p]);
+    for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
+      uint32_t chunk = request->accesses[i];
+      if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
+      bool on_host = chunk < at->candidate->n_persist + at->candidate->n_host;
+      bounds->holder[at->candidate->slot_of_chunk[chunk]] = on_host ? NOTHING : chunk;
+    }
+  }
+}
+
 /* Which fetch each access makes possible, by leaving its slot; the first ones are so from the begin on. */
 static void find_releases(const ptn_bounds *bounds, walk *at) {
   const ptn_course *course = &bounds->course;
@@ -319,8 +335,10 @@ static void find_releases(const ptn_bounds *bounds, walk *at) {
       bounds->releases[i] = NOTHING;
       if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
       uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-      if (bounds->holder[slot] == NOTHING) enqueue(at, 0, &transfers_of(bounds, at, chunk)->fetch);
-      else if (bounds->holder[slot] != chunk) bounds->releases[bounds->last[slot]] = chunk;
+      if (bounds->holder[slot] != chunk) {
+        if (bounds->last[slot] == NOTHING) enqueue(at, 0, &transfers_of(bounds, at, chunk)->fetch);
+        else bounds->releases[bounds->last[slot]] = chunk;
+      }
       bounds->holder[slot] = chunk;
       bounds->last[slot] = i;
     }
@@ -404,9 +422,10 @@ int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_
   transfer write =
       make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_OFFLOAD] = link, [PTN_DISK_WRITE] = !tiers.stash_on_host});
   transfer read = make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_UPLOAD] = link, [PTN_DISK_READ] = !tiers.stash_on_host});
-  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING, bounds->free_ns[c] = 0;
+  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->last[c] = NOTHING, bounds->free_ns[c] = 0;
+  find_left(bounds, &at);
   find_releases(bounds, &at);
-  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING;
+  find_left(bounds, &at);
   walk_pass(bounds, &at, &write, &read);
   double passes = bounds->course.n_passes, fixed_ns = (double)profile->step_fixed_ns, stash_drag_ns = 0;
   if (bounds->course.n_passes > 1) walk_later_passes(bounds, &at);

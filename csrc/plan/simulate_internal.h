@@ -80,7 +80,7 @@ typedef struct ptn_demand {
   int32_t before;       /* the demand of the same slot before it in the pass; -1: none */
   uint32_t ready;       /* the demand from which on it may be fetched ahead */
   bool fetches;         /* its slot holds another chunk before */
-  bool fetches_later;   /* the same in passes after the first, which find in the slots what the pass before left */
+  bool fetches_later;   /* the same of a pass that finds in the slots what the one before left */
   bool holds;           /* the chunk before stays until its gradients are complete, as far as reading ahead goes */
   int32_t next_ready;   /* the next that may be fetched from the same demand on; -1: none */
   uint32_t asked_count; /* passes in which it was put in the queue, and in which it was loaded */

@@ -27,8 +27,10 @@ static void start_fetch(ptn_simulation *run) {
   flow->left = 1;
 }
 
+/* A pass finds in the slots what the one before left. So does a step, but where updates are made on a host. */
 static bool needs_fetch(const ptn_simulation *run, const ptn_demand *demand) {
-  return run->pass == 0 ? demand->fetches : demand->fetches_later;
+  bool on_a_host = run->has_link || on_host(run, demand->chunk);
+  return run->pass == 0 && on_a_host ? demand->fetches : demand->fetches_later;
 }
 
 static void ask(ptn_simulation *run, uint32_t number) {

@@ -4,8 +4,8 @@
  * over the chunks behind the persistent ones, by tier; with sums over prefixes they cost the same for any number of chunks. A
  * range of candidates has the most persistent chunks for what movement costs, and the fewest for what updates in step() do.
  *
- * What is fetched: in forward every chunk but those that the pass before left in slots (none in the first pass), in backward
- * every one but what the slots hold of it.
+ * What is fetched: in forward every chunk but those that the pass before left in slots (with a link none in the first pass), in
+ * backward every one but what the slots hold of it.
  *
  * Invariant: never above what bounds.c says of one candidate, but for roundings, nor above the simulation.
  */
@@ -161,10 +161,11 @@ double ptn_sums_least_ns(const ptn_sums *sums, const ptn_many *many) {
   for (int i = 0; i < PTN_N_LANES; i++) {
     forward[i] = host_to->forward[i] - host_from->forward[i] + disk_to->forward[i] - disk_from->forward[i];
     backward[i] = host_to->backward[i] - host_from->backward[i] + disk_to->backward[i] - disk_from->backward[i];
-    lanes[i] = forward[i] + host_to->updates[i] - host_from->updates[i] + disk_to->updates[i] - disk_from->updates[i];
+    lanes[i] = host_to->updates[i] - host_from->updates[i] + disk_to->updates[i] - disk_from->updates[i];
   }
   add_left(lanes, backward, many->slots_bytes, sums->passes);
-  add_left(lanes, forward, many->slots_bytes, sums->passes - 1);
+  add_left(lanes, forward, many->slots_bytes, sums->passes - sums->link);
+  add(lanes, forward, sums->link);
   double stash_bytes = sums->passes * many->stash_bytes, over_link = sums->link * stash_bytes;
   double on_disk = ptn_tiers_has_host(request) ? 0 : stash_bytes; /* certainly */
   lanes[PTN_UPLOAD] += over_link;

@@ -150,35 +150,50 @@ static void visits_of_a_block(void) {
   memcpy(phases, given, sizeof given);
   const uint32_t order[] = {0, 1, 0, 1, 0}, at[] = {1, 1, 3, 3, 3};
   for (int i = 0; i < 5; i++) demand(at[i], order[i]);
-  slots[1] = 0; /* one slot: each visit to the other chunk is a fetch */
+  slots[1] = 0; /* one slot: each visit to the other chunk is a fetch; the first is there from the step before */
   times[3].recompute_ns = MS;
   profile.access_ns = 3;
   ptn_forecast kept = simulate();
-  CHECK(kept.moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && kept.fixed_ns == 4 * 3 && kept.recompute_ns == 0);
+  CHECK(kept.moved_bytes[PTN_DISK_READ] == 2 * CHUNK_BYTES && kept.fixed_ns == 4 * 3 && kept.recompute_ns == 0);
   phases[3].own_accesses = 3;
   ptn_forecast to_and_fro = simulate();
-  CHECK(to_and_fro.moved_bytes[PTN_DISK_READ] == 5 * CHUNK_BYTES && to_and_fro.fixed_ns == 5 * 3);
+  CHECK(to_and_fro.moved_bytes[PTN_DISK_READ] == 4 * CHUNK_BYTES && to_and_fro.fixed_ns == 5 * 3);
   CHECK(to_and_fro.compute_ns == kept.compute_ns && to_and_fro.recompute_ns == 0);
   phases[3].own_accesses = 1;
-  CHECK(simulate().moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && simulate().fixed_ns == 3 * 3);
+  CHECK(simulate().moved_bytes[PTN_DISK_READ] == 2 * CHUNK_BYTES && simulate().fixed_ns == 3 * 3);
   phases[3].own_accesses = 0;
   modes[0] = PTN_CHECKPOINT;
   ptn_forecast again = simulate();
-  CHECK(again.moved_bytes[PTN_DISK_READ] == 5 * CHUNK_BYTES && again.fixed_ns == 5 * 3 && again.recompute_ns == MS);
-  CHECK(near(again.wait_ns[PTN_WAIT_CHUNK], 5 * CHUNK_NS - MS)); /* the first is read behind the first phase */
+  CHECK(again.moved_bytes[PTN_DISK_READ] == 4 * CHUNK_BYTES && again.fixed_ns == 5 * 3 && again.recompute_ns == MS);
+  CHECK(near(again.wait_ns[PTN_WAIT_CHUNK], 4 * CHUNK_NS));
 }
 
 /* ---- fetches ---- */
 
-static void bound_by_reads(void) {
-  begin(1);
+/* Three chunks in two slots: of each pass the last is read in forward, and the first in backward; both find the slot free one phase
+ * before. */
+static void begin_reads(int64_t phase_ns) {
+  begin(3);
   freeze();
+  slots[2] = 0;
+  for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = phase_ns;
+}
+
+static void bound_by_reads(void) {
+  begin_reads(MS);
   profile.lanes[PTN_DISK_READ].idle_bytes_per_s = 2e9;
-  ptn_forecast found = simulate(); /* a millisecond behind compute, the rest at twice the speed */
-  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], (CHUNK_NS - MS) / 2));
-  CHECK(near(found.step_ns, 5 * MS + (CHUNK_NS - MS) / 2));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == CHUNK_BYTES); /* backward finds it in its slot */
-  CHECK(near(found.busy_ns[PTN_DISK_READ], MS + (CHUNK_NS - MS) / 2));
+  ptn_forecast found = simulate(); /* a millisecond of each behind compute, the rest at twice the speed */
+  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], 2 * (CHUNK_NS - MS) / 2));
+  CHECK(near(found.step_ns, 9 * MS + 2 * (CHUNK_NS - MS) / 2));
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 2 * CHUNK_BYTES);
+  CHECK(near(found.busy_ns[PTN_DISK_READ], 2 * MS + 2 * (CHUNK_NS - MS) / 2));
+}
+
+static void what_stays_in_its_slot(void) {
+  begin(4);
+  for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = 20 * MS;
+  ptn_forecast found = simulate(); /* each has its own: state alone is read */
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 4 * 2 * CHUNK_BYTES && found.wait_ns[PTN_WAIT_CHUNK] == 0);
 }
 
 static void hidden_reads(void) {
@@ -188,34 +203,31 @@ static void hidden_reads(void) {
   for (uint32_t p = 0; p < step.n_phases; p++) times[p].compute_ns = 5 * MS;
   ptn_forecast found = simulate();
   CHECK(found.step_ns == 11 * 5 * MS && waits_of(&found) == 0);
-  CHECK(found.moved_bytes[PTN_DISK_READ] == 6 * CHUNK_BYTES); /* the last two stay for backward */
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 4 * CHUNK_BYTES); /* the last two stay for backward, the first two for the next step */
   for (uint32_t c = 0; c < 4; c++) slots[c] = 0;
   found = simulate(); /* one slot: nothing can be read while the chunk before is needed */
-  CHECK(found.moved_bytes[PTN_DISK_READ] == 7 * CHUNK_BYTES);
-  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], 6 * CHUNK_NS)); /* all but the first, which has the first phase */
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 6 * CHUNK_BYTES);
+  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], 6 * CHUNK_NS));
 }
 
 static void ahead_as_slots_allow(void) {
   begin(6);
   freeze();
-  for (uint32_t c = 0; c < 6; c++) slots[c] = c == 5 ? 1 : 0; /* the slot of the last is free from the begin on */
-  times[0].compute_ns = 100 * MS;
+  for (uint32_t c = 0; c < 6; c++) slots[c] = c == 0 || c == 5; /* the slot of the last is free from the second on */
   ptn_forecast found = simulate();
-  /* Behind the first phase only the first is read: five distinct chunks lie before the last, and there are two slots. It is read
-   * behind the fourth, before the fifth, which waits for both. The first four are read again in backward. */
-  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], 3 * CHUNK_NS + (2 * CHUNK_NS - MS) + 4 * CHUNK_NS));
+  /* The first two are there. While the second to the fourth are used the last is not read: there are two slots, and more chunks before
+   * it. It is read behind the fourth, before the fifth, which waits for both. Backward goes the same way back. */
+  CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], 2 * (2 * CHUNK_NS + 2 * CHUNK_NS - MS)));
 }
 
 static void drag_of_lanes(void) {
-  begin(1);
-  freeze();
-  times[0].compute_ns = 20 * MS;
+  begin_reads(20 * MS);
   profile.lanes[PTN_DISK_READ].drag_ns_per_byte = 0.5;
   ptn_forecast found = simulate(); /* hidden, and half of compute lost while it lasts */
-  CHECK(waits_of(&found) == 0 && near(found.drag_ns, CHUNK_NS / 2));
+  CHECK(waits_of(&found) == 0 && near(found.drag_ns, 2 * CHUNK_NS / 2));
   profile.lanes[PTN_DISK_READ].drag_ns_per_byte = 3;
   found = simulate(); /* compute keeps a fifth of its speed */
-  CHECK(waits_of(&found) == 0 && near(found.drag_ns, CHUNK_NS * 4 / 5));
+  CHECK(waits_of(&found) == 0 && near(found.drag_ns, 2 * CHUNK_NS * 4 / 5));
 }
 
 /* ---- updates ---- */
@@ -229,7 +241,7 @@ static void tail_of_updates(void) {
    * */
   ptn_forecast found = simulate();
   CHECK(near(found.wait_ns[PTN_WAIT_UPDATE], 2 * CHUNK_NS - MS) && near(waits_of(&found), 2 * CHUNK_NS - MS));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == 3 * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 2 * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == 3 * CHUNK_BYTES);
   CHECK(found.moved_bytes[PTN_UPDATE] == 3 * CHUNK_BYTES && found.update_ns == 0);
   profile.disk_overlap = 1;
   CHECK(near(simulate().wait_ns[PTN_WAIT_UPDATE], 2 * CHUNK_NS + 3 * CHUNK_NS / 2 - MS));
@@ -249,7 +261,7 @@ static void updates_hold_their_slot(void) {
   /* forward: the second chunk; backward: the update of the second (3 chunks are written), then the first */
   CHECK(near(found.wait_ns[PTN_WAIT_CHUNK], CHUNK_NS + 3 * CHUNK_NS + CHUNK_NS));
   CHECK(near(found.wait_ns[PTN_WAIT_UPDATE], 3 * CHUNK_NS - MS));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == (3 + 2 * 2) * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == (2 + 2 * 2) * CHUNK_BYTES);
 }
 
 /* A chunk that is complete after its slot went to another is read for its update. */
@@ -258,7 +270,7 @@ static void updates_that_lost_their_slot(void) {
   slots[1] = 0;
   chunks[1].complete_phase = step.n_phases - 1;
   ptn_forecast found = simulate();
-  CHECK(found.moved_bytes[PTN_DISK_READ] == (3 + 2 * 2 + 1) * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == (2 + 2 * 2 + 1) * CHUNK_BYTES);
 }
 
 static void too_many_gradients(void) {
@@ -310,24 +322,24 @@ static void passes_with_gradients_on_disk(void) {
   step.grads_outlive_backward = true;
   ptn_forecast found = simulate(); /* clipping: gradients are written behind the tail, all updates are in the open */
   CHECK(near(found.wait_ns[PTN_WAIT_UPDATE], CHUNK_NS - MS) && near(found.update_ns, 3 * CHUNK_NS));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == (1 + 3) * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == (1 + 3) * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == (1 + 3) * CHUNK_BYTES);
   step.n_passes = 2;
   found = simulate(); /* the second reads and adds them; its parameters are still there */
   CHECK(found.compute_ns == 2 * 14 * MS && near(found.wait_ns[PTN_WAIT_UPDATE], CHUNK_NS - MS));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == (1 + 1 + 3) * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == (1 + 3) * CHUNK_BYTES);
   CHECK(found.moved_bytes[PTN_DISK_WRITE] == (1 + 1 + 3) * CHUNK_BYTES);
   CHECK(near(found.step_ns, 2 * 14 * MS + (CHUNK_NS - MS) + 3 * CHUNK_NS));
   step.grads_outlive_backward = false;
   found = simulate(); /* the last pass updates behind backward, with what is on disk */
   CHECK(found.update_ns == 0 && near(found.wait_ns[PTN_WAIT_UPDATE], 3 * CHUNK_NS - MS));
-  CHECK(found.moved_bytes[PTN_DISK_READ] == (1 + 3) * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == (1 + 3) * CHUNK_BYTES);
+  CHECK(found.moved_bytes[PTN_DISK_READ] == 3 * CHUNK_BYTES && found.moved_bytes[PTN_DISK_WRITE] == (1 + 3) * CHUNK_BYTES);
 }
 
 /* Passes that are alike are not simulated one by one; what they move and take grows by the same each. */
 static void many_passes(void) {
   ptn_forecast found[12];
   begin(5);
-  for (uint32_t c = 0; c < 5; c++) slots[c] = (int32_t)(c % 3);
+  for (uint32_t c = 0; c < 5; c++) slots[c] = (int32_t)(c % 2);
   for (uint32_t b = 0; b < 5; b += 2) modes[b] = PTN_SWAP;
   for (uint32_t p = 0; p < step.n_phases; p++) {
     uint64_t put = p <= 5 ? p : 11 - p;
@@ -548,6 +560,7 @@ static void extremes(void) {
   profile.lanes[PTN_DISK_READ].idle_bytes_per_s = 0; /* the same */
   CHECK(simulate().step_ns == same_ns && same_ns < PTN_NEVER_NS);
   profile.lanes[PTN_DISK_READ] = speed(0);
+  slots[1] = 0;
   ptn_forecast found = simulate();
   CHECK(found.step_ns == PTN_NEVER_NS && found.wait_ns[PTN_WAIT_CHUNK] > PTN_NEVER_NS / 2 && found.compute_ns == 7 * MS);
   begin(2);
@@ -555,6 +568,7 @@ static void extremes(void) {
   CHECK(simulate().step_ns == PTN_NEVER_NS);
   freeze();
   CHECK(simulate().step_ns < PTN_NEVER_NS); /* nothing is written */
+  slots[1] = 0;
   profile.lanes[PTN_DISK_READ] = speed(1e-300);
   CHECK(simulate().step_ns == PTN_NEVER_NS);
   begin(2);
@@ -765,6 +779,7 @@ int main(void) {
   recomputation();
   visits_of_a_block();
   bound_by_reads();
+  what_stays_in_its_slot();
   hidden_reads();
   ahead_as_slots_allow();
   drag_of_lanes();
