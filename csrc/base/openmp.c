@@ -26,33 +26,37 @@ static void look_up(void) {
 }
 
 typedef struct split {
-  size_t count;
+  size_t count, threads; /* threads: that have a part, at most */
   ptn_range_body body;
   void *context;
 } split;
 
+/* All of the team are called, as torch's own loops call them: of those that a smaller one leaves out, GCC's runtime makes an end. */
 static void run_part(void *argument) {
   const split *split = argument;
   size_t threads = (size_t)found.threads_count(), number = (size_t)found.thread_number();
+  if (threads > split->threads) threads = split->threads;
+  if (number >= threads) return;
   size_t part = split->count / threads, rest = split->count % threads;
   size_t begin = part * number + (number < rest ? number : rest), end = begin + part + (number < rest);
   if (begin < end) split->body(split->context, begin, end);
 }
 
-void ptn_openmp_run(size_t count, size_t grain, ptn_range_body body, void *context) {
+size_t ptn_openmp_threads_count(void) {
   pthread_once(&looked_up, look_up);
-  size_t threads = found.parallel && !found.in_parallel() ? (size_t)found.most_threads() : 1;
+  return found.parallel ? (size_t)found.most_threads() : 1;
+}
+
+void ptn_openmp_run(size_t count, size_t grain, ptn_range_body body, void *context) {
+  size_t threads = ptn_openmp_threads_count();
+  if (threads > 1 && found.in_parallel()) threads = 1;
   if (threads > count / grain) threads = count / grain;
   if (threads <= 1) {
     if (count > 0) body(context, 0, count);
     return;
   }
-  split split = {count, body, context};
-  found.parallel(run_part, &split, (unsigned)threads, 0);
+  split split = {count, threads, body, context};
+  found.parallel(run_part, &split, (unsigned)ptn_openmp_threads_count(), 0);
 }
 
-bool ptn_openmp_takes_all_cores(void) {
-  pthread_once(&looked_up, look_up);
-  int threads = found.parallel && !found.in_parallel() ? found.most_threads() : 1;
-  return threads >= ptn_cores_count();
-}
+bool ptn_openmp_takes_all_cores(void) { return ptn_openmp_threads_count() >= (size_t)ptn_cores_count(); }

@@ -13,7 +13,9 @@
  * a process without an OpenMP runtime (of GCC's interface, which others have too), and within a body, the caller does all of it. */
 void ptn_openmp_run(size_t count, size_t grain, ptn_range_body body, void *context);
 
-/* Whether the caller and its team are as many as the cores that this process may use: nobody else has one for long then. */
+/* Of the caller and its team; 1 in a process without such a runtime. */
+size_t ptn_openmp_threads_count(void);
+/* Whether they are as many as the cores that the caller may use: nobody else has one for long then. */
 bool ptn_openmp_takes_all_cores(void);
 
 #endif

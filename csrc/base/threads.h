@@ -91,7 +91,7 @@ void ptn_thread_join(pthread_t thread);
  * forbids it, or schedules the thread in a way of somebody's own choice. */
 void ptn_thread_be_prompt(void);
 
-int ptn_cores_count(void); /* that this process may use */
+int ptn_cores_count(void); /* that the calling thread may use */
 
 int64_t ptn_now_ns(void); /* monotonic */
 int64_t ptn_thread_processor_ns(void); /* that the calling thread has had, whoever else interrupts */

@@ -5,9 +5,9 @@
  * from where they start. What stays in memory by the rule is in neither. Backward that consumes bytes at the end of the queue
  * takes them out of it.
  *
- * What is read gives way to gradients, since nobody waits for it yet: memory that the block under way has not freed is not read into
- * ahead of the next, and its own records can be brought as its operations ask for them, but for what keeps the disk busy. So gradients
- * wait for neither.
+ * Reads leave room to gradients: what is read of the next block goes into memory that the block under way has freed, though here it is
+ * counted as read in any case; and where memory is short that block's own records come as its operations ask for them, but for what
+ * keeps the disk busy. So gradients wait for neither.
  *
  * Invariants: written_bytes <= put_bytes; ahead_bytes is what was read of blocks that are not consumed; a write goes on after the
  * turn only while compute waits for memory.
@@ -33,13 +33,24 @@ static double room_bytes(const ptn_simulation *run) {
   return run->at < course->n_stretches ? course->stretches[run->at].room_bytes : 0;
 }
 
+/* Of the room in the whole phase under way, what records of its own block have that need not be there at once. */
+static double streamed_bytes(const ptn_simulation *run, uint32_t phase) {
+  const ptn_course *course = &run->course;
+  int32_t own = course->saved_for_phase[phase];
+  if (own < 0 || course->candidate->least) return 0; /* with the least they are not counted as there */
+  bool asked_for =
+      course->candidate->modes[course->request->phases[phase].block] == PTN_SWAP; /* by one operation after another */
+  return asked_for ? course->saved[own].read_bytes * (1 - 1.0 / PTN_STREAM_PART) : 0;
+}
+
 double ptn_saved_free_bytes(const ptn_simulation *run) {
   const ptn_course *course = &run->course;
-  double held_bytes = queued_bytes(run) + run->kept_bytes + run->ahead_bytes, yields_bytes = 0;
+  if (run->at == course->n_stretches) return 0;
+  const ptn_stretch *stretch = &course->stretches[run->at];
+  double held_bytes = queued_bytes(run) + run->kept_bytes + run->ahead_bytes;
   if (run->consumer < course->n_saved) held_bytes -= course->saved[course->readers[run->consumer]].read_bytes;
-  int32_t own = run->at < course->n_stretches ? course->saved_for_phase[course->stretches[run->at].phase] : -1;
-  if (own >= 0) yields_bytes = course->saved[own].read_bytes * (1 - 1.0 / PTN_STREAM_PART);
-  return ptn_max_f64(room_bytes(run) + yields_bytes - held_bytes, 0);
+  double room = ptn_max_f64(course->room_bytes[stretch->phase] + streamed_bytes(run, stretch->phase), stretch->room_bytes);
+  return ptn_max_f64(room - held_bytes, 0);
 }
 
 static void start_moving(ptn_simulation *run, bool read, double bytes) {

@@ -129,8 +129,8 @@ ptn_engine *ptn_python_engine(PyObject *object) {
 
 void ptn_python_share(PyObject *object) {
   const engine_object *self = (const engine_object *)object;
-  if (!self->engine || self->forks != ptn_python_forks || !ptn_engine_may_share(self->engine)) return;
-  PTN_IN_ENGINE(object, ptn_engine_share(self->engine));
+  ptn_engine *engine = self->forks == ptn_python_forks ? self->engine : NULL;
+  if (engine && ptn_engine_may_share(engine)) PTN_IN_ENGINE(object, ptn_engine_share(engine));
 }
 
 ptn_account *ptn_python_account(PyObject *object) {

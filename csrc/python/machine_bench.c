@@ -336,6 +336,12 @@ static PyObject *first_write_ns(PyObject *object, void *unused) {
   return self ? PyLong_FromLongLong(ptn_traffic_first_write_ns(self->traffic)) : NULL;
 }
 
+static PyObject *shares_updates(PyObject *object, void *unused) {
+  (void)object;
+  (void)unused;
+  return PyBool_FromLong(ptn_openmp_takes_all_cores());
+}
+
 static PyMethodDef methods[] = {
     {"start_disk", start_disk, METH_VARARGS, NULL},
     {"start_update", start_update, METH_VARARGS, NULL},
@@ -351,6 +357,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"engine", engine_name, NULL, "What moves bytes to the disk and back.", NULL},
     {"first_write_ns", first_write_ns, NULL, "Time of the first write of the file.", NULL},
+    {"shares_updates", shares_updates, NULL, "Whether compute's threads make the update lane's updates.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

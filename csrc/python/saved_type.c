@@ -291,11 +291,11 @@ bool ptn_saved_check_version(uint32_t now, uint32_t version, PyObject *shape) {
 /* ---- unpack ---- */
 
 static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
+  ptn_python_share(self->engine); /* first: meanwhile the GIL is others' */
   const ptn_counter *owner = ptn_record_owner(saved->record);
   if (!check_version(saved, ptn_counter_version(owner))) return NULL;
   bool first = !saved->asked;
   saved->asked = true;
-  ptn_python_share(self->engine);
   void *memory = NULL;
   ptn_status status = PTN_OK;
   if (!ptn_stash_get_at_once(saved->record, first, &memory))

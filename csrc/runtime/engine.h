@@ -87,14 +87,14 @@ typedef struct ptn_engine_config {
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
-  int64_t wait_ns;         /* the driving thread waited, since create, for both stashes too */
-  int64_t update_ns;       /* the lane computed updates, since create */
-  uint64_t loaded_bytes;   /* parameters read into slots */
-  uint64_t loads, hits;    /* demands that had to load, that found the chunk there or under way */
-  uint64_t torn_writes;    /* to homes on disk, of single parameters, that failed under way: what lies there may be a mixture */
-  uint64_t disk_bytes;     /* reserved extents */
-  uint64_t host_bytes;     /* pinned; 0 without a device */
-  uint64_t device_bytes;   /* slots and persistent chunks on the device; 0 without one */
+  int64_t wait_ns; /* the driving thread waited, since create, for both stashes too, or computed for the lane meanwhile */
+  int64_t update_ns; /* updates of the lanes were computed, since create, whoever did it */
+  uint64_t loaded_bytes; /* parameters read into slots */
+  uint64_t loads, hits; /* demands that had to load, that found the chunk there or under way */
+  uint64_t torn_writes; /* to homes on disk, of single parameters, that failed under way: what lies there may be a mixture */
+  uint64_t disk_bytes; /* reserved extents */
+  uint64_t host_bytes; /* pinned; 0 without a device */
+  uint64_t device_bytes; /* slots and persistent chunks on the device; 0 without one */
 } ptn_engine_stats;
 
 /* What the engine has of the account's live bytes, as the arena counts them. Gradients count until the driving thread has released them;

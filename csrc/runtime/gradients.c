@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/openmp.h"
 #include "runtime/internal.h"
 
 ptn_status ptn_engine_set_hyper(ptn_engine *engine, uint32_t group, const ptn_hyper *hyper) {
@@ -52,8 +51,7 @@ static job *new_job(ptn_engine *engine, chunk *chunk, uint32_t n_grads, bool upd
 /* Locked, on the driving thread, whose arithmetic the lane's is from here on: an update is the same wherever it is computed. */
 static void queue(ptn_engine *engine, job *job) {
   fegetenv(&engine->arithmetic);
-  engine->driver = pthread_self();
-  engine->shares = !engine->over.device && ptn_openmp_takes_all_cores();
+  ptn_lane_driven(engine);
   if (engine->chunks[job->chunk].home == HOME_HOST) ptn_host_enqueue(engine, job);
   else ptn_lane_enqueue(engine, job);
 }
@@ -302,6 +300,7 @@ ptn_status ptn_engine_update_spilled(ptn_engine *engine, float grad_scale) {
 ptn_status ptn_engine_wait(ptn_engine *engine) {
   ptn_lock(&engine->mutex);
   int64_t begin = ptn_now_ns();
+  if (engine->n_jobs > 0) ptn_lane_driven(engine);
   ptn_lane_settle(engine);
   ptn_over_settle(engine);
   engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);

@@ -493,7 +493,7 @@ static ptn_status wait_for_chunk(ptn_engine *engine, const chunk *chunk) {
   ptn_lock(&engine->mutex);
   if (chunk->jobs) {
     int64_t begin = ptn_now_ns();
-    while (chunk->jobs) ptn_wait(&engine->changed, &engine->mutex);
+    while (chunk->jobs) ptn_lane_wait(engine);
     engine->wait_ns += ptn_trace_waited(engine->trace, PTN_TRACE_UPDATE, -1, begin);
   }
   ptn_status status = engine->lane_status == PTN_OK ? PTN_OK : ptn_error_restore(&engine->lane_error);

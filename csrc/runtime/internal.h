@@ -214,7 +214,7 @@ typedef struct engine_device {
 
 struct ptn_engine {
   ptn_mutex mutex;
-  ptn_condition changed; /* loads finished, jobs finished: the driving thread waits on it */
+  ptn_condition changed; /* loads finished, jobs finished, pieces to be computed: the driving thread waits on it */
   ptn_condition lane_work; /* a job came, a piece's I/O finished: the lane waits on it */
   ptn_account *account;
   ptn_trace *trace; /* its lock is a leaf: events are added with and without the mutex */
@@ -270,10 +270,10 @@ struct ptn_engine {
   bool read_ahead;
   fenv_t arithmetic; /* of the thread that drives: how it rounds, and whether it flushes denormal numbers */
   /* Who computes what the lane has read (lane.c). */
-  pthread_t driver; /* the thread that queued the last job */
+  atomic_uintptr_t driver; /* the thread that queued the last job, or waits for all of them */
   bool shares; /* it takes all cores when it computes: so its team does */
-  bool driver_waits; /* in ptn_lane_wait */
-  atomic_bool sharing; /* shares, and there are jobs */
+  uint32_t driver_is_here; /* in ptn_lane_wait, or computing */
+  atomic_bool sharing; /* about: shares, and there are jobs */
   atomic_bool has_ready; /* something may be ready to be computed */
   _Atomic int64_t came_ns; /* when the driver last came by while there were jobs */
   bool any_shadow;
@@ -321,7 +321,8 @@ void ptn_lane_enqueue(ptn_engine *engine, job *job); /* locked; takes the job, w
 void ptn_lane_read_ahead(ptn_engine *engine); /* locked: opens a job for the chunk that is expected next */
 void ptn_lane_cancel(ptn_engine *engine); /* locked: the open job, if any, comes to nothing */
 void ptn_lane_settle(ptn_engine *engine); /* locked: waits until no job is left */
-/* Locked, on the driving thread: waits for a change, or computes what is ready in place of that; look again afterwards. */
+void ptn_lane_driven(ptn_engine *engine); /* locked: the caller is the driving thread */
+/* Locked, on the driving thread: waits for a change, or computes a piece that is ready in place of that; look again afterwards. */
 void ptn_lane_wait(ptn_engine *engine);
 void ptn_lane_owner(ptn_engine *engine, void *owner); /* locked: to be released by the driving thread */
 void ptn_lane_fail(ptn_engine *engine, ptn_status status, const ptn_error *error); /* locked: this step's first failure */

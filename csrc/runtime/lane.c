@@ -1,4 +1,4 @@
-/* The update lane: one thread that streams chunks through a ring of pieces, behind backward.
+/* The update lane: it streams chunks through a ring of pieces, behind backward, with a thread of its own.
  *
  * A job is one chunk: its gradients, and what to do with them. It is cut into pieces. Each piece is read (parameters where the
  * slot does not have them, state, gradients kept on disk), computed, and written to the chunk's other extent; reads of later
@@ -9,8 +9,8 @@
  * still being made; the gradients join it, or it is cancelled when another chunk comes first. An open job is the last in the
  * queue, holds nothing but pieces of the ring, and decides about its parameters only when it is joined.
  *
- * What comes from the disk is checked and what goes there is summed by the lane, right before and after it computes with it, a part at
- * a time: so memory is read once for all three. (Parameters in a slot were checked when they were demanded there.)
+ * What comes from the disk is checked and what goes there is summed by whoever computes with it, right before and after, a part at a
+ * time: so memory is read once for all three. (Parameters in a slot were checked when they were demanded there.)
  *
  * Who computes a piece: the lane's thread, where a core is free for it. Where torch's threads take all of them it would take one
  * away, for as long, while the others of the team wait. There the driving thread computes what is ready with the whole team,
@@ -176,7 +176,7 @@ static void note_error(piece *piece, uint32_t array, ptn_status status) {
 static void tell_ready(ptn_engine *engine) {
   ptn_signal(&engine->lane_work);
   atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed);
-  if (engine->driver_waits) ptn_broadcast(&engine->changed);
+  if (engine->driver_is_here > 0) ptn_broadcast(&engine->changed);
 }
 
 static void on_piece_io(ptn_io *io) {
@@ -383,6 +383,7 @@ typedef struct work {
   piece *piece;
   fenv_t arithmetic;
   uint64_t from[PIECE_ARRAYS];
+  uint64_t part_bytes;
   uint32_t written; /* arrays that are to be written, a bit each */
   atomic_bool failed; /* whoever sets it notes the error */
 } work;
@@ -421,14 +422,13 @@ static void compute_parts(void *context, size_t begin, size_t end) {
   work *work = context;
   ptn_engine *engine = work->engine;
   const piece *piece = work->piece;
-  uint64_t end_bytes = ptn_min_u64(end * PTN_UPDATE_PART_BYTES, piece->bytes);
+  uint64_t end_bytes = ptn_min_u64(end * work->part_bytes, piece->bytes);
   fenv_t own;
   fegetenv(&own);
   fesetenv(&work->arithmetic);
-  for (uint64_t at = begin * PTN_UPDATE_PART_BYTES; at < end_bytes; at += PTN_UPDATE_PART_BYTES) {
-    part part = {.job = piece->job,
-                 .offset_bytes = piece->offset_bytes + at,
-                 .bytes = ptn_min_u64(PTN_UPDATE_PART_BYTES, piece->bytes - at)};
+  for (uint64_t at = begin * work->part_bytes; at < end_bytes; at += work->part_bytes) {
+    part part = {
+        .job = piece->job, .offset_bytes = piece->offset_bytes + at, .bytes = ptn_min_u64(work->part_bytes, piece->bytes - at)};
     for (uint32_t a = 0; a < PIECE_ARRAYS; a++)
       if (piece->arrays[a]) part.arrays[a] = (char *)piece->arrays[a] + widening_of(engine, a) * at;
     part.arrays[PIECE_PARAM] = values_of(engine, piece) + at;
@@ -441,10 +441,14 @@ static void compute_parts(void *context, size_t begin, size_t end) {
 
 /* Unlocked. Returns the mask of writes, which are prepared; none where the piece has an error now. */
 static uint32_t compute_piece(ptn_engine *engine, piece *piece, const fenv_t *arithmetic, bool shared) {
-  work work = {.engine = engine, .piece = piece, .arithmetic = *arithmetic};
+  work work = {.engine = engine, .piece = piece, .arithmetic = *arithmetic, .part_bytes = PTN_UPDATE_PART_BYTES};
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++) work.from[a] = piece->io[a].offset;
   work.written = prepare_writes(engine, piece);
-  size_t n_parts = (size_t)((piece->bytes + PTN_UPDATE_PART_BYTES - 1) / PTN_UPDATE_PART_BYTES);
+  if (shared) { /* one for each thread at least: a ring may have small pieces */
+    uint64_t share_bytes = ptn_round_up(piece->bytes / ptn_openmp_threads_count() + 1, PTN_PAGE_BYTES);
+    work.part_bytes = ptn_min_u64(work.part_bytes, share_bytes);
+  }
+  size_t n_parts = (size_t)((piece->bytes + work.part_bytes - 1) / work.part_bytes);
   if (shared) ptn_openmp_run(n_parts, 1, compute_parts, &work);
   else compute_parts(&work, 0, n_parts);
   return atomic_load(&work.failed) ? 0 : work.written;
@@ -491,35 +495,57 @@ static bool compute_next(ptn_engine *engine, bool shared) {
   return true;
 }
 
-/* Locked. The driving thread computes everything that is ready, with its team; false: nothing was, or the caller is another. */
-static bool compute_shared(ptn_engine *engine) {
-  if (!engine->shares || !pthread_equal(engine->driver, pthread_self())) return false;
+static uintptr_t this_thread(void) {
+  static _Thread_local char place;
+  return (uintptr_t)&place;
+}
+
+void ptn_lane_driven(ptn_engine *engine) {
+  atomic_store_explicit(&engine->driver, this_thread(), memory_order_relaxed);
+  engine->shares = !engine->over.device && ptn_openmp_takes_all_cores();
+}
+
+static bool drives(const ptn_engine *engine) {
+  return engine->shares && atomic_load_explicit(&engine->driver, memory_order_relaxed) == this_thread();
+}
+
+static void note_coming(ptn_engine *engine) { atomic_store_explicit(&engine->came_ns, ptn_now_ns(), memory_order_relaxed); }
+
+/* Locked. The driving thread computes the next piece, or all that are ready, with its team; false: none was, or the caller is
+ * another. */
+static bool compute_shared(ptn_engine *engine, bool all) {
+  if (!drives(engine)) return false;
   bool any = false;
+  engine->driver_is_here++;
   atomic_store_explicit(&engine->has_ready, false, memory_order_relaxed);
-  while (next_ready(engine)) any |= compute_next(engine, true);
+  while (next_ready(engine) && (all || !any)) any |= compute_next(engine, true);
+  if (next_ready(engine)) atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed);
+  engine->driver_is_here--;
+  note_coming(engine);
   if (any) ptn_signal(&engine->lane_work); /* others can start, and end */
   return any;
 }
 
 bool ptn_engine_may_share(ptn_engine *engine) {
   if (!atomic_load_explicit(&engine->sharing, memory_order_relaxed)) return false;
-  atomic_store_explicit(&engine->came_ns, ptn_now_ns(), memory_order_relaxed);
+  if (atomic_load_explicit(&engine->driver, memory_order_relaxed) != this_thread()) return false;
+  note_coming(engine);
   return atomic_load_explicit(&engine->has_ready, memory_order_relaxed);
 }
 
 void ptn_engine_share(ptn_engine *engine) {
   if (!ptn_engine_may_share(engine)) return;
   ptn_lock(&engine->mutex);
-  compute_shared(engine);
+  compute_shared(engine, true);
   ptn_unlock(&engine->mutex);
 }
 
 void ptn_lane_wait(ptn_engine *engine) {
-  if (compute_shared(engine)) return;
-  bool drives = pthread_equal(engine->driver, pthread_self());
-  engine->driver_waits |= drives;
+  if (compute_shared(engine, false)) return;
+  bool here = drives(engine);
+  engine->driver_is_here += here;
   ptn_wait(&engine->changed, &engine->mutex);
-  if (drives) engine->driver_waits = false;
+  engine->driver_is_here -= here;
 }
 
 static bool finish_oldest(ptn_engine *engine) {
@@ -545,12 +571,16 @@ static bool close_empty(ptn_engine *engine) {
   return true;
 }
 
-/* Waits a while where the driving thread may come by for what is next; false: it will not, or there is nothing. */
+/* Waits a while where the driving thread is here, or may come by, for what is next to be computed; false: it does not, or there is
+ * nothing, or nothing to compute of it. */
 static bool leave_for_sharing(ptn_engine *engine) {
-  if (!engine->shares || engine->stop || !next_ready(engine)) return false;
-  int64_t left_ns = atomic_load_explicit(&engine->came_ns, memory_order_relaxed) + AWAY_NS - ptn_now_ns();
-  if (left_ns > 0) ptn_wait_ns(&engine->lane_work, &engine->mutex, left_ns);
-  return left_ns > 0;
+  const piece *next = next_ready(engine);
+  if (!engine->shares || engine->stop || !next) return false;
+  bool has_all = next->has_params || next->job->in_slot;
+  if (next->status != PTN_OK || next->job->failed || next->job->cancelled || !has_all) return false;
+  int64_t came_ns = engine->driver_is_here > 0 ? ptn_now_ns() : atomic_load_explicit(&engine->came_ns, memory_order_relaxed);
+  int64_t left_ns = came_ns + AWAY_NS - ptn_now_ns();
+  return left_ns > 0 && ptn_wait_ns(&engine->lane_work, &engine->mutex, left_ns);
 }
 
 static void *lane_body(void *argument) {

@@ -11,7 +11,8 @@ least the lane's processor time where no core is free, since the team waits for 
 `MOST_DRAG` times that time.
 
 Updates are a lane's where a core is free. Where none is, compute's threads make them between two operations
-(csrc/runtime/lane.c), and compute loses what they take: `EXPECTED_SHARED_DRAG` times what they take alone, out of no cache.
+(csrc/runtime/lane.c), and compute loses what they take: `EXPECTED_SHARED_DRAG` times what they take alone, out of no cache. (In
+operations of many milliseconds the lane takes a core after all; that is not measured here.)
 
 What a disk's lane takes is that of its bytes and that of its requests. Threads' clocks tell them apart, beside compute too, by
 what requests of two sizes take. A request costs compute `EXPECTED_REQUEST_DRAG` times its processor time, whatever was seen: here
@@ -308,7 +309,8 @@ class _Calibration:
         self.idle_seconds = max(IDLE_SECONDS, slow)
         threads = torch.get_num_threads()
         self.full = threads >= len(os.sched_getaffinity(0))  # no core is free
-        self.lanes = [self.read, self.write] if self.full else [self.read, self.write, self.update]  # that products run beside
+        # That products run beside.
+        self.lanes = [self.read, self.write] if bench.shares_updates else [self.read, self.write, self.update]
 
     def run(self) -> Machine:
         begin = time.perf_counter()

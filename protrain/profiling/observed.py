@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..dryrun.flops import ordinary_seconds
 from ..dryrun.phases import DryRun
 from ..planner.profiles import Machine, Times
-from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union
+from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union, without
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,24 @@ def _of_checksums(machine: Machine, lane: int, kind: int) -> float:
 
 
 def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine) -> float:
-    """What the passes of a step lost to its lanes, by the machine's figures."""
+    """What the passes of a step lost to its lanes, by the machine's figures: nothing to what these did while compute waited."""
     inside = union((float(one.forward_ns), float(one.over_ns)) for one in passes)
+    waits = union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == WAIT)
+    computing = without(inside, waits)
     lost = 0.0
     requests: set[tuple[int, int, int]] = set()  # what begins and ends together is one
     for start, end, size, _, lane, kind in events:
         if lane not in (READ, WRITE, UPDATE) or end <= start:
             continue
-        share = length(both([(float(start), float(end))], inside)) / (end - start)
+        span = [(float(start), float(end))]
+        share, beside = length(both(span, inside)) / (end - start), length(both(span, computing)) / (end - start)
         if lane == UPDATE:
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
-        lost += share * size * (speed.drag_seconds_per_byte + _of_checksums(machine, lane, kind))
+        lost += size * (beside * speed.drag_seconds_per_byte + share * _of_checksums(machine, lane, kind))
         if lane != UPDATE and (start, end, lane) not in requests:
             requests.add((start, end, lane))
-            lost += share * machine.request_drag_seconds
+            lost += beside * machine.request_drag_seconds
     return lost
 
 
@@ -146,8 +149,10 @@ class DiskWork:
 
 
 def disk_work(events: Sequence[Raw], begin_ns: int, end_ns: int, machine: Machine) -> DiskWork:
-    """Of a step, from its raw events. Waits for updates are left out: there the lane may be what is slow."""
+    """Of a step, from its raw events. Waits for updates are left out, as there the lane may be what is slow, and of others the
+    time that is spent on updates."""
     waits = waits_of([event for event in events if event[5] != UPDATING], begin_ns, end_ns)
+    waits = without(waits, union((float(start), float(end)) for start, end, _, _, lane, _ in events if lane == UPDATE))
     expected = busy_expected = 0.0
     waited: dict[int, list[Interval]] = {READ: [], WRITE: []}
     busy: dict[int, list[Interval]] = {READ: [], WRITE: []}

@@ -8,6 +8,7 @@
 
 #include "base/bytes.h"
 #include "check.h"
+#include "fake_openmp.h"
 #include "runtime/internal.h"
 
 enum {

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "fake_openmp.h"
 #include "parts.h"
 #include "runtime/internal.h"
 

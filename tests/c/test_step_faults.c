@@ -13,6 +13,7 @@
 #include "base/bytes.h"
 #include "check.h"
 #include "disk/engine.h"
+#include "fake_openmp.h"
 #include "runtime/engine.h"
 
 enum { CHUNKS = 4, PER_CHUNK = 2, PARAMS = CHUNKS * PER_CHUNK, STATES = 2, SLOTS = 2 };
