@@ -303,3 +303,10 @@ def test_a_child_that_is_forked_while_another_thread_saves(use: Callable[[Any, A
     saving.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("threads", [1, len(os.sched_getaffinity(0))])
+def test_updates_are_the_same_whoever_computes_them(threads: int) -> None:
+    """The lane's thread where a core is free, those of compute where none is."""
+    torch.set_num_threads(threads)
+    assert both(Chain, steps(inputs(5)), block_modes=MODES).disk_write_bytes > 0

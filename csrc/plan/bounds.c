@@ -249,7 +249,7 @@ static void demand(const ptn_bounds *bounds, walk *at, uint32_t chunk) {
 /* A chunk whose gradients are made stays in its slot until it is updated there. */
 static void hold_slot(const ptn_bounds *bounds, const walk *at, uint32_t chunk, uint32_t p) {
   uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-  if (bounds->holder[slot] != chunk) return;
+  if (bounds->holder[slot] != chunk || bounds->last[slot] == NOTHING) return;
   uint32_t last_phase = bounds->course.request->access_phases[bounds->last[slot]];
   bool makes = last_phase == p || bounds->course.request->phases[last_phase].backward;
   if (makes) bounds->free_ns[slot] = ptn_max_f64(bounds->free_ns[slot], at->update_ns);
@@ -308,18 +308,18 @@ static void walk_updates(const ptn_bounds *bounds, walk *at, uint32_t p) {
   }
 }
 
-/* A step finds in the slots what the one before left, but where updates are made on a host. */
+/* What a step finds in the slots. */
 static void find_left(const ptn_bounds *bounds, walk *at) {
   const ptn_course *course = &bounds->course;
   const ptn_plan_request *request = course->request;
   for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING;
-  for (uint32_t p = 0; p < request->n_phases && !bounds->lanes.present[PTN_UPLOAD]; p++) {
+  for (uint32_t p = 0; p < request->n_phases; p++) {
     bool recomputes = recomputes_in(at, &request->phases[p]);
     for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
       uint32_t chunk = request->accesses[i];
       if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
-      bool on_host = chunk < at->candidate->n_persist + at->candidate->n_host;
-      bounds->holder[at->candidate->slot_of_chunk[chunk]] = on_host ? NOTHING : chunk;
+      bool left = ptn_course_leaves(request, at->candidate, chunk, bounds->lanes.present[PTN_UPLOAD]);
+      bounds->holder[at->candidate->slot_of_chunk[chunk]] = left ? chunk : NOTHING;
     }
   }
 }
@@ -426,6 +426,7 @@ int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_
   find_left(bounds, &at);
   find_releases(bounds, &at);
   find_left(bounds, &at);
+  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->last[c] = NOTHING;
   walk_pass(bounds, &at, &write, &read);
   double passes = bounds->course.n_passes, fixed_ns = (double)profile->step_fixed_ns, stash_drag_ns = 0;
   if (bounds->course.n_passes > 1) walk_later_passes(bounds, &at);

@@ -9,8 +9,8 @@
  *   fetch   Fetches are made one after another in the order they were asked for: by reading ahead from the demand on from which
  *           the slot is free, at the latest by the demand itself. A chunk that has some of its gradients keeps its slot against
  *           reading ahead; one that is being updated in its slot keeps it against all. Reading ahead ends with each pass, and the
- *           next one, of the next step too, finds in the slots what the one before left; but where updates are made on a host a step
- *           begins with nothing in them.
+ *           next one finds in the slots what the one before left. So does the next step, but for what is updated on a host, or is
+ *           mostly frozen; what else may run between two steps, such as a forward without a backward, is not known here.
  *   stash   A phase that swaps gives its bytes from the middle of its work on; they are written in order. A phase begins when
  *           what is unwritten, and what stays, fits beside it. When backward has come to the first block nothing more is written
  *           but for that; what is unwritten then is handed back from memory. Reads go in the order of the consumers, ahead as far
@@ -263,17 +263,18 @@ static void pass_time(ptn_simulation *run) {
   if (stretch_ends) end_stretch(run);
 }
 
-/* By the pass before. */
-static int64_t left_in(const ptn_course *course, uint32_t slot) {
+/* By the step before. */
+static int64_t left_in(const ptn_course *course, uint32_t slot, bool has_link) {
   int32_t last = course->last_of_slot[slot];
-  return last >= 0 ? (int64_t)course->demands[last].chunk : -1;
+  uint32_t chunk = last >= 0 ? course->demands[last].chunk : 0;
+  return last >= 0 && ptn_course_leaves(course->request, course->candidate, chunk, has_link) ? (int64_t)chunk : -1;
 }
 
 static void reset(ptn_simulation *run) {
   memset(run->flows, 0, sizeof run->flows);
   memset(&run->tally, 0, sizeof run->tally);
   for (uint32_t i = 0; i < run->course.request->n_chunks; i++) run->slots[i] = (slot){.chunk = -1, .blocked = -1};
-  for (uint32_t i = 0; i < run->course.n_slots && !run->has_link; i++) run->slots[i].chunk = left_in(&run->course, i);
+  for (uint32_t i = 0; i < run->course.n_slots; i++) run->slots[i].chunk = left_in(&run->course, i, run->has_link);
   memset(run->complete_count, 0, run->course.request->n_chunks * sizeof *run->complete_count);
   run->now_ns = run->since_ns = 0;
   run->dirty = true;

@@ -27,10 +27,10 @@ static void start_fetch(ptn_simulation *run) {
   flow->left = 1;
 }
 
-/* A pass finds in the slots what the one before left. So does a step, but where updates are made on a host. */
+/* A pass finds in the slots what the one before left; a step not all of it. */
 static bool needs_fetch(const ptn_simulation *run, const ptn_demand *demand) {
-  bool on_a_host = run->has_link || on_host(run, demand->chunk);
-  return run->pass == 0 && on_a_host ? demand->fetches : demand->fetches_later;
+  bool left = run->pass > 0 || ptn_course_leaves(run->course.request, run->course.candidate, demand->chunk, run->has_link);
+  return left ? demand->fetches_later : demand->fetches;
 }
 
 static void ask(ptn_simulation *run, uint32_t number) {

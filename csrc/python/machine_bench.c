@@ -2,7 +2,8 @@
  *
  * The disk's lanes are the store's own traffic (profile/measure.h), the update lane is a worker with the kernel that the lane
  * calls and the checksums that it takes, over pieces as large as the lane's. Both use one stretch of memory, in no budget, and so one
- * at a time. Where compute's threads make the lane's updates, that is timed by itself, as are those of step(). It is filled with an ordinary number: numbers too small for the processor's fast path would be the slowest there are.
+ * at a time; it is filled with an ordinary number, since numbers too small for the processor's fast path would be the slowest there
+ * are. Updates that compute's threads make, for the lane or in step(), are timed by themselves.
  *
  * Problem: chunks updated in step() are larger than any cache, and this memory may fit one. Design: what is measured is thrown out
  * of the caches first, and once more within the measured time: large memory would have to be written back too. Pages whose

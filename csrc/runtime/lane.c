@@ -15,7 +15,7 @@
  * Who computes a piece: the lane's thread, where a core is free for it. Where torch's threads take all of them it would take one
  * away, for as long, while the others of the team wait. There the driving thread computes what is ready with the whole team,
  * whenever it comes by the engine between two operations, and while it waits for the lane. When it has not come by for AWAY_NS, as
- * in a long operation, the lane's thread computes all the same.
+ * in a long operation, or waits for what the lane has no part in, the lane's thread computes all the same.
  *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
  * the job is queued; the extent in use is never written; each piece is computed by whoever moves the middle past it.
@@ -377,12 +377,12 @@ static void read_params(ptn_engine *engine, piece *piece) {
   ptn_lock(&engine->mutex);
 }
 
-/* A piece that is computed, by one thread or several: from: where its arrays were read. */
+/* A piece that is computed, by one thread or several. */
 typedef struct work {
   ptn_engine *engine;
   piece *piece;
   fenv_t arithmetic;
-  uint64_t from[PIECE_ARRAYS];
+  uint64_t from[PIECE_ARRAYS]; /* where its arrays were read */
   uint64_t part_bytes;
   uint32_t written; /* arrays that are to be written, a bit each */
   atomic_bool failed; /* whoever sets it notes the error */
@@ -444,9 +444,9 @@ static uint32_t compute_piece(ptn_engine *engine, piece *piece, const fenv_t *ar
   work work = {.engine = engine, .piece = piece, .arithmetic = *arithmetic, .part_bytes = PTN_UPDATE_PART_BYTES};
   for (uint32_t a = 0; a < PIECE_ARRAYS; a++) work.from[a] = piece->io[a].offset;
   work.written = prepare_writes(engine, piece);
-  if (shared) { /* one for each thread at least: a ring may have small pieces */
-    uint64_t share_bytes = ptn_round_up(piece->bytes / ptn_openmp_threads_count() + 1, PTN_PAGE_BYTES);
-    work.part_bytes = ptn_min_u64(work.part_bytes, share_bytes);
+  if (shared) { /* one for each thread: a ring may have small pieces */
+    uint64_t threads = ptn_openmp_threads_count(), share_bytes = (piece->bytes + threads - 1) / threads;
+    work.part_bytes = ptn_min_u64(work.part_bytes, ptn_round_up(share_bytes, PTN_PAGE_BYTES));
   }
   size_t n_parts = (size_t)((piece->bytes + work.part_bytes - 1) / work.part_bytes);
   if (shared) ptn_openmp_run(n_parts, 1, compute_parts, &work);
@@ -518,11 +518,13 @@ static bool compute_shared(ptn_engine *engine, bool all) {
   bool any = false;
   engine->driver_is_here++;
   atomic_store_explicit(&engine->has_ready, false, memory_order_relaxed);
-  while (next_ready(engine) && (all || !any)) any |= compute_next(engine, true);
+  while (next_ready(engine) && (all || !any)) {
+    any |= compute_next(engine, true);
+    ptn_signal(&engine->lane_work); /* others can start, and end */
+  }
   if (next_ready(engine)) atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed);
   engine->driver_is_here--;
   note_coming(engine);
-  if (any) ptn_signal(&engine->lane_work); /* others can start, and end */
   return any;
 }
 
@@ -537,6 +539,14 @@ void ptn_engine_share(ptn_engine *engine) {
   if (!ptn_engine_may_share(engine)) return;
   ptn_lock(&engine->mutex);
   compute_shared(engine, true);
+  ptn_unlock(&engine->mutex);
+}
+
+void ptn_engine_step_aside(ptn_engine *engine) {
+  if (!atomic_load_explicit(&engine->sharing, memory_order_relaxed)) return;
+  ptn_lock(&engine->mutex);
+  atomic_store_explicit(&engine->came_ns, 0, memory_order_relaxed);
+  ptn_signal(&engine->lane_work);
   ptn_unlock(&engine->mutex);
 }
 
@@ -580,7 +590,8 @@ static bool leave_for_sharing(ptn_engine *engine) {
   if (next->status != PTN_OK || next->job->failed || next->job->cancelled || !has_all) return false;
   int64_t came_ns = engine->driver_is_here > 0 ? ptn_now_ns() : atomic_load_explicit(&engine->came_ns, memory_order_relaxed);
   int64_t left_ns = came_ns + AWAY_NS - ptn_now_ns();
-  return left_ns > 0 && ptn_wait_ns(&engine->lane_work, &engine->mutex, left_ns);
+  /* Where the time is over the driver may have taken it meanwhile: then there is more to be looked at than what to compute. */
+  return left_ns > 0 && (ptn_wait_ns(&engine->lane_work, &engine->mutex, left_ns) || !next_ready(engine));
 }
 
 static void *lane_body(void *argument) {

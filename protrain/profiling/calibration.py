@@ -3,7 +3,8 @@
 A lane beside compute takes processor time, and memory's. Where compute uses every core, a second of a lane's thread is a second
 of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
 its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the disk's lanes, which the clocks of threads
-tell within a few percent, on a busy machine too. Where a core is free, nothing need be lost. That is expected, to within `DOUBT`
+tell within a few percent, on a busy machine too; of updates, which run for longer at a time, `EXPECTED_UPDATE_DRAG` times. Where
+a core is free, nothing need be lost. That is expected, to within `DOUBT`
 times the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
 times. On a quiet machine that is known better
 than the expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at
@@ -72,7 +73,7 @@ LANE_REST = 3.0
 UPDATE_PASSES = 16
 CHECKSUM_PASSES = 3
 #: The drag that is expected, how far off it may be, and the most that is believed, in parts of the lane's processor time.
-EXPECTED_DRAG = 2.0
+EXPECTED_DRAG, EXPECTED_UPDATE_DRAG = 2.0, 1.0
 DOUBT = 1.5
 MOST_DRAG = 6.0
 #: What updates by compute's threads take in a training step, in parts of what they take alone.
@@ -241,6 +242,7 @@ class _Lane:
     moved_bytes: Callable[[_Counts], int]
     busy_ns: Callable[[_Counts], int]
     processor: Callable[[_Counts], tuple[int, int]]  # time in ns, and the bytes that it was for
+    expected: float = EXPECTED_DRAG
     beside: list[_Segment] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)  # seconds of compute, in each of these
     idle: list[_Segment] = field(default_factory=list)
@@ -289,6 +291,7 @@ def _update_lane(bench: _core.MachineBench) -> _Lane:
         lambda counts: counts.work_bytes,
         lambda counts: counts.work_busy_ns,
         lambda counts: (counts.work_processor_ns, counts.work_bytes),
+        EXPECTED_UPDATE_DRAG,
     )
 
 
@@ -367,7 +370,7 @@ class _Calibration:
     def _drag(self, lane: _Lane) -> float:
         """Seconds of products lost for each byte: see the head of this file."""
         processor = lane.processor_seconds_per_byte
-        expected, least = (EXPECTED_DRAG * processor, processor) if self.full else (0.0, 0.0)
+        expected, least = (lane.expected * processor, processor) if self.full else (0.0, 0.0)
         found = _joined(expected, DOUBT * processor, lane.lost_per_byte, self._noise(lane, self.alone))
         return min(max(found, least), MOST_DRAG * processor)
 

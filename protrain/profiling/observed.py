@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..dryrun.flops import ordinary_seconds
 from ..dryrun.phases import DryRun
 from ..planner.profiles import Machine, Times
-from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, both, length, union, without
+from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval, Pass, Raw, between, both, length, union, without
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def drag_seconds(events: Sequence[Raw], passes: Sequence[Pass], machine: Machine
     for start, end, size, _, lane, kind in events:
         if lane not in (READ, WRITE, UPDATE) or end <= start:
             continue
-        span = [(float(start), float(end))]
-        share, beside = length(both(span, inside)) / (end - start), length(both(span, computing)) / (end - start)
+        share, beside = (length(between(of, start, end)) / (end - start) for of in (inside, computing))
         if lane == UPDATE:
             size = round((end - start) / 1e9 * machine.update.bytes_per_second)
         speed = machine.disk_read if lane == READ else machine.disk_write if lane == WRITE else machine.update
@@ -164,7 +163,7 @@ def disk_work(events: Sequence[Raw], begin_ns: int, end_ns: int, machine: Machin
         if alone <= 0:
             continue
         span = [(float(start), float(end))]
-        inside = both(span, waits)
+        inside = between(waits, start, end)
         if inside:
             expected += length(inside) / (end - start) * size / alone
             waited[lane] += inside

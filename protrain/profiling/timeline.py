@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,6 +221,12 @@ def both(a: list[Interval], b: list[Interval]) -> list[Interval]:
         else:
             j += 1
     return found
+
+
+def between(a: list[Interval], start: float, end: float) -> list[Interval]:
+    """What of a union lies between two times, without a look at all of it."""
+    first = max(bisect_left(a, (start, start)) - 1, 0)
+    return both([(start, end)], a[first : bisect_left(a, (end, end))])
 
 
 def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
