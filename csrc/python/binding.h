@@ -49,7 +49,6 @@ ptn_engine *ptn_python_behind_stream(PyObject *object);
 ptn_engine *ptn_python_drive(PyObject *object);
 /* The driving thread comes by between two operations (ptn_engine_share); an Engine that is closed has nothing to share. */
 void ptn_python_share(PyObject *engine);
-void ptn_python_step_aside(PyObject *engine); /* the same of ptn_engine_step_aside */
 /* Of an Engine that ptn_python_engine gave the engine of: */
 ptn_account *ptn_python_account(PyObject *object);      /* of what computes: its budget; borrowed */
 ptn_account *ptn_python_host_account(PyObject *object); /* over a device: of ordinary memory beside it; else NULL */

@@ -133,11 +133,6 @@ void ptn_python_share(PyObject *object) {
   if (engine && ptn_engine_may_share(engine)) PTN_IN_ENGINE(object, ptn_engine_share(engine));
 }
 
-void ptn_python_step_aside(PyObject *object) {
-  const engine_object *self = (const engine_object *)object;
-  if (self->engine && self->forks == ptn_python_forks) ptn_engine_step_aside(self->engine);
-}
-
 ptn_account *ptn_python_account(PyObject *object) {
   const engine_object *self = (engine_object *)object;
   return self->device_account ? self->device_account : self->account;

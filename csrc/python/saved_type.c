@@ -298,10 +298,8 @@ static PyObject *bring(const saved_tensors_object *self, saved_object *saved) {
   saved->asked = true;
   void *memory = NULL;
   ptn_status status = PTN_OK;
-  if (!ptn_stash_get_at_once(saved->record, first, &memory)) {
-    ptn_python_step_aside(self->engine);
+  if (!ptn_stash_get_at_once(saved->record, first, &memory))
     PTN_IN_ENGINE(self->engine, status = ptn_stash_get(saved->record, first, &memory));
-  }
   if (status != PTN_OK) {
     if (first) saved->asked = false; /* it waits still */
     return ptn_python_raise();

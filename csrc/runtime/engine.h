@@ -270,8 +270,6 @@ void ptn_engine_collect(ptn_engine *engine);
 void ptn_engine_share(ptn_engine *engine);
 /* On the driving thread, which comes by: whether ptn_engine_share may find something. */
 bool ptn_engine_may_share(ptn_engine *engine);
-/* The caller is about to wait for something else than the update lane, and will not come by. */
-void ptn_engine_step_aside(ptn_engine *engine);
 /* For the account's pressure: waits for an update under way, if any, so that its gradients go. must: also where no more wait than
  * may, and state of chunks in memory may give way. On the driving thread. */
 bool ptn_engine_relieve(ptn_engine *engine, bool must);

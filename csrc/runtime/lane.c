@@ -15,7 +15,7 @@
  * Who computes a piece: the lane's thread, where a core is free for it. Where torch's threads take all of them it would take one
  * away, for as long, while the others of the team wait. There the driving thread computes what is ready with the whole team,
  * whenever it comes by the engine between two operations, and while it waits for the lane. When it has not come by for AWAY_NS, as
- * in a long operation, or waits for what the lane has no part in, the lane's thread computes all the same.
+ * in a long operation or a long wait for activations, the lane's thread computes all the same.
  *
  * Invariants: a job starts only when no earlier job of its chunk is left; a slot that a job reads is pinned from the moment
  * the job is queued; the extent in use is never written; each piece is computed by whoever moves the middle past it.
@@ -518,13 +518,11 @@ static bool compute_shared(ptn_engine *engine, bool all) {
   bool any = false;
   engine->driver_is_here++;
   atomic_store_explicit(&engine->has_ready, false, memory_order_relaxed);
-  while (next_ready(engine) && (all || !any)) {
-    any |= compute_next(engine, true);
-    ptn_signal(&engine->lane_work); /* others can start, and end */
-  }
+  while (next_ready(engine) && (all || !any)) any |= compute_next(engine, true);
   if (next_ready(engine)) atomic_store_explicit(&engine->has_ready, true, memory_order_relaxed);
   engine->driver_is_here--;
   note_coming(engine);
+  if (any) ptn_signal(&engine->lane_work); /* others can start, and end */
   return any;
 }
 
@@ -539,14 +537,6 @@ void ptn_engine_share(ptn_engine *engine) {
   if (!ptn_engine_may_share(engine)) return;
   ptn_lock(&engine->mutex);
   compute_shared(engine, true);
-  ptn_unlock(&engine->mutex);
-}
-
-void ptn_engine_step_aside(ptn_engine *engine) {
-  if (!atomic_load_explicit(&engine->sharing, memory_order_relaxed)) return;
-  ptn_lock(&engine->mutex);
-  atomic_store_explicit(&engine->came_ns, 0, memory_order_relaxed);
-  ptn_signal(&engine->lane_work);
   ptn_unlock(&engine->mutex);
 }
 
