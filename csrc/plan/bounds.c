@@ -308,19 +308,30 @@ static void walk_updates(const ptn_bounds *bounds, walk *at, uint32_t p) {
   }
 }
 
-/* What a step finds in the slots. */
-static void find_left(const ptn_bounds *bounds, walk *at) {
+/* So many passes that are alike: each finds in the slots what is there, and leaves what it reads. */
+static void walk_fetches(const ptn_bounds *bounds, walk *at, double times) {
   const ptn_course *course = &bounds->course;
   const ptn_plan_request *request = course->request;
-  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING;
   for (uint32_t p = 0; p < request->n_phases; p++) {
     bool recomputes = recomputes_in(at, &request->phases[p]);
     for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
       uint32_t chunk = request->accesses[i];
       if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
-      bool left = ptn_course_leaves(request, at->candidate, chunk, bounds->lanes.present[PTN_UPLOAD]);
-      bounds->holder[at->candidate->slot_of_chunk[chunk]] = left ? chunk : NOTHING;
+      uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
+      if (bounds->holder[slot] != chunk) move(at, &transfers_of(bounds, at, chunk)->fetch, times);
+      bounds->holder[slot] = chunk;
     }
+  }
+}
+
+/* A step is over: of what is in the slots the next one finds what is not out of date, and nothing was used in it yet. */
+static void begin_step(const ptn_bounds *bounds, const walk *at) {
+  const ptn_plan_request *request = bounds->course.request;
+  bool link = bounds->lanes.present[PTN_UPLOAD];
+  for (uint32_t c = 0; c < request->n_chunks; c++) {
+    uint32_t *holder = &bounds->holder[c];
+    if (*holder != NOTHING && !ptn_course_leaves(request, at->candidate, *holder, link)) *holder = NOTHING;
+    bounds->last[c] = NOTHING;
   }
 }
 
@@ -341,22 +352,6 @@ static void find_releases(const ptn_bounds *bounds, walk *at) {
       }
       bounds->holder[slot] = chunk;
       bounds->last[slot] = i;
-    }
-  }
-}
-
-/* The second pass and those after it find in the slots what the one before left, and read the same. */
-static void walk_later_passes(const ptn_bounds *bounds, walk *at) {
-  const ptn_course *course = &bounds->course;
-  const ptn_plan_request *request = course->request;
-  for (uint32_t p = 0; p < request->n_phases; p++) {
-    bool recomputes = recomputes_in(at, &request->phases[p]);
-    for (uint32_t i = course->first_access[p]; i < course->first_access[p + 1]; i++) {
-      uint32_t chunk = request->accesses[i];
-      if ((!course->own[i] && !recomputes) || chunk < at->candidate->n_persist) continue;
-      uint32_t slot = (uint32_t)at->candidate->slot_of_chunk[chunk];
-      if (bounds->holder[slot] != chunk) move(at, &transfers_of(bounds, at, chunk)->fetch, course->n_passes - 1);
-      bounds->holder[slot] = chunk;
     }
   }
 }
@@ -422,14 +417,14 @@ int64_t ptn_bound_ns(ptn_bounds *bounds, const ptn_candidate *candidate, uint64_
   transfer write =
       make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_OFFLOAD] = link, [PTN_DISK_WRITE] = !tiers.stash_on_host});
   transfer read = make_transfer(bounds, (const double[PTN_N_LANES]){[PTN_UPLOAD] = link, [PTN_DISK_READ] = !tiers.stash_on_host});
-  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->last[c] = NOTHING, bounds->free_ns[c] = 0;
-  find_left(bounds, &at);
+  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->holder[c] = NOTHING, bounds->free_ns[c] = 0;
+  walk_fetches(bounds, &at, 0); /* the step before, for what it leaves */
+  begin_step(bounds, &at);
   find_releases(bounds, &at);
-  find_left(bounds, &at);
-  for (uint32_t c = 0; c < request->n_chunks; c++) bounds->last[c] = NOTHING;
+  begin_step(bounds, &at);
   walk_pass(bounds, &at, &write, &read);
   double passes = bounds->course.n_passes, fixed_ns = (double)profile->step_fixed_ns, stash_drag_ns = 0;
-  if (bounds->course.n_passes > 1) walk_later_passes(bounds, &at);
+  if (bounds->course.n_passes > 1) walk_fetches(bounds, &at, bounds->course.n_passes - 1);
   double chunk_bytes = 0;
   for (int i = 0; i < PTN_N_LANES; i++) chunk_bytes += at.bytes[i];
   if (at.written_bytes > 0) {

@@ -87,7 +87,7 @@ typedef struct ptn_engine_config {
 } ptn_engine_config;
 
 typedef struct ptn_engine_stats {
-  int64_t wait_ns; /* the driving thread waited, since create, for both stashes too, or computed for the lane meanwhile */
+  int64_t wait_ns; /* the driving thread waited, or computed for the lane meanwhile, since create, for both stashes too */
   int64_t update_ns; /* updates of the lanes were computed, since create, whoever did it */
   uint64_t loaded_bytes; /* parameters read into slots */
   uint64_t loads, hits; /* demands that had to load, that found the chunk there or under way */

@@ -4,9 +4,8 @@ A lane beside compute takes processor time, and memory's. Where compute uses eve
 of one of compute's threads, for which the others of its team wait, and for longer: a thread that was set aside is woken late, and
 its caches are cold. Training steps lost `EXPECTED_DRAG` times the processor time of the disk's lanes, which the clocks of threads
 tell within a few percent, on a busy machine too; of updates, which run for longer at a time, `EXPECTED_UPDATE_DRAG` times. Where
-a core is free, nothing need be lost. That is expected, to within `DOUBT`
-times the processor time. What is seen is how much longer the same computation takes beside the lane than alone, in turns, several
-times. On a quiet machine that is known better
+a core is free, nothing need be lost. That is expected, to within `DOUBT` times the processor time. What is seen is how much
+longer the same computation takes beside the lane than alone, in turns, several times. On a quiet machine that is known better
 than the expectation, on a busy one it says nothing: so the two are joined with weights by their uncertainty. The result is at
 least the lane's processor time where no core is free, since the team waits for the member that was set aside, and at most
 `MOST_DRAG` times that time.

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "fake_openmp.h"
 #include "optim/optim.h"
 
 enum { ARRAYS = 2 + PTN_STATE_MAX }; /* param, grad, state */
@@ -195,52 +196,10 @@ static void sgd_by_hand(void) {
 
 /* ---- a team, as an OpenMP runtime gives it ---- */
 
-enum { MOST_THREADS = 3 };
-static int threads_given = 1, regions_count;
-static _Thread_local int thread_number;
-static _Thread_local bool inside;
-
-typedef struct member {
-  void (*body)(void *);
-  void *context;
-  int number;
-} member;
-
-static void *be_member(void *argument) {
-  const member *self = argument;
-  thread_number = self->number;
-  inside = true;
-  self->body(self->context);
-  inside = false;
-  return NULL;
-}
-
-/* Found by the core with dlsym, as torch's are. */
-#define SEEN __attribute__((visibility("default")))
-SEEN int omp_get_thread_num(void);
-SEEN int omp_get_num_threads(void);
-SEEN int omp_get_max_threads(void);
-SEEN int omp_in_parallel(void);
-SEEN void GOMP_parallel(void (*body)(void *), void *context, unsigned threads, unsigned flags);
-int omp_get_thread_num(void) { return thread_number; }
-int omp_get_num_threads(void) { return threads_given; }
-int omp_get_max_threads(void) { return threads_given; }
-int omp_in_parallel(void) { return inside; }
-void GOMP_parallel(void (*body)(void *), void *context, unsigned threads, unsigned flags) {
-  CHECK(threads == (unsigned)threads_given && flags == 0);
-  regions_count++;
-  member members[MOST_THREADS];
-  pthread_t started[MOST_THREADS];
-  for (int i = 0; i < threads_given; i++) members[i] = (member){body, context, i};
-  for (int i = 1; i < threads_given; i++) CHECK(pthread_create(&started[i], NULL, be_member, &members[i]) == 0);
-  be_member(&members[0]);
-  for (int i = 1; i < threads_given; i++) CHECK(pthread_join(started[i], NULL) == 0);
-}
-
 static void a_team_gives_the_same_bits(void) {
   uint64_t seed = 3;
-  for (threads_given = 1; threads_given <= MOST_THREADS; threads_given++) {
-    regions_count = 0;
+  for (fake_threads_given = 1; fake_threads_given <= FAKE_MOST_THREADS; fake_threads_given++) {
+    fake_regions_count = 0;
     for (int round = 0; round < 8; round++) {
       ptn_update update = random_update(&seed);
       size_t count = round == 0 ? 5 : 100000 + check_random(&seed) % 5000;
@@ -253,7 +212,7 @@ static void a_team_gives_the_same_bits(void) {
       arrays_destroy(&a);
       arrays_destroy(&b);
     }
-    CHECK(regions_count == (threads_given > 1 ? 7 : 0)); /* the small one is not shared */
+    CHECK(fake_regions_count == (fake_threads_given > 1 ? 7 : 0)); /* the small one is not shared */
   }
 }
 
@@ -409,7 +368,7 @@ static void bf16_sums_are_rounded(void) {
 
 static void a_team_gives_the_same_bf16(void) {
   uint64_t seed = 8;
-  threads_given = 2;
+  fake_threads_given = 2;
   for (int round = 0; round < 4; round++) {
     ptn_update update = random_update(&seed);
     size_t count = 100000 + check_random(&seed) % 5000;
