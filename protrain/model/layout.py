@@ -19,6 +19,8 @@ from ..errors import PlanError
 from .strides import Strides, dense_strides
 
 PAGE_BYTES = 4096
+#: A chunk that is worth a request of its own.
+SMALL_BYTES = 4 * MIB
 
 
 @dataclass
@@ -76,24 +78,37 @@ class Layout(Chunks):
 
 
 def chunk_size(parameters: Sequence[tuple[int, int, bool]], budget_bytes: int) -> int:
-    """The size of chunks for parameters as `pack` takes them. A chunk holds a block where the budget allows it: at least 1 MiB,
-    so that requests are worth a disk's while, and at most a twelfth of the budget, so that slots and gradients of a chunk fit
-    beside activations. Where blocks must be cut, into pieces that are as equal as their parameters' sizes allow, so that slots,
-    as large as the largest chunk in them, are well used: packing is tried with sizes down to half of the most."""
-    in_blocks: dict[int, int] = {}
-    for size, block, _ in parameters:
-        if block >= 0:
-            in_blocks[block] = in_blocks.get(block, 0) + -(-size // 64) * 64
-    most = max(min(max(in_blocks.values(), default=4 * MIB), budget_bytes // 12), MIB)
+    """The size of chunks for parameters as `pack` takes them. A chunk holds a block, what is trained of it or what is not, where
+    the budget allows it: at least 1 MiB, so that requests are worth a disk's while, and at most a twelfth of the budget, so that
+    slots and gradients of a chunk fit beside activations. Where blocks must be cut, into pieces that are as equal as their
+    parameters' sizes allow, so that slots, as large as the largest chunk in them, are well used: packing is tried with sizes down
+    to half of the most."""
+    larger = max(_apart(parameters), key=lambda indices: sum(parameters[i][0] for i in indices))
+    most = max(min(_block_bytes(parameters, larger) or SMALL_BYTES, budget_bytes // 12), MIB)
     most = -(-most // PAGE_BYTES) * PAGE_BYTES
-    return _core.layout_size([(size, block) for size, block, _ in parameters], max(most // 2, MIB), most)
+    return _core.layout_size([parameters[i][:2] for i in larger], max(most // 2, MIB), most)
+
+
+def _apart(parameters: Sequence[tuple[int, int, bool]]) -> tuple[list[int], list[int]]:
+    """The numbers of those that are trained, and of the others."""
+    numbers = range(len(parameters))
+    return [i for i in numbers if parameters[i][2]], [i for i in numbers if not parameters[i][2]]
+
+
+def _block_bytes(parameters: Sequence[tuple[int, int, bool]], indices: Iterable[int]) -> int:
+    """What the largest block has of these; 0 where none is in a block."""
+    found: dict[int, int] = {}
+    for size, block, _ in (parameters[i] for i in indices):
+        if block >= 0:
+            found[block] = found.get(block, 0) + -(-size // 64) * 64
+    return max(found.values(), default=0)
 
 
 def _places(sizes: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
     """(chunk, offset) of each (bytes, block). Up to the end of the first block chunks are a third of the others: their updates
     are the last of backward and hide behind nothing, so the less the very last one has to move the better."""
     first_end = max((i + 1 for i, (_, block) in enumerate(sizes) if block == 0), default=0)
-    fine = max(-(-largest // 3 // PAGE_BYTES) * PAGE_BYTES, min(largest, 4 * MIB))
+    fine = max(-(-largest // 3 // PAGE_BYTES) * PAGE_BYTES, min(largest, SMALL_BYTES))
     head = _core.layout(sizes[:first_end], fine)
     n_head = max((chunk + 1 for chunk, _ in head), default=0)
     return head + [(chunk + n_head, offset) for chunk, offset in _core.layout(sizes[first_end:], largest)]
@@ -153,18 +168,29 @@ def first_blocks(params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]) ->
 
 def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunks:
     """Pack parameters, each (bytes, number of its block or -1, trained), in execution order, into chunks of at most chunk_bytes;
-    a larger parameter has one of its own."""
-    places = _places([(size, block) for size, block, _ in parameters], chunk_bytes)
-    n_chunks = max((chunk for chunk, _ in places), default=-1) + 1
-    members: list[list[int]] = [[] for _ in range(n_chunks)]
-    for index, (chunk, _) in enumerate(places):
-        members[chunk].append(index)
-    ends = [max(places[i][1] + parameters[i][0] for i in indices) for indices in members]
+    a larger parameter has one of its own. Those that are trained and the others never share a chunk: a trained chunk has state
+    for all of it, and is written after each step, which adapters in frozen blocks should not cost. Of these the smaller part,
+    whose chunks could hold many blocks and would be complete only with the first of them, has no more in one than a block or
+    SMALL_BYTES. Chunks come in the order of their first parameters."""
+    apart = _apart(parameters)
+    smaller = min(apart, key=lambda indices: sum(parameters[i][0] for i in indices))
+    found: list[list[tuple[int, int]]] = []  # (parameter, offset) of each chunk
+    for indices, cut in zip(apart, (_places, _core.layout), strict=True):
+        largest = min(chunk_bytes, max(_block_bytes(parameters, indices), SMALL_BYTES)) if indices is smaller else chunk_bytes
+        places = cut([parameters[i][:2] for i in indices], largest)
+        chunks: list[list[tuple[int, int]]] = [[] for _ in range(max((chunk for chunk, _ in places), default=-1) + 1)]
+        for index, (chunk, offset) in zip(indices, places, strict=True):
+            chunks[chunk].append((index, offset))
+        found += chunks
+    found.sort()
+    members = tuple(tuple(index for index, _ in chunk) for chunk in found)
+    ends = [offset + parameters[index][0] for index, offset in (chunk[-1] for chunk in found)]
+    where = {index: (number, offset) for number, chunk in enumerate(found) for index, offset in chunk}
     return Chunks(
         chunk_bytes,
         tuple(max(-(-end // PAGE_BYTES), 1) * PAGE_BYTES for end in ends),
-        tuple(any(parameters[i][2] for i in indices) for indices in members),
-        tuple(map(tuple, members)),
+        tuple(parameters[indices[0]][2] for indices in members),
+        members,
         tuple(sum(_core.rounded_bytes(parameters[i][0]) for i in indices if parameters[i][2]) for indices in members),
-        tuple(places),
+        tuple(where[i] for i in range(len(parameters))),
     )

@@ -20,7 +20,7 @@ from ..optim.footprint import Footprint
 
 #: In the order of csrc/profile/profile.h.
 LANES = ("upload", "offload", "gather", "disk_read", "disk_write", "update")
-VERSION = 1
+VERSION = 2
 MOST_BLOCKS, MOST_STATES = 1 << 16, 64
 #: Of parameters and state at home on a device, where no step has told.
 DEVICE_UPDATE_BYTES_PER_SECOND = 1e11

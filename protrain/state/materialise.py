@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class Filler:
             for _ in session.residency.bring([number]):
                 pass
         else:
+            self._give_way(chunk)
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
             self._originals[chunk] = originals
             session.engine.begin_fill(chunk)
@@ -64,6 +66,14 @@ class Filler:
                         session.params[i].data.copy_(original)
                         self.keep(i, original)
         self.open.add(chunk)
+
+    def _give_way(self, chunk: int) -> None:
+        """What is open in the slot of this chunk is written as far as it is filled, and comes again."""
+        slots = self.session.homes.arrangement.slot_of_chunk
+        for other in [one for one in self.open if slots[one] == slots[chunk] >= 0]:
+            self.session.engine.end_fill(other)
+            self.open.discard(other)
+            self.written.add(other)
 
     def keep(self, number: int, values: torch.Tensor, first: int = 0) -> None:
         """What a parameter was given, from element `first` of its memory on, is in its master as it was. Where nothing was
@@ -156,12 +166,17 @@ def _filling(session: Session) -> Iterator[Filler]:
         raise
 
 
+def _by_chunk(session: Session) -> Iterator[int]:
+    """The numbers of all parameters, in an order in which no two chunks are open at once."""
+    return chain.from_iterable(session.layout.members)
+
+
 def from_memory(session: Session) -> None:
     """Copy parameters that are there already."""
     with _filling(session) as filler:
-        for entry in session.layout.entries:
-            filler.enter(entry.index)
-            filler.leave(entry.index)
+        for number in _by_chunk(session):
+            filler.enter(number)
+            filler.leave(number)
 
 
 def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -> None:
@@ -178,7 +193,7 @@ def _initialise(
 ) -> None:
     """The parameters `own` of a module, and its buffers that are on meta, get their values from the function. index: the numbers
     of all parameters by id."""
-    for number in own:
+    for number in [*own, *own]:  # what gave way to another of them comes again beside it
         filler.enter(number)
     try:
         for number in own:
@@ -240,7 +255,8 @@ def from_weights(session: Session, folder: str) -> None:
         if lacking is not None or another_form:
             _make_all(filler, folder, found, where, {name: entry.index for entry in entries for name in names[entry.index]})
             return
-        for number, name in known.items():
+        for number in _by_chunk(session):
+            name = known[number]
             assert name is not None
             filler.enter(number)
             _read_weights(filler, number, where[name], name)
@@ -250,13 +266,14 @@ def from_weights(session: Session, folder: str) -> None:
 def _make_all(
     filler: Filler, folder: str, found: list[Conversion], where: dict[str, TensorFile], numbers: dict[str, int]
 ) -> None:
-    """In the order of parameters, so that few chunks are open at once.
+    """In the order of chunks, so that few are open at once.
 
     Raises:
         ValueError, BudgetError: as `from_weights`.
     """
     made: set[int] = set()
-    for conversion in sorted(found, key=lambda one: numbers[one.name]):
+    order = {number: place for place, number in enumerate(_by_chunk(filler.session))}
+    for conversion in sorted(found, key=lambda one: order[numbers[one.name]]):
         made |= _make_weights(filler, conversion, where, numbers)
     if lacking := next((entry.name for entry in filler.session.layout.entries if entry.index not in made), None):
         raise ValueError(f"weights: {folder} has no tensor {lacking}, nor what transformers makes it of")
