@@ -686,6 +686,39 @@ def test_input_changed_before_its_recomputation_raises() -> None:
         protrain.unwrap(model)
 
 
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_a_block_that_changed_its_input_where_no_copy_fitted_leaves_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input has the block in its graph: no collector would see that they hold each other."""
+
+    class Changing(Block):
+        def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().forward(x.mul_(2), scale)
+
+    def make() -> nn.Module:
+        net = Net()
+        torch.manual_seed(0)
+        net.layers = nn.ModuleList(Changing(64) for _ in range(N_BLOCKS))
+        return net
+
+    model, optimizer = wrap([mode] * N_BLOCKS, make)
+    session = session_of(model)
+    try:
+        before, _, _ = levels(session.engine)
+        monkeypatch.setattr(session.runner, "can_copy", lambda _size_bytes: False)
+        loss = model(inputs(1)[0]).loss
+        with pytest.raises(RuntimeError, match="its input was changed after its forward began"):
+            loss.backward()
+        del loss
+        optimizer.zero_grad()
+        assert levels(session.engine)[0] <= before + (1 << 16)
+        loss = model(inputs(1)[0]).loss  # known by now: copied
+        loss.backward()
+        step(optimizer)
+    finally:
+        protrain.unwrap(model)
+
+
 def test_evaluation_stashes_nothing() -> None:
     model, optimizer = wrap(["swap", "checkpoint_swap"] * 2)
     try:

@@ -189,7 +189,7 @@ void ptn_arena_free(void *block) {
 static bool describe(const ptn_stretch *stretch, ptn_block *out) {
   if (!stretch) return false;
   ptn_block_use use = atomic_load_explicit(&stretch->use, memory_order_relaxed);
-  *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, use, stretch};
+  *out = (ptn_block){(void *)stretch->begin, stretch->bytes, stretch->serial, use, stretch->owner, stretch};
   return true;
 }
 

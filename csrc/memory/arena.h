@@ -100,6 +100,7 @@ typedef struct ptn_block {
   uint64_t bytes;  /* whole pages */
   uint64_t serial; /* no other block, earlier or later, has this one */
   ptn_block_use use;
+  const ptn_account *account; /* that it counts against; NULL: nobody's */
   const void *own; /* the arena's */
 } ptn_block;
 

@@ -40,7 +40,7 @@ typedef struct saved_tensors_object {
   PyObject *saved_type;
   PyObject *tensor_type, *detach; /* torch.Tensor and a method of it */
   PyObject *parameter_type;       /* torch.nn.Parameter, which detach makes a torch.Tensor of */
-  PyObject *version_name;
+  PyObject *version_name, *base_name;
   size_t tensor_offset; /* of torch's own tensor in an object of Python's */
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
@@ -210,6 +210,19 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_t
   return is_plain(self, tensor) && ptn_torch_facts(tensor_of(self, tensor), facts);
 }
 
+/* Whether changes of all that lies in its memory are counted by its counter, so that it can be told later whether that has what it had.
+ * They are not where a tensor has only a part and is no view of another, as those that torch.unsafe_chunk makes: the other parts have
+ * counters of their own, and torch's GRU changes one while another is saved. -1: a Python exception is set. */
+static int counts_alone(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
+  if (facts->whole) return 1;
+  PyObject *base = PyObject_GetAttr(tensor, self->base_name);
+  if (!base) return -1;
+  ptn_tensor_facts of_base;
+  bool counts = base != Py_None && ptn_torch_facts(tensor_of(self, base), &of_base) && of_base.whole;
+  Py_DECREF(base);
+  return counts;
+}
+
 static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
   const ptn_engine *engine = ptn_python_engine(self->engine);
   if (!engine) return NULL;
@@ -218,7 +231,8 @@ static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *te
   if (self->stash_tensor == Py_None || (PyObject *)Py_TYPE(tensor) != self->tensor_type || facts->device_type != own_type ||
       ptn_engine_in_chunk(engine, facts->data))
     return keep(self, tensor);
-  if (facts->lazy) return keep(self, tensor);
+  int counts = facts->lazy ? 0 : counts_alone(self, tensor, facts);
+  if (counts <= 0) return counts < 0 ? NULL : keep(self, tensor);
   PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, NULL);
   if (found != Py_None) return found; /* also NULL */
   Py_DECREF(found);
@@ -243,7 +257,11 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   if (!find_block(&facts, &block)) return keep(self, tensor);
   if (block.use == PTN_BLOCK_STATIC) return pack_static(self, tensor);
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
-  if (facts.lazy) return keep(self, tensor);
+  ptn_engine *engine = ptn_python_engine(self->engine);
+  if (!engine) return NULL;
+  if (!ptn_stash_gains(ptn_engine_stash(engine), &block)) return keep(self, tensor);
+  int counts = facts.lazy ? 0 : counts_alone(self, tensor, &facts);
+  if (counts <= 0) return counts < 0 ? NULL : keep(self, tensor);
   return stash(self, tensor, &facts, &block);
 }
 
@@ -354,7 +372,8 @@ static bool find_torch(saved_tensors_object *self) {
   bool found = nn && (self->tensor_type = PyObject_GetAttrString(torch, "Tensor")) &&
                (self->parameter_type = PyObject_GetAttrString(nn, "Parameter")) &&
                (self->detach = PyObject_GetAttrString(base, "detach")) &&
-               (self->version_name = PyUnicode_InternFromString("_version")) && find_offset(self);
+               (self->version_name = PyUnicode_InternFromString("_version")) &&
+               (self->base_name = PyUnicode_InternFromString("_base")) && find_offset(self);
   Py_XDECREF(nn);
   Py_XDECREF(base);
   Py_XDECREF(core);
@@ -411,8 +430,8 @@ static void saved_tensors_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   saved_tensors_clear(object);
-  PyObject *const held[] = {self->engine,         self->saved_type, self->tensor_type,
-                            self->parameter_type, self->detach,     self->version_name};
+  PyObject *const held[] = {self->engine, self->saved_type,   self->tensor_type, self->parameter_type,
+                            self->detach, self->version_name, self->base_name};
   for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_XDECREF(held[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);

@@ -159,6 +159,12 @@ static bool new_pass(ptn_stash *stash) {
   return true;
 }
 
+static bool any_record(const ptn_stash *stash) {
+  const pass *pass = stash->passes;
+  while (pass && !pass->first) pass = pass->next;
+  return pass != NULL;
+}
+
 void ptn_stash_begin(ptn_stash *stash) {
   ptn_lock(&stash->mutex);
   if (!stash->closed) {
@@ -166,7 +172,7 @@ void ptn_stash_begin(ptn_stash *stash) {
     stash->turned = stash->hold_back = false;
     stash->near_number = INT32_MAX;
     stash->puts.left_bytes = stash->gets.left_bytes = 0;
-    stash->failure = PTN_OK; /* of a write that nobody was told of: its record stayed in memory, and that pass is over */
+    if (!any_record(stash)) stash->failure = PTN_OK; /* of a write that nobody was told of: its record is gone */
     if (!stash->current || stash->current->n_moments > 0) new_pass(stash); /* where it fails the pass before goes on */
     ptn_stash_write(stash, false);
   }
@@ -415,6 +421,8 @@ static ptn_status put_fresh(ptn_stash *stash, const ptn_block *block, const void
   ptn_stash_write(stash, false);
   return PTN_OK;
 }
+
+bool ptn_stash_gains(const ptn_stash *stash, const ptn_block *block) { return block->account == stash->account; }
 
 ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                          ptn_record **out, bool *fresh) {

@@ -137,12 +137,14 @@ extern "C" bool ptn_torch_facts(const void *tensor, ptn_tensor_facts *facts) {
     // Where it has no element its offset may be the end of its memory, where another's begins.
     const auto skipped = of.numel() == 0 ? 0 : static_cast<size_t>(of.storage_offset()) * of.itemsize();
     facts->data = memory ? memory + skipped : nullptr;
+    facts->whole = static_cast<size_t>(of.numel()) * of.itemsize() == storage->nbytes();
   } catch (...) {
     return false; // shut
   }
   facts->sizes = of.sizes().data();
   facts->strides = of.strides().data();
   facts->ndim = static_cast<int32_t>(of.dim());
+  for (int32_t i = 0; i < facts->ndim; i++) facts->whole &= facts->strides[i] != 0 || facts->sizes[i] <= 1; // expanded
   facts->device_type = static_cast<int32_t>(of.device_type());
   facts->type = static_cast<int32_t>(of.dtype().toScalarType());
   facts->lazy = of.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));

@@ -30,6 +30,7 @@ typedef struct ptn_tensor_facts {
   int32_t ndim;
   int32_t device_type;
   int32_t type;
+  bool whole; /* its elements are all that its memory has */
   bool lazy; /* tensor.is_neg() or tensor.is_conj(): its values are not those of its memory */
 } ptn_tensor_facts;
 

@@ -46,7 +46,8 @@ class DryStash:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
-        if not self._takes(storage):
+        root = tensor if tensor._base is None else tensor._base
+        if not self._takes(storage) or root.nbytes != storage.nbytes():  # csrc/python/saved_type.c has why a part of it stays
             return tensor if tensor.is_leaf else tensor.detach()  # an output that its own node keeps would never die
         record = self._records.get(storage._cdata)
         if record is None or record.storage() is None:  # the storage that had this address before has gone

@@ -154,7 +154,8 @@ class Frame:
         if inputs is not self.given:
             kept = tree_leaves(inputs)
         self.copied, self.stashes = copied, stash is not None
-        self.inputs: Any = inputs  # None: the block was recomputed
+        self.inputs: Any = inputs  # None: the block was recomputed, or cannot be
+        self.changed = False  # forward changed its inputs, and there is no copy of them
         self.versions = versions_of(kept)
         self.parameters = runner.versions_in(number)
         self.compute = runner.compute
@@ -192,6 +193,10 @@ class Frame:
             else:
                 self.inputs, self.copied = self.given, False
                 self.versions = versions_of(tree_leaves(self.inputs))
+        if (
+            in_place and not self.copied
+        ):  # they have this forward in their graph: they would hold the frame, and it them, for ever
+            self.inputs, self.versions, self.changed = None, [], True
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
@@ -199,13 +204,12 @@ class Frame:
     # ---- recomputation ----
 
     def recompute(self) -> None:
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: block "
-                    f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
-                    "keep this block, or change a copy of its input"
-                )
+        if self.changed or any(tensor._version != version for tensor, version in self.versions):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: block "
+                f"{self.name} is recomputed, and its input was changed after its forward began; wrap with block_modes that "
+                "keep this block, or change a copy of its input"
+            )
         if self.runner.changed_since(self.block, self.commits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: block "

@@ -292,6 +292,27 @@ static void a_failure_is_not_told_a_pass_later(void) {
   close_here();
 }
 
+/* Another forward begins before the backward of what could not be written: the next save tells, once. */
+static void a_failure_is_told_while_its_record_waits(void) {
+  open_here();
+  faulty_tell_of(&here.disk, FAULTY_WRITES, FAULT_ERRNO, EIO, 1, 1);
+  ptn_stash_begin(here.stash);
+  ptn_record *waiting = put_and_free(&here, BYTES, 1), *record;
+  world_settle(&here);
+  ptn_stash_end(here.stash);
+  ptn_stash_begin(here.stash);
+  outcome outcome = {0};
+  tensor saved = tensor_make(&here, BYTES, 2);
+  CHECK(!put(&outcome, &saved, &record) && outcome.failed_puts == 1);
+  CHECK(put(&outcome, &saved, &record));
+  tensor_free(&saved);
+  ptn_stash_end(here.stash);
+  get_and_free(record, true, 2);
+  get_and_free(waiting, true, 1);
+  CHECK(ptn_record_drop(record, true) == NULL && ptn_record_drop(waiting, true) == NULL);
+  close_here();
+}
+
 /* Changed after it was saved, before it was written, and nobody said so: an error, where it has left memory. */
 static void what_changed_unseen_is_noticed(void) {
   open_here();
@@ -357,6 +378,7 @@ int main(int count, char **words) {
       {"what_is_gone_refuses_no_request", what_is_gone_refuses_no_request},
       {"a_failure_that_nobody_hears_of", a_failure_that_nobody_hears_of},
       {"a_failure_is_not_told_a_pass_later", a_failure_is_not_told_a_pass_later},
+      {"a_failure_is_told_while_its_record_waits", a_failure_is_told_while_its_record_waits},
       {"what_changed_unseen_is_noticed", what_changed_unseen_is_noticed},
       {"a_full_disk", a_full_disk},
   };
