@@ -68,7 +68,7 @@ def plans_of(case: Case, hardware: Hardware) -> tuple[int, list[tuple[int, int, 
         parameters = sum(size for size, *_ in profile.parameters) // 2
         try:
             for passes in case.passes:
-                many = replace(profile, n_passes=passes, grads_outlive_backward=passes > 1)
+                many = replace(profile, n_passes=passes)
                 found.append((batch, passes, plan_for(many, hardware)))
         except BudgetError:
             break

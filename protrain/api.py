@@ -67,8 +67,9 @@ class Status:
     plan is the one in use; steps were completed; step_seconds and wait_seconds (of waiting for chunks, updates and memory)
     are of the last step, which begins when its first batch is planned for; memory_bytes counts now, peak_memory_bytes since
     wrap, all that counts against the budget; disk_read_bytes and disk_write_bytes since wrap, as the kernel counts them.
-    predicted_peak_bytes stands beside peak_memory_bytes: of a batch that was made between steps, where nothing counts, it is by
-    so much less than plan.peak_bytes, which has room for it. predicted_step_seconds (0.0: no prediction) stands beside
+    budget_bytes is the hard budget; host_bytes (over a GPU) and disk_bytes are taken now; disk_engine names what moves bytes,
+    "threads" or "io_uring". predicted_peak_bytes stands beside peak_memory_bytes: a batch made between steps, where nothing
+    counts, is in plan.peak_bytes and not in it. predicted_step_seconds (0.0: no prediction) stands beside
     step_seconds.
     """
 
@@ -246,6 +247,8 @@ def wrap(
     Training then is the ordinary loop, bit for bit that of plain torch, inside `memory`.
 
     Args:
+        model: on the CPU, a GPU or meta; not compiled as a whole.
+        optimizer: any torch optimizer over all of the model's parameters that require a gradient.
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
             what is free now less a reserve, or the control group's limit. Where the budget given is above that limit, a
             UserWarning says so: it works as long as less is taken, and at the limit the kernel ends the process.
@@ -253,24 +256,29 @@ def wrap(
             gradients and updates pass through. None: what is free now less a reserve. Host and device are one where the CPU
             computes.
         disk: folder for what does not fit. None: $PROTRAIN_DISK, else the temporary directory. A tmpfs is refused.
-        accumulate: backward passes in each optimizer step.
+        accumulate: backward passes in each optimizer step; one more is a StepError, which backward raises.
         max_grad_norm: clip the global 2-norm as torch.nn.utils.clip_grad_norm_ does; optimizer.grad_norm is the norm before.
         precision: "fp32", or "bf16": bf16 parameters and gradients beside an fp32 master and moments, with Adam 16 bytes a
             parameter as in fp32, but half of the bytes that forward and backward read. An update widens the gradient, updates the
             master and rounds it to the parameter; the norm for max_grad_norm is that of the widened gradients. Parameters come as
             fp32, whose values the masters keep, or as bf16; frozen ones have no master. Only parameters change their type:
             buffers, such as rotary tables and running means, stay what they are; convert before wrap those that shall be bf16.
-        plan: a Plan to use as it is. None: made from the first batch.
-        block_modes: the mode of each block, for experiments.
+        plan: a Plan to use as it is. None: made from the first batch, before it runs, and again from the times of the first two
+            steps.
+        block_modes: the mode of each block, one for each: "keep", "swap", "checkpoint" or "checkpoint_swap". None: the plan's.
         param_init_fn: for parameters on meta: called once for each module that owns parameters, in the order of
             model.modules(), its own tensors materialised before, to initialise them in place.
         weights: for parameters on meta: a folder of safetensors, read slice by slice. What transformers saves in another form, as
             experts one by one, is made as it makes it, one parameter at a time within the budget.
 
+    Returns:
+        The model, the same object, and an `Optimizer` in place of the given one.
+
     Raises:
         BudgetError: the states cannot be trained within `memory`; smallest_bytes can, as far as that is known before a batch.
         PlanError, TypeError, ValueError: an argument is wrong or not supported; it is named, and nothing was changed.
         DiskError: the folder cannot be used.
+        DeviceError: the GPU cannot be used.
     """
     named = _check_model(model)
     groups = _check_optimizer(optimizer, named)
@@ -414,6 +422,7 @@ def plan(
     warning.
 
     Args:
+        model: as `wrap` takes it, not wrapped; it may be on meta.
         batch: what the model takes: a dict or another mapping (keywords), a tuple (positions) or a tensor.
         memory, host_memory: the budgets, as in `wrap`.
         device: what computes, as "cpu" or "cuda". None: as in `wrap`, where the model is, or torch's default device.
@@ -424,6 +433,7 @@ def plan(
     Raises:
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the model cannot be planned for; the reason is named.
+        TypeError, ValueError: the batch, a budget or a mode is wrong; it is named.
         DiskError: the folder cannot be used.
         DeviceError: the GPU cannot be used.
     """
@@ -565,7 +575,7 @@ def _foresee(
         times=Times(()),
         machine=Machine(),
         n_passes=accumulate,
-        grads_outlive_backward=accumulate > 1 or norm is not None or footprint is not None,
+        grads_outlive_backward=norm is not None or footprint is not None,
         model=type(model).__name__,
         footprint=footprint,
         overhead=compute.overhead if compute.separate else None,
@@ -635,9 +645,14 @@ def unwrap(model: Model) -> Model:
     """Make a wrapped model an ordinary torch model again: its parameters in memory, hooks, threads and files gone.
 
     The optimizer's state goes too: to train on in plain torch take `optimizer.state_dict()` before, which one of its class loads.
+    Gradients of a step that was not made are dropped. With precision "bf16" the parameters are bf16, and the fp32 masters go.
+
+    Returns:
+        The model, the same object.
 
     Raises:
         PlanError: the model is not wrapped.
+        DiskError: a parameter cannot be read back; the model is wrapped as before.
     """
     session = session_of(model)
     session.close()

@@ -1,11 +1,13 @@
 /* The trace: what each lane did when, kept for the last moments of a run.
  *
- * A ring of fixed size that is always written, so that a question about a step that is over can be answered; the oldest events
- * give way. An event is written when it has ended. Any thread may add; one lock, held for a copy of 40 bytes.
+ * A ring that is always written, so that a question about a step that is over can be answered; the oldest events give way. Who
+ * finds that a step has more of them than it holds makes it larger. An event is written when it has ended. Any thread may add; one
+ * lock, held for a copy of 40 bytes.
  */
 #ifndef PTN_BASE_TRACE_H
 #define PTN_BASE_TRACE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -47,6 +49,8 @@ typedef struct ptn_trace_event {
 typedef struct ptn_trace ptn_trace;
 ptn_status ptn_trace_create(ptn_trace **out, size_t capacity_count);
 void ptn_trace_destroy(ptn_trace *trace);
+/* Twice as many events, those that are there among them; false where there is no memory for so many, or they are most_count. */
+bool ptn_trace_grow(ptn_trace *trace, size_t most_count);
 /* trace NULL: nothing. An event of no length and no bytes is left out. */
 void ptn_trace_add(ptn_trace *trace, ptn_trace_event event);
 /* The thread that drives the step stood still from begin_ns until now: the event on the wait lane, and how long it was in ns. Shorter

@@ -102,7 +102,7 @@ int64_t ptn_peak_retained_bytes(const ptn_plan_request *request, uint32_t i, boo
   return retained_of(request, i, away ? CHECKPOINT_RUN : KEEP_RUN);
 }
 
-bool ptn_peak_adds_passes_up(const ptn_plan_request *request) { return request->grads_outlive_backward && request->n_passes > 1; }
+bool ptn_peak_adds_passes_up(const ptn_plan_request *request) { return request->n_passes > 1; }
 
 bool ptn_peak_counts_pending(const ptn_plan_request *request, bool least) { return !least || ptn_peak_adds_passes_up(request); }
 

@@ -91,8 +91,8 @@ typedef struct ptn_plan_request {
   int64_t n_persist; /* as given, or -1: the planner chooses */
   int64_t n_buffer, n_ahead; /* with n_persist given: slots, and how far ahead is read, of the plan that it is from, where they
                               * fit; n_ahead 0 or less: any with so many slots; n_buffer 0 or less: free */
-  bool grads_outlive_backward; /* accumulation or clipping: gradients of chunks on disk pass through the disk */
-  uint32_t n_passes; /* forward and backward in one step; 0 is read as 1 */
+  bool grads_outlive_backward; /* clipping: gradients of chunks on disk pass through the disk, those of the last pass too */
+  uint32_t n_passes; /* forward and backward in one step; 0 is read as 1. Gradients of all but the last are added up there */
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
   uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent, activations, and the ring where it is
                                * there; 0: there is none */

@@ -101,10 +101,11 @@ static int ring_level(const ptn_fit *fit, int64_t needed_bytes) {
 }
 
 /* Requests for the pieces of chunks from n_persist on: state is read, parameters and state are written. Gradients that outlive backward
- * come from the disk, too, and parameters with them, which lie in no slot any more. */
+ * come from the disk, too, and parameters with them, which lie in no slot any more; of several passes their sums do. */
 static double requests_of(const ptn_fit *fit, uint32_t n_persist, int level) {
   uint64_t pieces = fit->pieces_from[(size_t)level * ((size_t)fit->request->n_chunks + 1) + n_persist];
-  return (double)pieces * (2.0 * fit->request->n_arrays - (fit->request->grads_outlive_backward ? 1 : 3));
+  int fewer = fit->request->grads_outlive_backward ? 1 : fit->request->n_passes > 1 ? 2 : 3;
+  return (double)pieces * (2.0 * fit->request->n_arrays - fewer);
 }
 
 int64_t ptn_fit_squeeze_ns(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {

@@ -42,7 +42,7 @@ static uint64_t on_disk_bytes(const ptn_plan_request *request, const ptn_plan_ch
   uint64_t home_bytes = ptn_round_up(ptn_tiers_part(request, chunk->param_bytes), PTN_PAGE_BYTES) +
                         ptn_round_up(ptn_tiers_part(request, chunk->state_bytes), PTN_PAGE_BYTES);
   uint64_t total_bytes = chunk->grad_bytes > 0 ? 2 * home_bytes : home_bytes; /* trained: the home and its shadow */
-  if (request->grads_outlive_backward) { /* there they lie as the parameters do */
+  if (request->grads_outlive_backward || request->n_passes > 1) { /* there they lie as the parameters do */
     uint64_t grad_bytes = ptn_min_u64(chunk->grad_bytes, chunk->param_bytes);
     total_bytes += ptn_round_up(ptn_tiers_part(request, grad_bytes), PTN_PAGE_BYTES);
   }

@@ -71,6 +71,7 @@ PyObject *ptn_python_layout_size(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_disk_bench(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_trace_events(PyObject *module, PyObject *arguments);
+PyObject *ptn_python_trace_grow(PyObject *module, PyObject *object);
 PyObject *ptn_python_trace_add(PyObject *module, PyObject *arguments);
 PyObject *ptn_python_now_ns(PyObject *module, PyObject *unused);
 

@@ -162,6 +162,7 @@ static PyMethodDef module_methods[] = {
     {"make_plan", ptn_python_make_plan, METH_VARARGS, NULL},
     {"disk_bench", ptn_python_disk_bench, METH_VARARGS, NULL},
     {"trace_events", ptn_python_trace_events, METH_VARARGS, NULL},
+    {"trace_grow", ptn_python_trace_grow, METH_O, NULL},
     {"trace_add", ptn_python_trace_add, METH_VARARGS, NULL},
     {"now_ns", ptn_python_now_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

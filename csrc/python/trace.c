@@ -34,6 +34,14 @@ PyObject *ptn_python_trace_events(PyObject *module, PyObject *arguments) {
   return list;
 }
 
+#define MOST_EVENTS_COUNT ((size_t)1 << 20) /* 40 MiB: a step that moves some 100 GB */
+
+PyObject *ptn_python_trace_grow(PyObject *module, PyObject *object) {
+  (void)module;
+  ptn_engine *engine = ptn_python_engine(object);
+  return engine ? PyBool_FromLong(ptn_trace_grow(ptn_engine_trace(engine), MOST_EVENTS_COUNT)) : NULL;
+}
+
 PyObject *ptn_python_trace_add(PyObject *module, PyObject *arguments) {
   (void)module;
   PyObject *object;

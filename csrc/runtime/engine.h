@@ -114,7 +114,7 @@ void ptn_engine_get_stats(ptn_engine *engine, ptn_engine_stats *out);
 void ptn_engine_get_held(ptn_engine *engine, ptn_engine_held *out); /* runtime/homes.c */
 ptn_store *ptn_engine_store(ptn_engine *engine); /* borrowed */
 ptn_stash *ptn_engine_stash(ptn_engine *engine); /* borrowed */
-ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine did when, the last 64 Ki events */
+ptn_trace *ptn_engine_trace(ptn_engine *engine); /* borrowed; what the engine did when, the last 64 Ki events at first */
 
 /* ---- the device (runtime/device_memory.c) ---- */
 

@@ -97,7 +97,10 @@ def _plan(words: Words, own: PlanWords, source: Source) -> Profile:
         except (BudgetError, PlanError):
             source.again(budget)
             raise
-        more = source.plan(profile, budget + more_bytes(budget))  # also past what the machine has: it says what to buy
+        try:
+            more = source.plan(profile, budget + more_bytes(budget))  # also past what the machine has: it says what to buy
+        except BudgetError:  # of another tier, which would have more to hold
+            more = None
     if words.as_json:
         from protrain.cli.train import fields_of
 

@@ -7,6 +7,7 @@ the planner's refusals name, and is looked for where they name none. Between the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -34,8 +35,13 @@ def sweep(plan_for: Callable[[int], Plan], ceiling_bytes: int = ENDLESS_BYTES, c
     Raises:
         BudgetError: the ceiling is too low.
     """
-    smallest = smallest_budget(plan_for, ceiling_bytes)
-    return [plan_for(budget) for budget in budgets(smallest, enough_budget(plan_for, ceiling_bytes), count)]
+    from protrain.errors import BudgetError
+
+    smallest, found = smallest_budget(plan_for, ceiling_bytes), []
+    for budget in budgets(smallest, enough_budget(plan_for, ceiling_bytes), count):
+        with contextlib.suppress(BudgetError):  # of another tier: the plan that is faster here puts more there
+            found.append(plan_for(budget))
+    return found
 
 
 def enough_budget(plan_for: Callable[[int], Plan], ceiling_bytes: int) -> int:

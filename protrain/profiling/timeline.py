@@ -61,13 +61,19 @@ class StepTrace:
     def raw(self) -> list[Raw]:
         """The events since the step began, of later steps too; none where the ring has lost its beginning."""
         found = self._events()
-        return found if any(_is_mark(event, self.begin_ns) for event in found) else []
+        return found if self._has_begin(found) else []
 
     def _events(self) -> list[Raw]:
         clock = self._clock()
         if clock is None:
             raise StepError(f"timeline: the model of step {self.number} is gone; ask while it is there")
-        return _core.trace_events(clock._engine, self.begin_ns)
+        found = _core.trace_events(clock._engine, self.begin_ns)
+        if clock.step is self and not self._has_begin(found):  # more than the ring holds: those of the next step find room
+            _core.trace_grow(clock._engine)
+        return found
+
+    def _has_begin(self, events: list[Raw]) -> bool:
+        return any(_is_mark(event, self.begin_ns) for event in events)
 
     def timeline(self) -> Timeline:
         """What the lanes did in the step.

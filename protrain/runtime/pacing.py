@@ -88,7 +88,9 @@ class Pacer:
         self._passed_over = 0  # steps in a row that were too short to be a profile
         self._departed = 0  # steps in a row
         self._patience = DEPARTED_STEPS
-        self._told = False
+        self._told, self._told_steps = False, 0
+        self._kept_from = 0  # how often in a row a better plan could not be carried out
+        self._next_try = 0  # steps until that is planned for again; 0: nothing is
         self._seen: list[Sum] = []  # of steps that may confirm the plan in use
         self._works: list[DiskWork] = []  # of the same steps, but for the first
         self._confirmed = 0  # how often
@@ -103,7 +105,8 @@ class Pacer:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
         self._times, self._departure, self._drag_factor, self._disk_factor = None, None, 1.0, 1.0
-        self._profiled = self._passed_over = self._departed = 0
+        self._profiled = self._passed_over = self._departed = self._kept_from = self._next_try = 0
+        self._patience = DEPARTED_STEPS
         self._confirm_anew()
         self._ordered.clear()
         if self._clock.device is not None:
@@ -153,6 +156,12 @@ class Pacer:
                         self._tell(*self._departure)
                         self._departure = None
             return
+        if self._next_try > 0:
+            self._next_try -= 1
+            if self._next_try == 0:
+                self._profiled = PROFILED_STEPS - 1
+                if device is not None:
+                    device.running = True
         planned = self._homes.arrangement.plan.step_seconds
         if device is not None:
             self._watch(device, planned, share)
@@ -262,6 +271,7 @@ class Pacer:
 
     def _pause_before_next(self, changed: bool) -> None:
         """Behind a confirmation. changed: its steps took something else than was foretold, so the next is to come soon."""
+        self._patience = self._patience if changed else DEPARTED_STEPS
         self._confirmed = min(self._confirmed + 1, CONFIRMED_AT_ONCE) if changed else self._confirmed + 1
         if self._confirmed >= CONFIRMED_AT_ONCE:
             self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
@@ -283,6 +293,7 @@ class Pacer:
         self._departed = self._departed + 1 if departs else 0
         if self._departed < self._patience + (0 if share >= LEAST_SHARE else MOST_PASSED_OVER):
             return False
+        self._told_steps = self._departed
         self._departed, self._patience, self._times = 0, 2 * self._patience, None
         self._drag_factor = self._disk_factor = 1.0
         return True
@@ -304,7 +315,7 @@ class Pacer:
         if not self._told and taken > planned:
             self._told = True
             warnings.warn(
-                f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {DEPARTED_STEPS} steps; they were "
+                f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {self._told_steps} steps; they were "
                 f"measured and planned again",
                 stacklevel=9,
             )
@@ -370,14 +381,25 @@ class Pacer:
         except BudgetError:
             return
         if machine.disk_read.bytes_per_second > 0:
-            best = decider.decide_for_all(run, times=self._times, machine=machine)
+            try:
+                best = decider.decide_for_all(run, times=self._times, machine=machine)
+            except BudgetError:  # of host memory beside a device: the one in use has room there
+                best = now
             gain = 1 - best.plan.step_seconds / now.plan.step_seconds if now.plan.step_seconds > 0 else 0.0
             if gain > LEAST_GAIN + _unexplained(now.plan, waited):
                 if self._carrier.can_carry_out(best):
-                    now = best
-                else:  # something else is in memory: again after the next step
-                    self._profiled = PROFILED_STEPS - 1
+                    now, self._kept_from = best, 0
+                else:
+                    self._try_again()
         self._homes.rearrange(now)
+
+    def _try_again(self) -> None:
+        """Something else is in memory. It may be gone behind the next step, or be what the user keeps: ever more seldom."""
+        if self._kept_from == 0:
+            self._profiled = PROFILED_STEPS - 1
+        else:
+            self._next_try = min(2**self._kept_from, LONGEST_PAUSE)
+        self._kept_from += 1
 
 
 def _unexplained(plan: Plan, waited: float | None) -> float:

@@ -130,8 +130,8 @@ class Wrapped:
 
     @property
     def grads_outlive_backward(self) -> bool:
-        """Whether gradients wait for `step()` whatever the loop does."""
-        return self.settings.accumulate > 1 or self.settings.max_grad_norm is not None or self.foreign is not None
+        """Whether those of the last pass wait for `step()` too, whatever the loop does."""
+        return self.settings.max_grad_norm is not None or self.foreign is not None
 
     @property
     def widened_bytes(self) -> int:

@@ -45,6 +45,29 @@ static void the_oldest_give_way(void) {
   ptn_trace_destroy(trace);
 }
 
+/* What a larger ring takes over, and what it then holds. */
+static void a_ring_that_grows(void) {
+  enum { CAPACITY = 4 };
+  for (int32_t before = 0; before <= 10; before++) {
+    ptn_trace *trace;
+    CHECK_OK(ptn_trace_create(&trace, CAPACITY));
+    for (int32_t added = 1; added <= before; added++) ptn_trace_add(trace, event_at(added, added + 1, added));
+    CHECK(!ptn_trace_grow(trace, 2 * CAPACITY - 1));
+    CHECK(ptn_trace_grow(trace, 2 * CAPACITY));
+    CHECK(!ptn_trace_grow(trace, 2 * CAPACITY));
+    int32_t oldest = before > CAPACITY ? before - CAPACITY + 1 : 1;
+    for (int32_t added = before; added <= before + 20; added++) {
+      if (added > before) ptn_trace_add(trace, event_at(added, added + 1, added));
+      if (added - oldest >= 2 * CAPACITY) oldest = added - 2 * CAPACITY + 1;
+      ptn_trace_event out[2 * CAPACITY];
+      size_t count = ptn_trace_copy(trace, 0, out, 2 * CAPACITY);
+      CHECK(count == (size_t)(added - oldest + 1));
+      for (size_t i = 0; i < count; i++) CHECK(out[i].number == oldest + (int32_t)i);
+    }
+    ptn_trace_destroy(trace);
+  }
+}
+
 /* Whoever ends first may be the second to add. */
 static void since_looks_at_each_end(void) {
   static const int64_t ends[] = {50, 20, 60, 10, 55, 30};
@@ -265,6 +288,7 @@ static void an_engines_events_add_up(void) {
 int main(void) {
   an_event_is_40_bytes_and_comes_back_whole();
   the_oldest_give_way();
+  a_ring_that_grows();
   since_looks_at_each_end();
   nothing_is_left_out_and_no_trace_is_fine();
   writers_and_a_reader(64 * 1024);
