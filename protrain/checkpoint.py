@@ -362,9 +362,10 @@ def _buffers_to_load(folder: str, model: nn.Module, weights: _Files) -> dict[str
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
     """Bring a wrapped model and its optimizer to the step that `save` wrote; budget, disk and precision may be others. Gradients
-    of a step that was not made are dropped, as by `zero_grad()`.
+    of a step that was not made are dropped, as by `zero_grad()`; torch's random state is that of the checkpoint.
 
     Raises:
+        TypeError, ValueError: the folder is no path.
         DiskError: the folder holds no checkpoint, or cannot be read, or holds what was not written there, or another run replaced
             it meanwhile: load it again, or another one. Where this came in the middle of the values, forward, `step()` and `save`
             raise StepError until a load has ended.

@@ -22,7 +22,7 @@ def _again(kind: type[Error], message: str, keywords: dict[str, Any]) -> Error:
 
 
 class BudgetError(Error):
-    """The memory budget cannot hold what is asked for; nothing was allocated.
+    """The memory budget cannot hold what is asked for; it was not allocated.
 
     Attributes:
         needed_bytes: memory that would have been in use, at least.

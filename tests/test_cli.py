@@ -484,6 +484,14 @@ def test_training_saves_a_model_that_transformers_reads(work: Path) -> None:
     assert json.loads(further.stdout.splitlines()[0])["loss"] < lines[0]["loss"]
 
 
+def test_the_summary_has_the_budget_that_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where none was given."""
+    summary = display.Summary(1, 2.0, 1.0, 3.0, 4, None, None, 0, [], {"budget_bytes": 7, "steps": 1})
+    display.make_display("a training", 1, None, as_json=True).finish(summary)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["budget_bytes"], found["steps"], found["last_loss"]) == (7, 1, 1.0)
+
+
 def test_a_warning_is_told_before_the_first_step(work: Path) -> None:
     """What it warns of may end the process. JSON lines have it in the summary."""
     lines = run(work, *SMALL, "--steps", 2, "--memory", "4000TiB").stdout.splitlines()

@@ -94,7 +94,7 @@ class _Json:
 
     def finish(self, summary: Summary) -> None:
         values = asdict(summary)
-        print(json.dumps(_finite(values.pop("fields") | values)), flush=True)
+        print(json.dumps(_finite(values | values.pop("fields"))), flush=True)
 
 
 class _Plain:

@@ -242,8 +242,7 @@ def model_options(command: _Command) -> _Command:
             "--disk",
             type=PathName(),
             metavar="FOLDER",
-            help="Folder for what does not fit memory; not a tmpfs. "
-            "[default: $PROTRAIN_DISK, else below the temporary directory]",
+            help="Folder for what does not fit memory; not a tmpfs. [default: $PROTRAIN_DISK, else the temporary directory]",
         ),
         click.option(
             "--accumulate",
@@ -376,7 +375,7 @@ def bench_options(
             "--disk",
             type=PathName(),
             metavar="FOLDER",
-            help=f"Folder for {disk_help}. [default: $PROTRAIN_DISK, else below the temporary directory]",
+            help=f"Folder for {disk_help}. [default: $PROTRAIN_DISK, else the temporary directory]",
         ),
     ]
 

@@ -210,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
     """What `wrap` returns for the user's optimizer: the same parameter groups, updates made by the engine's kernels where they
     know the class, else by the class's own step, parameter by parameter.
 
-    `grad_norm` is the global 2-norm of the gradients before clipping, of the last step, where `max_grad_norm` was given.
+    `grad_norm` is the global 2-norm of the gradients before clipping, of the last step: an fp32 tensor without dimensions; None
+    before the first step, and without `max_grad_norm`.
     """
 
     def __init__(self, session: Session, inner: torch.optim.Optimizer) -> None:
@@ -282,7 +283,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             StepError: hyperparameters were changed after backward had started updates with the old ones; or the own step of an
                 optimizer that has no kernel failed. The model is as it was before the step.
+            BudgetError: the own step of an optimizer without a kernel needs more than the budget has; as it was before the step.
             DiskError: an update failed on the disk; the model is as it was before this step's backward.
+            PlanError: the model was unwrapped, or the parameters of a group were changed.
         """
         loss = None
         if closure is not None:
@@ -317,7 +320,13 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes plain torch's, or one of another wrapped optimizer."""
+        """Takes plain torch's, or one of another wrapped optimizer.
+
+        Raises:
+            StepError: a step is under way: call step() or zero_grad() before.
+            ValueError: it is one of other groups or parameters.
+            DiskError: it cannot be written; load again.
+        """
         session = self._open()
         if session.foreign is not None:
             session.states.load_optimizer(state_dict)

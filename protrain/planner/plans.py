@@ -19,7 +19,8 @@ WAITS = ("chunk", "stash_write", "stash_read", "gradients", "update")
 @dataclass(frozen=True)
 class Forecast:
     """Where the time of a step goes, as simulated: seconds of one step of all its passes. compute, recompute, fixed, drag, update
-    and the waits are its sum; lanes are busy beside that.
+    and the waits are its sum; lanes are busy beside that, in busy_seconds and moved_bytes by their names: upload, offload,
+    gather, disk_read, disk_write, update.
 
     compute is that of the model's operations, recompute that of blocks run again, fixed what every step takes, drag what compute
     loses to lanes that use the same processor and memory, and to a budget full to its last 36th, update what step() computes;
@@ -41,11 +42,12 @@ class Forecast:
 class Plan:
     """Decisions for one model, batch shape and budget. Bytes are bytes, `step_seconds` is 0.0 where no time was predicted.
 
-    n_persist counts the chunks whose home is the device, the first ones in execution order; n_buffer the slots that the others
-    share; n_ahead how many chunks behind the one in use are read ahead (0 where a plan does not say it: as its slots let);
-    n_swap the blocks of mode "swap"; n_checkpoint those of both checkpoint modes; n_host the chunks behind the persistent ones
-    whose home is host memory. peak_bytes is the sum of persistent_bytes (parameters and state), slot_bytes, ring_bytes (for
-    updates under way) and activations with all else.
+    chunk_bytes is the size of a chunk's parameters at most, n_chunks how many there are, budget_bytes what the plan was made for;
+    host_bytes (over a GPU) and disk_bytes are what it takes there. n_persist counts the chunks whose home is the device, the
+    first ones in execution order; n_buffer the slots that the others share; n_ahead how many chunks behind the one in use are
+    read ahead (0 where a plan does not say it: as its slots let); n_swap the blocks of mode "swap"; n_checkpoint those of both
+    checkpoint modes; n_host the chunks behind the persistent ones whose home is host memory. peak_bytes is the sum of
+    persistent_bytes (parameters and state), slot_bytes, ring_bytes (for updates under way) and activations with all else.
     """
 
     chunk_bytes: int
