@@ -261,6 +261,7 @@ class SavedTensors:
     """
 
     block: int
+    compiled: bool
 
     def __init__(
         self,

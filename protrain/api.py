@@ -427,7 +427,8 @@ def plan(
         memory, host_memory: the budgets, as in `wrap`.
         device: what computes, as "cpu" or "cuda". None: as in `wrap`, where the model is, or torch's default device.
         disk: folder for what does not fit, as in `wrap`.
-        optimizer: whose state counts; None: Adam's two moments for each parameter that requires a gradient.
+        optimizer: whose state counts, and whose parameters are trained; None: Adam's two moments for each parameter that requires
+            a gradient.
         accumulate, max_grad_norm, precision, block_modes: as in `wrap`.
 
     Raises:

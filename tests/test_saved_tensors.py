@@ -194,6 +194,9 @@ def test_parts_of_one_memory_that_count_apart_are_kept(hooks: Any) -> None:
     assert not any(saved.stashed for saved in packed)
     other.add_(1)
     assert stash.unpack(packed[0]).equal(values)
+    stash.compiled = True  # what torch's compiler gives looks like them, and nothing of it changes
+    assert stash.pack(part).stashed
+    stash.compiled = False
     views = [stash.pack(each) for each in torch.randn(2, LARGE).chunk(2)]
     assert all(saved.stashed for saved in views)
     del part, other
@@ -245,8 +248,10 @@ def test_torchs_cells_that_change_parts_of_what_they_saved(kind: type[nn.Module]
 
     with pytest.raises(protrain.BudgetError) as refused:
         protrain.plan(make(), torch.randn(3, 32, 512), memory="1MiB", block_modes=["swap"] * N_BLOCKS)
-    memory = refused.value.smallest_bytes
-    assert_equal(run(make, loop, memory=memory, block_modes=["swap"] * N_BLOCKS), run(make, loop), memory)
+    expected = run(make, loop)
+    for memory in (refused.value.smallest_bytes, 2 * refused.value.smallest_bytes):
+        status = assert_equal(run(make, loop, memory=memory, block_modes=["swap"] * N_BLOCKS), expected, memory)
+        assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03
 
 
 def test_a_leaf_is_kept_as_it_is_and_a_result_without_its_graph(hooks: Any) -> None:

@@ -330,7 +330,7 @@ static void begin_step(const ptn_bounds *bounds, const walk *at) {
   bool link = bounds->lanes.present[PTN_UPLOAD];
   for (uint32_t c = 0; c < request->n_chunks; c++) {
     uint32_t *holder = &bounds->holder[c];
-    if (*holder != NOTHING && !ptn_course_leaves(request, at->candidate, *holder, link)) *holder = NOTHING;
+    if (*holder != NOTHING && !ptn_course_leaves(at->candidate, *holder, link)) *holder = NOTHING;
     bounds->last[c] = NOTHING;
   }
 }

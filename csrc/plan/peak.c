@@ -29,7 +29,7 @@
  * order is another, what is live at a moment is counted with the last in our order of those complete then, and so with all of them.
  * Of the chunks on disk, one that is complete may still be under way to its update while the gradients of the next are made: the
  * largest completed so far is allowed for; the runtime lets more wait only within the peak. Who needs its memory waits until it has
- * gone, so that it is not among what cannot be done without; but where gradients of several passes are added up before they are clipped,
+ * gone, so that it is not among what cannot be done without; but where gradients of several passes are added up,
  * as much is held beside the one that arrives, before its chunk is complete: then what is behind the first completion in a phase stands
  * for all of them, with the gradients that come later.
  *

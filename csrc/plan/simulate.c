@@ -9,8 +9,8 @@
  *   fetch   Fetches are made one after another in the order they were asked for: by reading ahead from the demand on from which
  *           the slot is free, at the latest by the demand itself. A chunk that has some of its gradients keeps its slot against
  *           reading ahead; one that is being updated in its slot keeps it against all. Reading ahead ends with each pass, and the
- *           next one finds in the slots what the one before left. So does the next step, but for what is updated on a host, or is
- *           mostly frozen; what else may run between two steps, such as a forward without a backward, is not known here.
+ *           next one finds in the slots what the one before left. So does the next step, but for what is updated on a host; what
+ *           else may run between two steps, such as a forward without a backward, is not known here.
  *   stash   A phase that swaps gives its bytes from the middle of its work on; they are written in order. A phase begins when
  *           what is unwritten, and what stays, fits beside it. When backward has come to the first block nothing more is written
  *           but for that; what is unwritten then is handed back from memory. Reads go in the order of the consumers, ahead as far
@@ -267,7 +267,7 @@ static void pass_time(ptn_simulation *run) {
 static int64_t left_in(const ptn_course *course, uint32_t slot, bool has_link) {
   int32_t last = course->last_of_slot[slot];
   uint32_t chunk = last >= 0 ? course->demands[last].chunk : 0;
-  return last >= 0 && ptn_course_leaves(course->request, course->candidate, chunk, has_link) ? (int64_t)chunk : -1;
+  return last >= 0 && ptn_course_leaves(course->candidate, chunk, has_link) ? (int64_t)chunk : -1;
 }
 
 static void reset(ptn_simulation *run) {

@@ -48,11 +48,8 @@ static ptn_status check_request(const ptn_plan_request *request) {
   return PTN_OK;
 }
 
-bool ptn_course_leaves(const ptn_plan_request *request, const ptn_candidate *candidate, uint32_t chunk, bool has_link) {
-  const ptn_plan_chunk *of = &request->chunks[chunk];
-  bool behind_backward = of->grad_bytes > 0 && !request->grads_outlive_backward;
-  if (has_link || chunk < candidate->n_persist + candidate->n_host) return false;
-  return !behind_backward || of->grad_bytes >= of->param_bytes / 2;
+bool ptn_course_leaves(const ptn_candidate *candidate, uint32_t chunk, bool has_link) {
+  return !has_link && chunk >= candidate->n_persist + candidate->n_host;
 }
 
 void ptn_course_destroy(ptn_course *course) {

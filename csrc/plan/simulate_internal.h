@@ -133,9 +133,8 @@ typedef struct ptn_course {
 ptn_status ptn_course_create(ptn_course *course, const ptn_plan_request *request, const uint32_t *consumer_of_phase);
 void ptn_course_destroy(ptn_course *course);
 /* Whether a step finds in its slot a chunk that the step before used there last. Not what is updated on a host, whose parameters in the
- * slot are the old ones then. Nor what is frozen for the most part, as under adapters: that is needed behind the update of the rest,
- * is read again for it, and out of date with the step. */
-bool ptn_course_leaves(const ptn_plan_request *request, const ptn_candidate *candidate, uint32_t chunk, bool has_link);
+ * slot are the old ones then. */
+bool ptn_course_leaves(const ptn_candidate *candidate, uint32_t chunk, bool has_link);
 /* has_link: the device has a host beside it, with an upload lane between them. */
 void ptn_course_make(ptn_course *course, const ptn_candidate *candidate, bool has_link);
 

@@ -29,7 +29,7 @@ static void start_fetch(ptn_simulation *run) {
 
 /* A pass finds in the slots what the one before left; a step not all of it. */
 static bool needs_fetch(const ptn_simulation *run, const ptn_demand *demand) {
-  bool left = run->pass > 0 || ptn_course_leaves(run->course.request, run->course.candidate, demand->chunk, run->has_link);
+  bool left = run->pass > 0 || ptn_course_leaves(run->course.candidate, demand->chunk, run->has_link);
   return left ? demand->fetches_later : demand->fetches;
 }
 

@@ -44,7 +44,8 @@ typedef struct saved_tensors_object {
   size_t tensor_offset; /* of torch's own tensor in an object of Python's */
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
-  bool over_device;               /* the engine's slots are a device's */
+  bool compiled; /* it, or a part of it, is: torch's compiler gives views without their bases, and changes nothing */
+  bool over_device; /* the engine's slots are a device's */
 } saved_tensors_object;
 
 typedef struct saved_object {
@@ -53,7 +54,7 @@ typedef struct saved_object {
   ptn_record *record;
   uint64_t offset_bytes; /* of the tensor's first element in its block */
   uint32_t version;
-  int forks;    /* of the process that made it */
+  int forks; /* of the process that made it */
   int32_t ndim; /* where stashed */
   int32_t type;
   bool asked;
@@ -212,9 +213,10 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_t
 
 /* Whether changes of all that lies in its memory are counted by its counter, so that it can be told later whether that has what it had.
  * They are not where a tensor has only a part and is no view of another, as those that torch.unsafe_chunk makes: the other parts have
- * counters of their own, and torch's GRU changes one while another is saved. -1: a Python exception is set. */
+ * counters of their own, and torch's GRU changes one while another is saved. What torch's compiler makes lies so too, but is not
+ * changed once it is saved. -1: a Python exception is set. */
 static int counts_alone(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
-  if (facts->whole) return 1;
+  if (facts->whole || self->compiled) return 1;
   PyObject *base = PyObject_GetAttr(tensor, self->base_name);
   if (!base) return -1;
   ptn_tensor_facts of_base;
@@ -452,6 +454,7 @@ static PyMethodDef saved_tensors_methods[] = {
 static PyMemberDef saved_tensors_members[] = {
     {"block", T_INT, offsetof(saved_tensors_object, block), 0,
      "Number of the block whose forward runs, for the trace; -1: none."},
+    {"compiled", T_BOOL, offsetof(saved_tensors_object, compiled), 0, "Whether that block, or a part of it, is compiled."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -172,7 +172,7 @@ def _mark_block(meter: Meter, block: nn.Module, number: int, compiled: Sequence[
             kept += [copy for held, copy, version in copies if held._version != version]
             copies.clear()
         elif mode == "swap":
-            stash = DryStash(meter.stashed, meter.uncounted)
+            stash = DryStash(meter.stashed, meter.leaves, meter.uncounted)
             with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):
                 output = forward(*args, **kwargs)
         else:
@@ -311,7 +311,10 @@ def _phase(keep: Segment, recompute: Segment, swap: Segment | None, own_accesses
         small_live_bytes=keep.small_live,
     )  # fmt: skip
     if swap is not None:
-        phase = replace(phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak, swap_after_bytes=swap.after)
+        phase = replace(
+            phase, swap_entry_bytes=swap.entry, swap_peak_bytes=swap.peak, swap_after_bytes=swap.after,
+            small_bytes=keep.small + swap.left,
+        )  # fmt: skip
     if keep.block < 0 or not keep.backward:
         return phase
     return replace(

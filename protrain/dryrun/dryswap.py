@@ -37,17 +37,23 @@ class _Saved:
 class DryStash:
     """Hooks for `torch.autograd.graph.saved_tensors_hooks`, of tensors without data.
 
-    takes: whether the stash takes a storage. uncounted: makes what is called in it count for nothing.
+    takes: whether the stash takes a storage, leaves: told of one that it leaves in memory all the same. uncounted: makes what is
+    called in it count for nothing.
     """
 
-    def __init__(self, takes: Callable[[Any], bool], uncounted: Callable[[Callable[[], Any]], Any]) -> None:
-        self._takes, self._uncounted = takes, uncounted
+    def __init__(
+        self, takes: Callable[[Any], bool], leaves: Callable[[Any], None], uncounted: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._takes, self._leaves, self._uncounted = takes, leaves, uncounted
         self._records: dict[int, _Record] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
-        root = tensor if tensor._base is None else tensor._base
-        if not self._takes(storage) or root.nbytes != storage.nbytes():  # csrc/python/saved_type.c has why a part of it stays
+        root, takes = tensor if tensor._base is None else tensor._base, self._takes(storage)
+        if takes and root.nbytes != storage.nbytes():  # csrc/python/saved_type.c has why a part of it stays
+            self._leaves(storage)
+            takes = False
+        if not takes:
             return tensor if tensor.is_leaf else tensor.detach()  # an output that its own node keeps would never die
         record = self._records.get(storage._cdata)
         if record is None or record.storage() is None:  # the storage that had this address before has gone

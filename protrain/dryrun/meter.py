@@ -41,6 +41,7 @@ class Segment:
     lowest: int = field(init=False)  # so far
     working: int = 0  # by how much it rose above the lowest before, at most
     small: int = 0  # what a block saved, too small for the stash, but for its outputs
+    left: int = 0  # what a block saved that the stash leaves in memory though it is not small
     complete: dict[int, int] = field(default_factory=dict)  # chunk -> the highest from its completion to the next
     flops: int = 0
     moved: int = 0  # bytes
@@ -123,6 +124,7 @@ class Meter(TorchDispatchMode):
         self.segments = [Segment(-1, False, 0, 0)]
         self.saved: dict[int, list[int]] = {}  # of each block, sizes of the storages that the stash takes
         self.outputs: set[int] = set()  # storages that are outputs of blocks
+        self.left_in: set[int] = set()  # storages that the stash leaves in memory though they are not small
         self.absorbed: list[tuple[Segment, Segment]] = []  # an end and the segment that it became a part of
         self.counts = True  # what is made
         self.sum: _Sum | None = None  # until the next operation
@@ -188,6 +190,7 @@ class Meter(TorchDispatchMode):
                 elif key not in self.outputs:
                     segment.small += size
         self.outputs.discard(key)
+        self.left_in.discard(key)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -222,6 +225,12 @@ class Meter(TorchDispatchMode):
     def stashed(self, storage: Any) -> bool:
         """Whether the stash takes it: what the model has and what is small stays in memory."""
         return self.known.get(storage._cdata) is not None and self._size(storage) >= self.least_bytes
+
+    def leaves(self, storage: Any) -> None:
+        """The stash leaves it in memory, though it takes others like it: it stays from this block's forward to its backward."""
+        if storage._cdata not in self.left_in:
+            self.left_in.add(storage._cdata)
+            self.segments[-1].left += self._size(storage)
 
     def uncounted(self, make: Callable[[], Any]) -> Any:
         """What `make` makes is in memory already."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from .. import _core
@@ -52,9 +53,10 @@ def second_bytes(run: DryRun, chunks: Chunks) -> int:
     return max((phase.checkpoint_peak_bytes for phase in run.phases if not phase.backward), default=0) + sum(chunks.grad_bytes)
 
 
-def linear_accesses(n_chunks: int) -> list[int]:
-    """The order of accesses where none was recorded: forward through all chunks, then back."""
-    return [*range(n_chunks), *reversed(range(n_chunks))]
+def linear_accesses(chunks: Chunks) -> list[int]:
+    """The order of accesses where none was recorded: forward through all parameters, then back."""
+    order = [chunk for chunk, _ in groupby(chunk for chunk, _ in chunks.places)]
+    return [*order, *reversed(order)]
 
 
 def arrange(
@@ -122,7 +124,7 @@ def arrange(
             phases = [(-1, True, 0, passing_bytes, 0, passing_bytes)]
             fixed_bytes -= passing_bytes
         fixed_bytes += footprint.small_bytes
-    accesses = list(run.accesses) if run else linear_accesses(chunks.n_chunks)
+    accesses = list(run.accesses) if run else linear_accesses(chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
     found = _core.make_plan(

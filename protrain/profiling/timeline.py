@@ -52,11 +52,12 @@ class StepTrace:
     """A completed step: whose events are asked for when `timeline` is called, while they are still in the ring. It keeps neither
     the clock that saw it nor the engine, with its threads and its file."""
 
-    __slots__ = ("_clock", "begin_ns", "end_ns", "number", "passes")
+    __slots__ = ("_clock", "_grown", "begin_ns", "end_ns", "number", "passes")
 
     def __init__(self, clock: BlockClock, number: int, begin_ns: int, end_ns: int, passes: tuple[Pass, ...]) -> None:
         self._clock, self.number, self.begin_ns, self.end_ns = weakref.ref(clock), number, begin_ns, end_ns
         self.passes = passes  # as BlockClock.passes
+        self._grown = False
 
     def raw(self) -> list[Raw]:
         """The events since the step began, of later steps too; none where the ring has lost its beginning."""
@@ -68,8 +69,9 @@ class StepTrace:
         if clock is None:
             raise StepError(f"timeline: the model of step {self.number} is gone; ask while it is there")
         found = _core.trace_events(clock._engine, self.begin_ns)
-        if clock.step is self and not self._has_begin(found):  # more than the ring holds: those of the next step find room
-            _core.trace_grow(clock._engine)
+        if clock.step is self and not self._grown and not self._has_begin(found):  # more than the ring holds
+            self._grown = True
+            _core.trace_grow(clock._engine)  # those of the next step find room
         return found
 
     def _has_begin(self, events: list[Raw]) -> bool:

@@ -326,7 +326,7 @@ def leave(runner: Runner, depth: int = 0) -> None:
 
 def run_swapped(runner: Runner, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of block `number` so that what it saves goes to the stash."""
-    runner.stash.block = number
+    runner.stash.block, runner.stash.compiled = number, runner.habits[number].compiled
     return _run_block(runner, number, runner.stash, runner.stash_hooks, forward, args, kwargs)
 
 
@@ -343,7 +343,7 @@ def run_checkpointed(
     Args:
         stash_inputs: its inputs go to the stash until then.
     """
-    runner.stash.block = number
+    runner.stash.block, runner.stash.compiled = number, runner.habits[number].compiled
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
     result = _run_block(runner, number, frame, (frame.order.pack, frame.order.unpack), forward, args, kwargs)
     frame.settle(result)

@@ -86,7 +86,7 @@ class Pacer:
         self._rest_seconds = 0.0
         self._profiled = 0  # steps
         self._passed_over = 0  # steps in a row that were too short to be a profile
-        self._departed = 0  # steps in a row
+        self._departed = self._steady = 0  # steps in a row that departed, or did not
         self._patience = DEPARTED_STEPS
         self._told, self._told_steps = False, 0
         self._kept_from = 0  # how often in a row a better plan could not be carried out
@@ -271,7 +271,6 @@ class Pacer:
 
     def _pause_before_next(self, changed: bool) -> None:
         """Behind a confirmation. changed: its steps took something else than was foretold, so the next is to come soon."""
-        self._patience = self._patience if changed else DEPARTED_STEPS
         self._confirmed = min(self._confirmed + 1, CONFIRMED_AT_ONCE) if changed else self._confirmed + 1
         if self._confirmed >= CONFIRMED_AT_ONCE:
             self._pause = min(FIRST_PAUSE * 4 ** (self._confirmed - CONFIRMED_AT_ONCE), LONGEST_PAUSE)
@@ -290,7 +289,9 @@ class Pacer:
         takes no more, and no less than its share: what moves is as much as ever. It becomes a profile, so a step of a small
         share is the last of them only where none of a larger one came."""
         departs = not share / (1 + DEPARTURE) <= taken / planned <= 1 + DEPARTURE
-        self._departed = self._departed + 1 if departs else 0
+        self._departed, self._steady = (self._departed + 1, 0) if departs else (0, self._steady + 1)
+        if self._steady > self._patience:
+            self._patience = DEPARTED_STEPS
         if self._departed < self._patience + (0 if share >= LEAST_SHARE else MOST_PASSED_OVER):
             return False
         self._told_steps = self._departed
