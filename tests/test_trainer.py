@@ -515,7 +515,8 @@ def test_evaluating_before_training_and_training_twice(gpt2: Make, fresh_disk: P
     assert_twins(scenario)
 
 
-def test_training_again_after_an_exception(gpt2: Make, fresh_disk: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_training_again_after_an_exception(resumed: bool, gpt2: Make, fresh_disk: Path) -> None:
     """A callback raises between two backward passes of a step, which is then not made."""
 
     class Stop(transformers.TrainerCallback):
@@ -527,11 +528,15 @@ def test_training_again_after_an_exception(gpt2: Make, fresh_disk: Path) -> None
                 raise KeyboardInterrupt
 
     def scenario(ours: bool) -> dict[str, Any]:
-        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, given={"callbacks": [Stop()]}, gradient_accumulation_steps=2)
+        trainer = trainer_of(
+            fresh_disk / str(ours), gpt2(), ours, given={"callbacks": [Stop()]}, gradient_accumulation_steps=2,
+            save_strategy="steps", save_steps=1,
+        )  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        trainer.train()
-        return finish(trainer)
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.train(resume_from_checkpoint=resumed)
+        return finish(trainer, loss)
 
     assert_twins(scenario)
 
@@ -626,6 +631,36 @@ def test_auto_find_batch_size_with_no_size_that_fits(causal_lm: Callable[..., An
         trainer.train()
     assert caught.value.smallest_bytes > 3 * MIB
     protrain.unwrap(model)
+
+
+def test_an_error_behind_a_refused_batch_is_told(gpt2: Make, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on with a smaller one, and something else fails."""
+    errors = [protrain.BudgetError("no", needed_bytes=2, budget_bytes=1, smallest_bytes=2), RuntimeError("the writer failed")]
+
+    def training_step(*_: Any, **__: Any) -> Any:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", training_step)
+    trainer = trainer_of(fresh_disk, gpt2(), True, per_device_train_batch_size=2, auto_find_batch_size=True)
+    with pytest.raises(RuntimeError, match="the writer failed"):
+        trainer.train()
+    protrain.unwrap(trainer.model)
+
+
+def test_saving_keeps_what_others_put_beside_the_weights(gpt2: Make, fresh_disk: Path) -> None:
+    def scenario(ours: bool) -> dict[str, Any]:
+        folder = fresh_disk / str(ours)
+        trainer = trainer_of(folder, gpt2(), ours, max_steps=1)
+        trainer.train()
+        theirs, stale = ("model_ema.safetensors", "model.fp16.safetensors"), "model-00001-of-00002.safetensors"
+        for name in (*theirs, stale):
+            (folder / name).write_bytes(b"another's")
+        trainer.save_model(str(folder))
+        assert [(folder / name).read_bytes() for name in theirs] == [b"another's"] * 2
+        assert not (folder / stale).exists()
+        return finish(trainer)
+
+    assert_twins(scenario)
 
 
 def test_a_budget_that_the_states_do_not_fit_is_no_matter_of_batches(gpt2: Make, fresh_disk: Path) -> None:

@@ -21,7 +21,7 @@ import gc
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from transformers.utils import logging
 from .. import _core, api
 from ..base.counting import uncounted
 from ..device.compute import Compute
-from ..errors import BudgetError, PlanError
+from ..errors import BudgetError, Error, PlanError
 from ..optim.optimizers import Optimizer
 from ..session import Session
 from ..state import torchfiles
@@ -172,9 +172,11 @@ class ProTrainMixin:
         self._protrain_weights = None  # a model that was made anew is not that of an earlier checkpoint
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
-        except RuntimeError:
+        except BaseException as error:
+            with suppress(Error):  # what came first is to be told
+                self._protrain_drop_step()
             refused = self._protrain_refused
-            if refused is None or self._protrain_batch > 1:
+            if not isinstance(error, RuntimeError) or refused is None or self._protrain_batch > 1:
                 raise
         finally:
             self._protrain_stop_counting()
@@ -182,6 +184,12 @@ class ProTrainMixin:
             f"auto_find_batch_size: not even a batch of 1 fits: {refused}",
             needed_bytes=refused.needed_bytes, budget_bytes=refused.budget_bytes, smallest_bytes=refused.smallest_bytes,
         )  # fmt: skip
+
+    def _protrain_drop_step(self) -> None:
+        """A step that was begun and will not be made, as the Trainer drops its gradients, but before values are loaded."""
+        session = self._protrain_session()
+        if session is not None:
+            session.zero_grad()
 
     def _protrain_stop_counting(self) -> None:
         """What a user makes after training, such as the next model, does not count in this one's budget."""
@@ -194,6 +202,8 @@ class ProTrainMixin:
         self._protrain_batch = batch_size or 0
         if self._protrain_refused is not None:
             logger.warning(f"auto_find_batch_size: the batch did not fit protrain's memory; trying {batch_size}")
+            self._protrain_refused = None  # what stops this one may be something else
+        self._protrain_drop_step()
         self._protrain_take_over_checkpointing()
         return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
 
@@ -345,6 +355,10 @@ class ProTrainMixin:
             self._protrain_weights = resume_from_checkpoint  # wrap reads them
             return
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        self._protrain_drop_step()
+        super()._load_best_model()  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         path, schedule = (os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))

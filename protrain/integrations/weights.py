@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def has_original_form(model: nn.Module) -> bool:
 
 
 def write_weights(session: Session, folder: Path) -> None:
-    """Write the model's safetensors, tensor by tensor, over what was in the folder.
+    """Write the model's safetensors, tensor by tensor, over those that were in the folder; what others put beside them, as an
+    average of the weights, stays.
 
     Raises:
         DiskError, OSError: the folder cannot be written.
@@ -39,8 +41,9 @@ def write_weights(session: Session, folder: Path) -> None:
     """
     session.values.loads.check("saving")
     ignored = set(getattr(session.model, "_keys_to_ignore_on_save", None) or ())
-    for old in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
-        old.unlink()
+    for old in list(folder.iterdir()):
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json", old.name):
+            old.unlink()
     write_tensors(
         folder,
         [entry for entry in entries(session.model) if entry.name not in ignored],
