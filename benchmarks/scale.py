@@ -1,6 +1,6 @@
 """Scale on paper: what the planner says of models of 70, 175 and 1,000 billion parameters on machines that files describe.
 
-    python benchmarks/scale.py --out benchmarks/results
+    python -m benchmarks.scale --out benchmarks/results
 
 Nothing is run or measured: protrain/planner/offline.py counts a model's memory and operations, benchmarks/machines has the
 machines. Writes scale.json and scale.md. Several devices are as in protrain/planner/hardware.py: what is not persistent is shared
@@ -126,7 +126,7 @@ def planned(case: Case) -> dict[str, Any]:
 
 # ---- output ----
 
-COMMAND = "python benchmarks/scale.py --out benchmarks/results"
+COMMAND = "python -m benchmarks.scale --out benchmarks/results"
 HEAD = [
     "model", "machine", "batch x passes", "device", "host", "disk", "step", "tokens/s", "days for 10^9 tokens", "of the peak",
     "limited by", "blocks",
