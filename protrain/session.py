@@ -586,6 +586,7 @@ class Session:
                 self._awaited.forget()
             if self._under_way() or self.marks.refused_bytes:
                 self.forget()
+                self._graphs = self._awaited.any()
             self.gradients.drop()
 
     # ---- between steps ----

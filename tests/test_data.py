@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 
 from protrain.cli import data
 
@@ -250,3 +250,37 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, kind: str) -> None:
     ):
         data.text_files([str(path)])
     closed.chmod(0o700)
+
+
+def test_a_large_file_is_encoded_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All encodings of a group are in memory at once."""
+    monkeypatch.setattr(data, "PIECE_BYTES", 64)
+    for name, lines in (("large.txt", 1000), ("small.txt", 3)):
+        (tmp_path / name).write_text("".join(f"line {number}\n" for number in range(lines)))
+    files = [tmp_path / "large.txt", tmp_path / "small.txt", tmp_path / "large.txt"]
+    groups = list(data._groups(files))
+    assert len(groups) > 4
+    assert all(len(group) <= data.GROUP_PIECES for group in groups)
+    pieces = [piece for group in groups for piece in group]
+    assert "".join(piece for piece, _ in pieces) == "".join(file.read_text() for file in files)
+    assert sum(last for _, last in pieces) == 3
+
+
+def test_what_a_training_writes_is_not_its_data(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    run = str(tmp_path / "run")
+    assert data.text_files([str(tmp_path)], [run]) == [tmp_path / "text.txt"]
+    assert data.text_files([run], [run, str(tmp_path)]) == [tmp_path / "run" / "config.json"]
+
+
+def test_a_tokenizer_of_its_own_file_is_read_as_it_is(tmp_path: Path) -> None:
+    """Where transformers has another class for the type of the model in the folder, which cuts text otherwise."""
+    (tmp_path / "text.txt").write_text("a few words, 1234 numbers\n" * 200)
+    config = Qwen2Config(vocab_size=300)
+    made = data.train_tokenizer([tmp_path / "text.txt"], config, 64)
+    made.save_pretrained(str(tmp_path / "saved"))
+    config.save_pretrained(str(tmp_path / "saved"))
+    text = "numbers 12345678, a few words"
+    assert data.read_tokenizer(tmp_path / "saved")(text)["input_ids"] == made(text)["input_ids"]

@@ -256,6 +256,20 @@ class Asking(nn.Module):
         return x.mean() + weight.sum()
 
 
+def test_a_step_that_was_dropped_is_in_no_evaluations_way() -> None:
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=20 * MIB)
+    for x in inputs(2):
+        loss = model(x)
+        loss.backward()
+        optimizer.zero_grad()
+        assert session_of(model)._may_move()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    protrain.unwrap(model)
+
+
 def test_a_forward_inside_another_moves_nothing() -> None:
     x = torch.ones(8, 512)
 

@@ -100,7 +100,8 @@ def test_frozen_weights_have_no_state_and_are_not_written(disk: Any, monkeypatch
     status = assert_equal(run(make, loop, memory=memory), run(make, loop), memory)
     assert status.plan.n_persist < status.plan.n_chunks
     assert status.disk_bytes <= 1.1 * frozen_bytes + 8 * trained_bytes
-    assert status.disk_write_bytes <= 1.1 * frozen_bytes + 4 * 8 * trained_bytes  # once by wrap; adapters in each of four steps
+    # Once by wrap, and where homes move for a plan by time; adapters in each of four steps.
+    assert status.disk_write_bytes <= 3.3 * frozen_bytes + 4 * 8 * trained_bytes
 
 
 class Biased(nn.Module):

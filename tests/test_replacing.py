@@ -443,3 +443,20 @@ def test_what_appears_while_it_is_written_is_not_replaced(kind: str, tmp_path: P
         write(target, "new", somebody)
     assert theirs.read_text() == "years"
     assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ema.safetensors", "adapter_model.safetensors", "tokenizer_corpus.txt", "vocab.txt", "mine.model"]
+)
+def test_a_folder_with_what_others_put_beside_a_model_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """Weights under other names, and text, with the files of a model and alone."""
+    for beside in (["config.json", "model.safetensors", "tokenizer.json"], []):
+        folder = tmp_path / str(len(beside))
+        folder.mkdir()
+        for each in (name, *beside):
+            (folder / each).write_text("theirs")
+        if beside and name == "vocab.txt":
+            continue  # of that model's tokenizer
+        with pytest.raises(protrain.DiskError, match="holds files that are no checkpoint, such as"), replaced(folder):
+            pass
+        assert names(folder) == sorted([name, *beside])

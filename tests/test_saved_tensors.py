@@ -216,23 +216,25 @@ def test_what_the_user_made_is_kept(hooks: Any) -> None:
 
 
 class Cells(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, kind: type[nn.Module], compiled: bool) -> None:
         super().__init__()
-        self.cell = kind(512, 512)
+        self.cell, self.last = kind(512, 512), nn.Tanh()
+        if compiled:
+            self.last.compile(backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        states = self.cell(x)[0]
-        y: torch.Tensor = x + states.tanh()
+        y: torch.Tensor = x + self.last(self.cell(x)[0])
         return y
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_torchs_cells_that_change_parts_of_what_they_saved(kind: type[nn.Module]) -> None:
+def test_torchs_cells_that_change_parts_of_what_they_saved(kind: type[nn.Module], compiled: bool) -> None:
     """[3 steps, 32 rows, 512], in half of the memory that the step would take: gates of a cell are 192 KiB."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(Cells(kind) for _ in range(N_BLOCKS)))
+        return nn.Sequential(*(Cells(kind, compiled) for _ in range(N_BLOCKS)))
 
     def loop(model: Any, optimizer: torch.optim.Optimizer, plain: bool) -> list[float]:
         losses = []
@@ -251,7 +253,8 @@ def test_torchs_cells_that_change_parts_of_what_they_saved(kind: type[nn.Module]
     expected = run(make, loop)
     for memory in (refused.value.smallest_bytes, 2 * refused.value.smallest_bytes):
         status = assert_equal(run(make, loop, memory=memory, block_modes=["swap"] * N_BLOCKS), expected, memory)
-        assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03
+        if not compiled:  # whose twin is not run with hooks
+            assert 0.97 <= status.predicted_peak_bytes / status.peak_memory_bytes <= 1.03
 
 
 def test_a_leaf_is_kept_as_it_is_and_a_result_without_its_graph(hooks: Any) -> None:

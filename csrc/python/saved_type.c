@@ -214,9 +214,9 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_t
 /* Whether changes of all that lies in its memory are counted by its counter, so that it can be told later whether that has what it had.
  * They are not where a tensor has only a part and is no view of another, as those that torch.unsafe_chunk makes: the other parts have
  * counters of their own, and torch's GRU changes one while another is saved. What torch's compiler makes lies so too, but is not
- * changed once it is saved. -1: a Python exception is set. */
+ * changed once it is saved; it has no graph, which tells it from what a part of the block does that is not compiled. -1: a Python exception is set. */
 static int counts_alone(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
-  if (facts->whole || self->compiled) return 1;
+  if (facts->whole || (self->compiled && ptn_torch_is_leaf(tensor_of(self, tensor)))) return 1;
   PyObject *base = PyObject_GetAttr(tensor, self->base_name);
   if (!base) return -1;
   ptn_tensor_facts of_base;

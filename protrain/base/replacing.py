@@ -37,6 +37,13 @@ _OF_MODELS = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
 )
 
+#: Of them, what a folder may hold that is replaced as a whole: no weights under other names, such as an average or an adapter.
+_OF_A_MODEL_ALONE = re.compile(
+    r"(generation_|preprocessor_|processor_)?config\.json|(model|optimizer|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
+    r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"
+    r"chat_template\.(json|jinja)|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+)
+
 #: The file by which a folder is a checkpoint, with all that is neither a weight nor an array of state; and the key under which it
 #: has the names of the others that were written with it.
 CHECKPOINT = "protrain.json"
@@ -128,6 +135,8 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     if any(entry.name == CHECKPOINT for entry in found):
         return
     others = [entry.name for entry in found if _is_others(entry)]
+    if not others and not any(entry.name == "config.json" or entry.name.startswith("model") for entry in found):
+        others = [entry.name for entry in found]
     if others:
         raise DiskError(
             f"{name} holds files that are no checkpoint, such as {others[0]!r}, and would be replaced as a whole; name a new or "
@@ -138,8 +147,9 @@ def check_target(folder: str | os.PathLike[str]) -> None:
 
 
 def _is_others(entry: os.DirEntry[str]) -> bool:
-    """Whether it is no file of a model or of a checkpoint."""
-    return not (is_of_a_model(entry.name) and entry.is_file(follow_symlinks=False))
+    """Whether it is no file of a checkpoint, nor of a model that lies there alone."""
+    ours = entry.name == CHECKPOINT or _OF_A_MODEL_ALONE.fullmatch(entry.name)
+    return not (ours and entry.is_file(follow_symlinks=False))
 
 
 def is_of_a_model(name: str) -> bool:

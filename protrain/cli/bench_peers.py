@@ -59,7 +59,7 @@ def run(words: Words) -> None:
         sys.path.insert(0, str(BENCHMARKS))
     begin = time.monotonic()
     runner, process, show = (import_module(f"peers.{name}") for name in ("runner", "process", "show"))
-    disk = words.disk or default_disk_folder()
+    disk = os.path.abspath(words.disk or default_disk_folder())  # peers run in folders of their own
     asked = runner.Words(
         words.model_name, words.memory, words.seq, words.batch, words.rounds, words.seed, disk, words.quick, words.search,
         str(BENCHMARKS.parent / "build" / "peers"), words.peers,

@@ -47,29 +47,32 @@ def standard_library() -> list[Path]:
     return sorted(files)
 
 
-def text_files(paths: Sequence[str]) -> list[Path]:
+def text_files(paths: Sequence[str], apart: Sequence[str] = ()) -> list[Path]:
     """The files that paths name, folders searched in sorted order; without paths the standard library's sources.
 
-    A file that is named must exist, be UTF-8 and not empty; in a folder, hidden files and what is no text are passed over.
-    Raises DataError.
+    A file that is named must exist, be UTF-8 and not empty; in a folder, hidden files, what is no text and what lies in the
+    folders `apart`, which a training writes, are passed over. Raises DataError.
     """
     if not paths:
         return standard_library()
     files: list[Path] = []
     for name in paths:
         try:
-            files += _files_of(name)
+            files += _files_of(name, [Path(os.path.realpath(each)) for each in apart])
         except OSError as error:
             raise DataError(f"{name!r} cannot be read: {error.strerror or error}; give text that can be read") from None
     return files
 
 
-def _files_of(name: str) -> list[Path]:
+def _files_of(name: str, apart: Sequence[Path]) -> list[Path]:
     """Raises DataError, and OSError where it cannot be looked at."""
     path = Path(name)
     if name and path.is_dir():
         os.scandir(path).close()
-        found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and _is_text(file)]
+        root = Path(os.path.realpath(path))
+        inside = [each for each in apart if root in each.parents]
+        found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and not _lies_in(file, inside)]
+        found = [file for file in found if _is_text(file)]
         if not found:
             raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
         return found
@@ -102,6 +105,11 @@ def pieces(file: Path) -> Iterator[str]:
         raise DataError(f"the file {str(file)!r} is not UTF-8 text ({error.reason}); give text") from None
     if rest:
         yield rest
+
+
+def _lies_in(file: Path, apart: Sequence[Path]) -> bool:
+    whole = Path(os.path.realpath(file)) if apart else file
+    return any(whole.is_relative_to(each) for each in apart)
 
 
 def _hidden(path: Path) -> bool:
@@ -244,6 +252,9 @@ def _groups(files: Iterable[Path]) -> Iterator[list[tuple[str, bool]]]:
             if before is not None:
                 group.append((before, False))
             before = piece
+            if len(group) >= GROUP_PIECES:  # in the middle of a file, too, which may be as large as all others together
+                yield group
+                group = []
         if before is not None:
             group.append((before, True))
         if len(group) >= GROUP_PIECES:
@@ -280,16 +291,28 @@ def batch(tokens: NDArray[np.unsignedinteger[Any]], seq: int, count: int, seed: 
 
 def read_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder that has one. Raises DataError."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        kind = PreTrainedTokenizerFast if _is_whole(folder) else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for files that they cannot read
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"the tokenizer in the folder {str(folder)!r} cannot be read: {reason}; take another copy of its files"
         ) from error
     return tokenizer
+
+
+def _is_whole(folder: str | os.PathLike[str]) -> bool:
+    """Whether tokenizer.json says all of it, as of one that was trained here: the class that transformers has for the type
+    may take the vocabulary alone, and cut text otherwise."""
+    try:
+        with open(os.path.join(folder, "tokenizer_config.json"), "rb") as file:
+            kind = json.load(file).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and os.path.isfile(os.path.join(folder, "tokenizer.json"))
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:

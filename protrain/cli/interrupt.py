@@ -9,6 +9,7 @@ that `replacing.litter` names. Later signals are ignored: an impatient second Ct
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -78,4 +79,9 @@ def _watch(reader: int) -> None:
     replacing = sys.modules.get("protrain.base.replacing")  # what is not loaded has written nothing
     for path in tuple(replacing.litter) if replacing else ():
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # a file
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")  # the cursor, which a live display hides
     os._exit(128 + numbers[0])

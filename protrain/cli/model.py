@@ -59,7 +59,7 @@ def _from_folder(folder: Path) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a config it cannot read
         raise CommandError(f"cannot read {str(folder / 'config.json')!r}: {' '.join(str(error).split())[:300]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

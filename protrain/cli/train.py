@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protrain.base.replacing import clear_leftovers
 from protrain.base.sizes import default_disk_folder
-from protrain.cli import notes
+from protrain.cli import interrupt, notes
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.machine import IN_MEMORY, file_system
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 TRACED_STEPS = 3
 LEARNING_RATE = 3e-4
+LAST_SECONDS = 30.0  # after Ctrl-C: at most, for the trace and the report to be written
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def prepare(words: Words) -> Setup:
             f"--out {words.out!r} is the folder of --resume, where the model alone would take the checkpoint's place; give "
             "--save-every, or another --out"
         )
-    files = text_files(words.data)
+    files = text_files(words.data, [name for name in (words.out, words.resume) if name is not None])
     if words.out is not None:
         from protrain.cli.export import check_target
 
@@ -300,6 +301,8 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             display.stage("saving")
             saved_bytes = saver.finish(model, optimizer)
     except BaseException:
+        if interrupt.pressed():
+            interrupt.extend(LAST_SECONDS)
         with contextlib.suppress(CommandError):  # the error that is under way is the one to tell
             tracer.write()
         with contextlib.suppress(CommandError):
