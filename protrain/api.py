@@ -248,7 +248,7 @@ def wrap(
 
     Args:
         model: on the CPU, a GPU or meta; not compiled as a whole.
-        optimizer: any torch optimizer over all of the model's parameters that require a gradient.
+        optimizer: any torch optimizer over parameters of the model; the others are not trained.
         memory: hard budget in bytes, or as "4GiB": parameters, gradients, activations, buffers, workspace, all together. None:
             what is free now less a reserve, or the control group's limit. Where the budget given is above that limit, a
             UserWarning says so: it works as long as less is taken, and at the limit the kernel ends the process.

@@ -3,8 +3,8 @@
  * Problem: threads of every lane report many thousand events a step, and only now and then somebody asks for them.
  * Design: one array, written round and round under one lock that nobody holds for more than a copy. The pages are touched when
  * they are first written, so a run that is short costs no more memory than it has events.
- * Invariants: `added` only grows; events[i % capacity] is the i-th event added, from `first` on and for the last `capacity` of them. The lock is a
- * leaf: whoever holds it takes no other, so an event may be added under any lock.
+ * Invariants: `added` only grows; events[i % capacity] is the i-th event added, from `first` on and for the last `capacity` of
+ * them. The lock is a leaf: whoever holds it takes no other, so an event may be added under any lock.
  */
 #include "base/trace.h"
 

@@ -44,8 +44,8 @@ typedef struct saved_tensors_object {
   size_t tensor_offset; /* of torch's own tensor in an object of Python's */
   unsigned long long least_bytes; /* 0: nothing is stashed */
   int block;                      /* number of the model's block, for the trace */
-  bool compiled; /* it, or a part of it, is: torch's compiler gives views without their bases, and changes nothing */
-  bool over_device; /* the engine's slots are a device's */
+  bool compiled;                  /* it, or a part of it, is: counts_alone has what follows */
+  bool over_device;               /* the engine's slots are a device's */
 } saved_tensors_object;
 
 typedef struct saved_object {
@@ -54,7 +54,7 @@ typedef struct saved_object {
   ptn_record *record;
   uint64_t offset_bytes; /* of the tensor's first element in its block */
   uint32_t version;
-  int forks; /* of the process that made it */
+  int forks;    /* of the process that made it */
   int32_t ndim; /* where stashed */
   int32_t type;
   bool asked;
@@ -180,11 +180,10 @@ static PyObject *pack_static(const saved_tensors_object *self, PyObject *tensor)
   return keep(self, tensor);
 }
 
-static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts,
+static PyObject *stash(const saved_tensors_object *self, ptn_stash *stash, PyObject *tensor, const ptn_tensor_facts *facts,
                        const ptn_block *block) {
   uint32_t version;
-  ptn_engine *engine = ptn_python_engine(self->engine);
-  if (!engine || !read_version(self, tensor, &version)) return NULL;
+  if (!read_version(self, tensor, &version)) return NULL;
   size_t ndim = (size_t)facts->ndim;
   saved_object *saved = new_saved(self, 2 * (Py_ssize_t)ndim, version);
   if (!saved) return NULL;
@@ -194,8 +193,8 @@ static PyObject *stash(const saved_tensors_object *self, PyObject *tensor, const
   memcpy(saved->geometry, facts->sizes, ndim * sizeof(int64_t));
   memcpy(saved->geometry + ndim, facts->strides, ndim * sizeof(int64_t));
   bool fresh = false;
-  if (ptn_stash_put(ptn_engine_stash(engine), block, ptn_torch_counter_of(tensor_of(self, tensor)), version, self->block,
-                    &saved->record, &fresh) != PTN_OK) {
+  if (ptn_stash_put(stash, block, ptn_torch_counter_of(tensor_of(self, tensor)), version, self->block, &saved->record, &fresh) !=
+      PTN_OK) {
     saved->record = NULL;
     ptn_python_raise();
     Py_DECREF(saved);
@@ -214,7 +213,8 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_t
 /* Whether changes of all that lies in its memory are counted by its counter, so that it can be told later whether that has what it had.
  * They are not where a tensor has only a part and is no view of another, as those that torch.unsafe_chunk makes: the other parts have
  * counters of their own, and torch's GRU changes one while another is saved. What torch's compiler makes lies so too, but is not
- * changed once it is saved; it has no graph, which tells it from what a part of the block does that is not compiled. -1: a Python exception is set. */
+ * changed once it is saved; it has no graph, which tells it from what a part of the block does that is not compiled. -1: a Python
+ * exception is set. */
 static int counts_alone(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
   if (facts->whole || (self->compiled && ptn_torch_is_leaf(tensor_of(self, tensor)))) return 1;
   PyObject *base = PyObject_GetAttr(tensor, self->base_name);
@@ -261,10 +261,11 @@ static PyObject *saved_tensors_pack(PyObject *object, PyObject *tensor) {
   if (self->least_bytes == 0 || block.bytes < self->least_bytes || Py_TYPE(tensor) != wanted) return keep(self, tensor);
   ptn_engine *engine = ptn_python_engine(self->engine);
   if (!engine) return NULL;
-  if (!ptn_stash_gains(ptn_engine_stash(engine), &block)) return keep(self, tensor);
+  ptn_stash *to = ptn_engine_stash(engine);
+  if (!ptn_stash_gains(to, &block)) return keep(self, tensor);
   int counts = facts.lazy ? 0 : counts_alone(self, tensor, &facts);
   if (counts <= 0) return counts < 0 ? NULL : keep(self, tensor);
-  return stash(self, tensor, &facts, &block);
+  return stash(self, to, tensor, &facts, &block);
 }
 
 /* ---- for recomputed blocks ---- */

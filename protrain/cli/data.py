@@ -15,6 +15,7 @@ import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,23 +246,21 @@ def _whole(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 def _groups(files: Iterable[Path]) -> Iterator[list[tuple[str, bool]]]:
     """Pieces with whether each is the last of its file, GROUP_PIECES at a time."""
-    group: list[tuple[str, bool]] = []
+    marked = _marked(files)
+    while group := list(islice(marked, GROUP_PIECES)):
+        yield group
+
+
+def _marked(files: Iterable[Path]) -> Iterator[tuple[str, bool]]:
+    """All pieces, and whether each is the last of its file."""
     for file in files:
         before: str | None = None
         for piece in pieces(file):
             if before is not None:
-                group.append((before, False))
+                yield before, False
             before = piece
-            if len(group) >= GROUP_PIECES:  # in the middle of a file, too, which may be as large as all others together
-                yield group
-                group = []
         if before is not None:
-            group.append((before, True))
-        if len(group) >= GROUP_PIECES:
-            yield group
-            group = []
-    if group:
-        yield group
+            yield before, True
 
 
 def _encode_group(tokenizer: PreTrainedTokenizerBase, group: list[tuple[str, bool]]) -> Iterator[list[int]]:

@@ -193,9 +193,8 @@ class Frame:
             else:
                 self.inputs, self.copied = self.given, False
                 self.versions = versions_of(tree_leaves(self.inputs))
-        if (
-            in_place and not self.copied
-        ):  # they have this forward in their graph: they would hold the frame, and it them, for ever
+        if in_place and not self.copied:
+            # They have this forward in their graph: they would hold the frame, and it them, for ever.
             self.inputs, self.versions, self.changed = None, [], True
         if in_place or self.habits.in_place is None:
             self.habits.in_place = in_place
