@@ -310,7 +310,7 @@ class Session:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This batch of a training step has its plan, or no block keeps what it saves where that must do."""
-        shapes, under_way = self.fitter.words.batch_of(args, kwargs), self.gradients.passes > 0
+        shapes, under_way = self.fitter.batches.batch_of(args, kwargs), self.gradients.passes > 0
         if not self.fitter.knows(shapes):
             if inside_transform():  # where nothing is foreseen, and blocks run as they are
                 self._tells = False
@@ -323,7 +323,7 @@ class Session:
                 self.runner.recompute_all()  # gradients are under way, or graphs wait: nothing else can move now
                 return
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
-            shapes = self.fitter.words.batch_of(args, kwargs)  # it may need what another one does
+            shapes = self.fitter.batches.batch_of(args, kwargs)  # it may need what another one does
         self._batches[shapes] += 1
         beyond_plan = self.gradients.passes >= self.gradients.wanted  # gradients wait for a step
         self._tells = self._tells and not beyond_plan

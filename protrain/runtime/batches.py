@@ -1,26 +1,48 @@
-"""What a batch is known by: the shapes of its tensors, the names that they are given by, and its words.
+"""What a batch is known by: the shapes of its tensors, the names that they are given by, its words, and the flags of the moment.
 
 Arguments that are no tensors may say what the model computes: whole numbers, strings and what is true or not, the words of a
 batch, are a part of what it is known by. A word that has had too many values, as a count of steps, is not looked at any more, and
 batches that were foreseen to need the same are one.
+
+What a step takes hangs on what records gradients, and on which modules train, as much as on shapes: a loop may freeze parameters
+for its first steps, or begin in eval mode.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..dryrun.phases import DryRun
 from ..errors import PlanError
 from ..model.held import tensors_held
+from ..model.parameters import DisableTorchFunction
 
 #: Of a word among the arguments, so many values are told apart.
 MOST_VALUES = 8
 
-#: Of a batch: the shape of each tensor among the arguments, the names of keywords that have tensors, and the words.
-Shapes = tuple[tuple[int, ...] | str, ...]
+
+@dataclass(frozen=True)
+class Flags:
+    """Of the moment a batch came at. recording: what records gradients, parameters by their numbers, and tensors of the batch by
+    theirs, behind one; training: modules in train mode, by their order in the model."""
+
+    recording: frozenset[int]
+    training: frozenset[int]
+
+    def cover(self, other: Flags) -> bool:
+        """Whether what the other ones have is among these: a step with these takes no less."""
+        return self.recording >= other.recording and self.training >= other.training
+
+
+#: Of a batch: the shape of each tensor among the arguments, the names of keywords that have tensors, the words; flags, the last.
+Entry = tuple[int, ...] | str | Flags
+Shapes = tuple[Entry, ...]
 Batch = tuple[DryRun | None, Shapes]
 
 
@@ -53,15 +75,22 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
     return len(known) == len(shapes) and all(map(_covers, known, shapes))
 
 
-def _covers(known: tuple[int, ...] | str, shape: tuple[int, ...] | str) -> bool:
-    if isinstance(known, str) or isinstance(shape, str):
-        return known == shape
-    return len(known) == len(shape) and all(x >= y for x, y in zip(known, shape, strict=True))
+def _covers(known: Entry, entry: Entry) -> bool:
+    if isinstance(known, Flags) and isinstance(entry, Flags):
+        return known.cover(entry)
+    if isinstance(known, tuple) and isinstance(entry, tuple):
+        return len(known) == len(entry) and all(x >= y for x, y in zip(known, entry, strict=True))
+    return known == entry
 
 
 def tensors_of(shapes: Shapes) -> list[tuple[int, ...]]:
     """The shapes alone."""
-    return [shape for shape in shapes if not isinstance(shape, str)]
+    return [entry for entry in shapes if isinstance(entry, tuple)]
+
+
+def without_words(shapes: Shapes) -> Shapes:
+    """The shapes and the flags."""
+    return tuple(entry for entry in shapes if not isinstance(entry, str))
 
 
 def elements(shapes: Shapes) -> int:
@@ -69,20 +98,28 @@ def elements(shapes: Shapes) -> int:
     return sum(map(math.prod, tensors_of(shapes)))
 
 
-class Words:
-    """Of one session: the words of its batches so far."""
+def _flags(model: nn.Module, params: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
+    given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    with DisableTorchFunction():  # that of a parameter on disk takes longer
+        recording = frozenset(n for n, tensor in enumerate((*params, *given)) if tensor.requires_grad)
+    return Flags(recording, frozenset(n for n, module in enumerate(model.modules()) if module.training))
 
-    def __init__(self) -> None:
+
+class Batches:
+    """Of one session: what its batches are known by. model, params: whose flags are looked at."""
+
+    def __init__(self, model: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self._model, self._params = model, params
         self._values: dict[int, set[str]] = {}  # by their places among the arguments
         self._same: dict[Shapes, Shapes] = {}  # batches that need what another one of other words needs
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-        """What a batch is known by: as `shapes_of`, without words that have had too many values.
+        """What a batch is known by: as `shapes_of`, without words that have had too many values, and the flags of this moment.
 
         Raises:
             PlanError: a tensor is nested.
         """
-        found = list(shapes_of(args, kwargs))
+        found: list[Entry] = [*shapes_of(args, kwargs), _flags(self._model, self._params, args, kwargs)]
         for place, word in enumerate(found):
             if isinstance(word, str):
                 values = self._values.setdefault(place, set())

@@ -31,7 +31,7 @@ from ..planner.planning import first_room, most_room, second_bytes
 from ..planner.plans import Arrangement
 from ..planner.smallest import naming, refuse
 from .arranging import anew_of
-from .batches import Batch, Shapes, Words, covers, tensors_of
+from .batches import Batch, Batches, Shapes, covers, tensors_of, without_words
 from .carrying import Carrier, HeldError
 from .deciding import Decider
 from .foreseeing import Foreseer
@@ -65,13 +65,13 @@ def _is_within(one: DryRun | None, other: DryRun | None) -> bool:
 
 class Fitter:
     """Of one session. planned: whether a batch was planned for; differentiates: whether a backward made a graph for another one;
-    penalizes: whether a loss outside of the model has read parameters; words: what batches are known by; foresees: their dry
+    penalizes: whether a loss outside of the model has read parameters; batches: what batches are known by; foresees: their dry
     runs."""
 
     def __init__(self, wrapped: Wrapped, engine: _core.Engine, homes: Homes, decider: Decider, carrier: Carrier) -> None:
         self._wrapped, self._homes, self._decider, self._carrier = wrapped, homes, decider, carrier
         self.planned = self.differentiates = self.penalizes = False
-        self.words = Words()
+        self.batches = Batches(wrapped.model, wrapped.params)
         self.foresees = Foreseer(wrapped, engine)
         self._unforeseen = Unforeseen()
         self._held_before = 0  # when the step under way began
@@ -87,18 +87,18 @@ class Fitter:
         """Whether a batch of these shapes and other words was foreseen to need just this: from here on it is that one."""
         for known, other in self._decider.dry_runs:
             if run is not None and run == other and tensors_of(known) == tensors_of(shapes):
-                self.words.note_same(shapes, known)
+                self.batches.note_same(shapes, known)
                 return True
         return False
 
     def knows(self, shapes: Shapes) -> bool:
         """Whether a batch of these shapes needs no more than one that was planned for. Of a model that cannot be foreseen words
         are not looked at: a first step under the safest plan for each would take time."""
-        alone, known = tuple(tensors_of(shapes)), self._decider.dry_runs
+        alone, known = without_words(shapes), self._decider.dry_runs
         if any(covers(one, shapes) for one, run in known if run is not None):
             self.foresees.note_used()
             return True
-        return any(covers(tuple(tensors_of(one)), alone) for one, run in known if run is None)
+        return any(covers(without_words(one), alone) for one, run in known if run is None)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch | None:
         """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided. None: it
@@ -485,7 +485,7 @@ class Fitter:
     def note_dropped(self, output_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The program did not hold the output of the step before, so many bytes, while backward ran; args, kwargs: what the next
         is about to be made of. Where that is worth it, a batch like the last is foreseen anew, and planned for."""
-        shapes, planned = self.words.batch_of(args, kwargs), [known for known, _ in self._decider.dry_runs]
+        shapes, planned = self.batches.batch_of(args, kwargs), [known for known, _ in self._decider.dry_runs]
         little = output_bytes < LEAST_OUTPUT_SHARE * self._homes.arrangement.plan.peak_bytes
         if little or not self.foresees.holds_output or planned != [shapes] or not self._learns():
             return None
@@ -518,7 +518,7 @@ class Fitter:
         """Around a forward of training. One of a batch that could not be foreseen is listened to, and when it has returned the
         batch is foreseen by what it was answered."""
         with self.foresees.listening(args, kwargs) as batch:
-            shapes = self.words.batch_of(args, kwargs) if batch is not None else ()
+            shapes = self.batches.batch_of(args, kwargs) if batch is not None else ()
             yield
         if batch is not None and (run := self.foresees.heard(*batch)) is not None:
             self._heard = shapes
@@ -605,7 +605,7 @@ class Fitter:
     def forget_batches(self) -> None:
         """The next batch is planned for anew."""
         self._decider.dry_runs.clear()
-        self.words.forget_same()
+        self.batches.forget_same()
 
     def must_recompute(self) -> bool:
         """Whether what a user still holds, such as the graph of a step that was not made, leaves too little for what is planned:

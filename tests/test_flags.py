@@ -1,0 +1,94 @@
+"""What a step takes hangs on flags, which a program sets as it likes: what records gradients, and what is in train mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from nets import Block, Chain, inputs
+from torch import nn
+from twins import MIB, assert_equal, run
+
+import protrain
+from protrain.runtime import foreseeing
+from protrain.runtime.batches import Batches, covers
+
+
+class Dropping(Block):
+    """Saves more in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = nn.Sequential(*(nn.Dropout(0.1) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.drops(super().forward(x))
+        return y
+
+
+class Droppings(Chain):
+    block = Dropping
+
+
+@pytest.mark.parametrize("way", ["frozen", "one after the other", "eval mode", "an input"])
+def test_a_step_that_saves_more_than_the_first_ones_has_its_plan(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches have the same shapes."""
+    foreseen, real = Counter[int](), foreseeing.dry_run
+    steps: list[protrain.Status] = []
+
+    def dry_run(*args: Any, **kwargs: Any) -> Any:
+        foreseen[len(steps)] += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(foreseeing, "dry_run", dry_run)
+    batch, memory = inputs(1, 2048)[0], 26 * MIB
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, plain: bool) -> list[float]:
+        losses = []
+        for number in range(5):
+            all_is_on = number >= 2
+            if way == "frozen":
+                model.blocks.requires_grad_(all_is_on)
+            elif way == "one after the other":
+                for place, block in enumerate(model.blocks):
+                    block.requires_grad_(place >= 6 - 2 * number)
+            elif way == "eval mode":
+                model.train(all_is_on)
+            else:
+                model.blocks[0].requires_grad_(False)
+            loss = model(batch.clone().requires_grad_(all_is_on and way == "an input"))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not plain:
+                steps.append(protrain.status(model))
+        return losses
+
+    got, want = run(Droppings, loop, memory=memory), run(Droppings, loop)
+    for seen in (got, want):  # torch has states in the order in which they came to be
+        seen.tensors = dict(sorted(seen.tensors.items()))
+    assert_equal(got, want, memory)
+    assert steps[0].predicted_peak_bytes < steps[-1].predicted_peak_bytes or way != "frozen"
+    wanted = {0, 1, 2, 3} if way == "one after the other" else {0, 2}
+    assert wanted <= set(foreseen) <= wanted | {1}, "the second one may be foreseen anew, as the output is not held"
+
+
+def test_flags_that_are_all_among_others_need_no_more() -> None:
+    """And words are told apart beside them."""
+    model = Chain()
+    batches, x = Batches(model, list(model.parameters())), inputs(1)[0]
+    whole = batches.batch_of((x, "a"), {})
+    assert covers(whole, batches.batch_of((x[:4], "a"), {}))
+    assert not covers(whole, batches.batch_of((x, "b"), {}))
+    assert not covers(whole, batches.batch_of((x.clone().requires_grad_(), "a"), {}))
+    model.blocks[2].requires_grad_(False)
+    model.head.eval()
+    part = batches.batch_of((x, "a"), {})
+    assert covers(whole, part)
+    assert not covers(part, whole)
+    model.blocks[2].requires_grad_(True)
+    assert covers(whole, batches.batch_of((x, "a"), {}))
+    assert not covers(part, batches.batch_of((x, "a"), {}))
