@@ -499,6 +499,35 @@ def test_every_finite_rate_goes_on(lr: float, tmp_path: Path) -> None:
     protrain.unwrap(model)
 
 
+class Tied(Chain):
+    """A parameter of two names, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].square.weight = self.head.weight
+        self.register_buffer("scale", torch.ones(3))
+
+
+def test_a_whole_load_need_not_name_a_tied_parameter_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As safetensors' files do not; one that lacks a parameter is no whole one."""
+    model: Any = Tied()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    saved = model.state_dict()
+    steps(inputs(1))(model, optimizer, False)
+    with monkeypatch.context() as patched:
+        Failing(patched, Residency, "write_back", call=3)
+        with pytest.raises(protrain.DiskError, match="the disk failed"):
+            model.load_state_dict(saved)
+    for lacking in (("head.bias",), ("head.weight", "blocks.0.square.weight")):
+        model.load_state_dict({name: value for name, value in saved.items() if name not in lacking}, strict=False)
+        with pytest.raises(protrain.StepError, match="load a checkpoint again"):
+            model(inputs(1)[0])
+    lacking = ("head.weight", "scale")
+    model.load_state_dict({name: value for name, value in saved.items() if name not in lacking}, strict=False)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.unwrap(model)
+
+
 @pytest.mark.parametrize("part", ["parameters", "optimizer state"])
 def test_a_state_dict_that_is_half_loaded(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DiskError, not torch's words about it; loading it again is enough."""

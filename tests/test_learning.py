@@ -317,6 +317,39 @@ def test_what_has_no_room_is_refused_and_shown_again() -> None:
     protrain.unwrap(model)
 
 
+def test_a_smaller_batch_behind_one_that_was_refused_is_made() -> None:
+    """As where a program halves its batches until they fit: what the larger one lacks is no concern of theirs."""
+    large, small = batches(1, 256)[0], batches(4, 16)
+    model: Any = Scores()
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(Scores(), (large,), memory=MIB)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=refused.value.smallest_bytes)
+    losses = train(model, optimizer, heavy, [large, *small[:2], large, large, *small[2:]])
+    protrain.unwrap(model)
+    assert [loss is None for loss in losses] == [True, False, False, True, True, False, False]
+    assert [loss for loss in losses if loss is not None] == expected(heavy, small)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_refused_step_teaches_whatever_a_program_holds(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it goes on holding is planned with; what it held in that step alone is not."""
+    rigid(monkeypatch, first_room=True)
+    given = batches(10)
+    _, ample = wrapped(1 << 30, heavy, batches())
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=int(ample.peak_memory_bytes * 0.9))
+    losses = train(model, optimizer, plain, given[:4])
+    with torch.no_grad():
+        held = [model(ids) for ids in given[:6]]
+    losses += train(model, optimizer, heavy, given[4:5])
+    if not lasting:
+        held.clear()
+    losses += train(model, optimizer, heavy, given[5:])
+    protrain.unwrap(model)
+    assert losses[4] is None
+    assert losses[5 if lasting else 6 :].count(None) == 0
+
+
 def test_an_evaluation_in_a_step_and_what_a_program_holds_teach_nothing() -> None:
     model: Any = Scores()
     model, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30)

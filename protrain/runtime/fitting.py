@@ -75,6 +75,7 @@ class Fitter:
         self.foresees = Foreseer(wrapped, engine)
         self._unforeseen = Unforeseen()
         self._held_before = 0  # when the step under way began
+        self._lasting_bytes = 0  # that a program held when a step began that was refused, and goes on holding
         self._largest: Batch = (None, ())  # of those planned for
         self._refused = 0  # steps in a row
         self._named: tuple[Arrangement | None, int, int] = (None, 0, 0)  # in which, with so much more, what is needed
@@ -300,7 +301,7 @@ class Fitter:
         several.note_kept()
         whole = self._is_whole(batches)
         if whole and not self._decider.loss.known and self._decider.loss.note_first(loss_bytes or 0, run):
-            self._decider.unseen_bytes = 0
+            self._decider.unseen_bytes = self._lasting_bytes
         # Where blocks swap a later step tells little: what they write leaves memory while the loss is made.
         if whole and self._decider.loss.known and not any(map(swaps, before.plan.block_modes)):
             self._decider.loss.note_light(loss_bytes or 0, run)
@@ -373,21 +374,40 @@ class Fitter:
             return self._lose_more(args, kwargs)
         run = self._largest[0]
         self._decider.several.note_kept()
-        more = needed_bytes - self._homes.arrangement.needed_bytes
+        lasting_bytes = min(self._held_before, self._carrier.held_now_bytes())
+        more = needed_bytes - (self._held_before - lasting_bytes) - self._homes.arrangement.needed_bytes
         self.end_first()
-        if run is None or not self._learns() or more <= 0:
+        if run is None or not self._may_learn() or more <= 0:
             return None
-        self._decider.unseen_bytes += self._decider.loss.note_refused(more, run)
+        self._lasting_bytes = 0 if self._holds_little() else lasting_bytes
+        unseen_bytes = self._decider.unseen_bytes + self._decider.loss.note_refused(more, run)
+        self._decider.unseen_bytes = max(unseen_bytes, self._lasting_bytes)
         self._refused += 1
         try:
             return self._plan_again(leaves_room=True)
         except BudgetError as error:
-            self._decider.unseen_bytes = max(self._decider.unseen_bytes, self._more_bytes(run))
-            refused = self._refusal(error, run, args, kwargs)
+            more_bytes, known_bytes = self._more_bytes(run), self._decider.unseen_bytes
             self._decider.unseen_bytes = self._refused = 0
+            if not covers(self.batches.batch_of(args, kwargs), self._largest[1]):
+                return self._let_go()
+            self._decider.unseen_bytes = max(known_bytes, more_bytes)
+            refused = self._refusal(error, run, args, kwargs)
+            self._decider.unseen_bytes = 0
             if not isinstance(refused, HeldError):
                 refused = naming(refused, max(needed_bytes, self._told_bytes))
             raise refused from None
+
+    def _let_go(self) -> Batch | None:
+        """The batch that decided has no plan any more, and the one that comes is a smaller one, or of other shapes: as if the
+        first had not come, until it comes again. Returns the batch that decides of the others."""
+        self._decider.dry_runs = [known for known in self._decider.dry_runs if known[1] is not self._largest[0]]
+        shapes, run = self._decider.dry_runs[-1] if self._decider.dry_runs else ((), None)
+        self._largest = run, shapes
+        if run is None:  # the next batch is planned for
+            return None
+        with suppress(BudgetError):  # the plan in use has room for them
+            return self._plan_again()
+        return None
 
     def _lose_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """Over a device: more was lost between tensors than a plan left for it, which leaves twice as much from here on.
@@ -549,12 +569,19 @@ class Fitter:
         self._decider.unseen_bytes, self._decider.dry_runs, self._largest = before, dry_runs, largest_before
         return None
 
+    def _may_learn(self) -> bool:
+        """Whether plans are made by what was foreseen and what steps show beside it."""
+        foresees = bool(self._decider.dry_runs) and all(run is not None for _, run in self._decider.dry_runs)
+        return foresees and self._wrapped.settings.plan is None and not self._wrapped.compute.separate
+
     def _learns(self) -> bool:
-        runs = [run for _, run in self._decider.dry_runs]
-        foreseen = [run.outside_bytes for run in runs if run is not None]
-        if self._wrapped.settings.plan is not None or self._wrapped.compute.separate or not runs or len(foreseen) < len(runs):
-            return False
-        return self._held_before <= HELD_BYTES + max(foreseen)
+        """Whether the step under way tells what it takes: a program holds little of steps before it, or one of them was refused
+        beside what it holds."""
+        return self._may_learn() and (self._refused > 0 or self._holds_little())
+
+    def _holds_little(self) -> bool:
+        """Whether a program held little more than outputs of the step before when the one under way began."""
+        return self._held_before <= HELD_BYTES + max(run.outside_bytes for _, run in self._decider.dry_runs if run is not None)
 
     def _plan_as_now(self) -> bool:
         """Whether the decisions in use can stand; what is foretold of memory is put right."""

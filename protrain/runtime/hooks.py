@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -246,11 +246,23 @@ def _load_state_dict(session: Session, module: nn.Module) -> Callable[..., Any]:
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         with loads.of_state_dict():
             found = load(*args, **kwargs)
-        if module is session.model and not getattr(found, "missing_keys", True):
+        if module is session.model and _has_all_parameters(module, getattr(found, "missing_keys", None)):
             loads.end(PARAMETERS)
         return found
 
     return load_state_dict
+
+
+def _has_all_parameters(model: nn.Module, missing: Sequence[str] | None) -> bool:
+    """Whether what was loaded had every parameter, by one of its names: files have a tied one but once. None: nobody says."""
+    if missing is None:
+        return False
+    named = list(model.named_parameters(remove_duplicate=False))
+    loaded = {id(p) for name, p in named if name not in missing}
+    others = set(missing).difference(
+        (name for name, _ in named), (name for name, _ in model.named_buffers(remove_duplicate=False))
+    )
+    return not others and all(id(p) in loaded for _, p in named)
 
 
 def _zero_grad(session: Session) -> Callable[..., None]:
