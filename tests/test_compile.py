@@ -593,6 +593,46 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both(compiled(Dropouts, backend="inductor"), steps(inputs(4)), block_modes=MIXED)
 
 
+class Attending(Chain):
+    """Blocks that save three parts of one buffer."""
+
+    class block(nn.Module):  # noqa: N801
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(256, 768), nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = self.inner(x).view(1, -1, 3, 4, 64).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(*parts, is_causal=True)
+            out: torch.Tensor = x + self.outer(y.transpose(1, 2).flatten(0, 1).flatten(1))
+            return out
+
+
+def test_parts_of_a_buffer_of_inductors_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    batch, make = inputs(1, 512)[0], compiled(Attending, backend="inductor")
+    both(make, steps([batch] * 3), memory=80 * MIB, block_modes=["swap"] * 8, away=False)
+    model: Any = make()
+    own = {p.data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # which keeps their addresses apart
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    x = batch
+    for block in model.blocks:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = block(x.detach().requires_grad_())
+    model, _ = protrain.wrap(model, adamw(model), memory=80 * MIB, block_modes=["swap"] * 8)
+    model(batch).backward()
+    put_bytes = protrain.session_of(model).engine.stats()["stash_put_bytes"]
+    protrain.unwrap(model)
+    saved_bytes = sum(storage.nbytes() for storage in saved.values())
+    assert 0.9 * saved_bytes <= put_bytes <= saved_bytes
+
+
 def test_frozen_parameters_are_refused() -> None:
     """Inductor would keep the values of one moment as constants."""
     model: Any = compiled(Chain, backend="inductor", options={"freezing": True})()

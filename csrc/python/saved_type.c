@@ -180,6 +180,12 @@ static PyObject *pack_static(const saved_tensors_object *self, PyObject *tensor)
   return keep(self, tensor);
 }
 
+/* Whether it is a part of what torch's compiler made, beside others with counters of their own, none of which is changed once it is
+ * saved: one counter does for all. */
+static bool lies_with_others(const saved_tensors_object *self, const void *tensor, const ptn_tensor_facts *facts) {
+  return !facts->whole && self->compiled && ptn_torch_is_leaf(tensor);
+}
+
 static PyObject *stash(const saved_tensors_object *self, ptn_stash *stash, PyObject *tensor, const ptn_tensor_facts *facts,
                        const ptn_block *block) {
   uint32_t version;
@@ -192,15 +198,17 @@ static PyObject *stash(const saved_tensors_object *self, ptn_stash *stash, PyObj
   saved->ndim = facts->ndim;
   memcpy(saved->geometry, facts->sizes, ndim * sizeof(int64_t));
   memcpy(saved->geometry + ndim, facts->strides, ndim * sizeof(int64_t));
-  bool fresh = false;
-  if (ptn_stash_put(stash, block, ptn_torch_counter_of(tensor_of(self, tensor)), version, self->block, &saved->record, &fresh) !=
-      PTN_OK) {
+  void *tensor_itself = tensor_of(self, tensor);
+  bool joint = lies_with_others(self, tensor_itself, facts), fresh = false;
+  const void *counter = joint ? NULL : ptn_torch_counter_of(tensor_itself);
+  if (ptn_stash_put(stash, block, counter, joint ? 0 : version, self->block, &saved->record, &fresh) != PTN_OK) {
     saved->record = NULL;
     ptn_python_raise();
     Py_DECREF(saved);
     return NULL;
   }
-  if (fresh) ptn_record_set_owner(saved->record, ptn_torch_counter(tensor_of(self, tensor)));
+  if (fresh) ptn_record_set_owner(saved->record, ptn_torch_counter(tensor_itself));
+  else if (joint) saved->version = ptn_counter_version(ptn_record_owner(saved->record));
   return (PyObject *)saved;
 }
 
@@ -216,7 +224,7 @@ static bool read_facts(const saved_tensors_object *self, PyObject *tensor, ptn_t
  * changed once it is saved; it has no graph, which tells it from what a part of the block does that is not compiled. -1: a Python
  * exception is set. */
 static int counts_alone(const saved_tensors_object *self, PyObject *tensor, const ptn_tensor_facts *facts) {
-  if (facts->whole || (self->compiled && ptn_torch_is_leaf(tensor_of(self, tensor)))) return 1;
+  if (facts->whole || lies_with_others(self, tensor_of(self, tensor), facts)) return 1;
   PyObject *base = PyObject_GetAttr(tensor, self->base_name);
   if (!base) return -1;
   ptn_tensor_facts of_base;

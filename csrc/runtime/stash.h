@@ -63,9 +63,9 @@ void ptn_stash_near(ptn_stash *stash, int32_t number);
 /* Whether memory that it takes is room in the budget: what the user made beside the model counts nowhere, and only costs. */
 bool ptn_stash_gains(const ptn_stash *stash, const ptn_block *block);
 /* A saved tensor lies in this block, which somebody holds, and counts its changes by this counter, which lives as long as a record's
- * owner: what counts by another has another record. *out: a use of its record, to be dropped once; *fresh: the record was made by
- * this call. number: of the model's block, for the trace. PTN_DISK where there is no space, or where a write that was under way has
- * failed and nobody was told of that. */
+ * owner: what counts by another has another record. counter NULL: of what nothing changes any more. *out: a use of its record, to be
+ * dropped once; *fresh: the record was made by this call. number: of the model's block, for the trace. PTN_DISK where there is no
+ * space, or where a write that was under way has failed and nobody was told of that. */
 ptn_status ptn_stash_put(ptn_stash *stash, const ptn_block *block, const void *counter, uint32_t version, int32_t number,
                          ptn_record **out, bool *fresh);
 
