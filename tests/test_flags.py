@@ -9,7 +9,7 @@ import pytest
 import torch
 from nets import Block, Chain, inputs
 from torch import nn
-from twins import MIB, assert_equal, run
+from twins import MIB, adamw, assert_equal, run
 
 import protrain
 from protrain.runtime import foreseeing
@@ -74,6 +74,26 @@ def test_a_step_that_saves_more_than_the_first_ones_has_its_plan(way: str, monke
     assert steps[0].predicted_peak_bytes < steps[-1].predicted_peak_bytes or way != "frozen"
     wanted = {0, 1, 2, 3} if way == "one after the other" else {0, 2}
     assert wanted <= set(foreseen) <= wanted | {1}, "the second one may be foreseen anew, as the output is not held"
+
+
+def test_a_plan_stays_that_has_room_for_other_flags() -> None:
+    """As where other blocks are trained now and then: what was measured of it stands, too."""
+    model: Any = Droppings()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=30 * MIB)
+    plans = []
+    for on in (2, 2, 2, 5, 4, 2, 6):
+        for place, block in enumerate(model.blocks):
+            block.requires_grad_(place in (on, on + 1))
+        model(inputs(1, 1024)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(protrain.status(model).plan)
+    status, known = protrain.status(model), len(protrain.session_of(model).decider.dry_runs)
+    protrain.unwrap(model)
+    assert plans[2].step_seconds > 0
+    assert plans[3:] == [plans[2]] * 4
+    assert known == 4
+    assert status.peak_memory_bytes <= 30 * MIB
 
 
 def test_flags_that_are_all_among_others_need_no_more() -> None:

@@ -103,7 +103,7 @@ class Fitter:
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Batch | None:
         """Plan for this batch, of these shapes, and those before; returns the one that needs the most, which decided. None: it
-        needs what another one did.
+        needs what another one did, or needs less, and the plan in use has room for it.
 
         Raises:
             BudgetError: no plan fits, or what else is in memory leaves it no room; the plan in use stays.
@@ -131,6 +131,9 @@ class Fitter:
                 best, largest = self._decide_measured(run), (None, shapes)
             elif run is not None:
                 best, largest = self._decider.with_others(self._with_first_room(run, best), largest)
+                if largest[0] is self._largest[0] and self._homes.arrangement is before and self._has_room_now(run):
+                    self._add(shapes, run)  # and what was measured of the plan in use stands
+                    return None
             self._carrier.carry_out(best)
         except BaseException:
             self._decider.unseen_bytes, self._decider.first_room_bytes = unseen_bytes, 0
@@ -139,6 +142,15 @@ class Fitter:
         self._unforeseen.shows, self._largest, self.planned = run is None, largest, True
         self._add(shapes, run)
         return largest
+
+    def _has_room_now(self, run: DryRun) -> bool:
+        """Whether the arrangement in use, of other batches, has room for what was foreseen of this one."""
+        now = self._homes.arrangement
+        try:
+            found = self._decider.decide(run, like=now.plan)
+        except BudgetError:
+            return False
+        return found.needed_bytes - found.static_bytes + now.static_bytes <= self._wrapped.settings.memory_bytes
 
     def _go_back_to(self, before: Arrangement) -> None:
         """What chunks left memory for did not come to an end."""
