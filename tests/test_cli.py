@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 import torch
 import transformers
 from ahead import Ahead
-from program import HUNG_SECONDS, answer, environment, interrupted, run
+from program import HUNG_SECONDS, ROOT, answer, environment, interrupted, run
 from safetensors.torch import load_file
 
 from protrain import checkpoint
@@ -310,6 +312,17 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
     result = run(work)
     assert result.returncode == 2
     assert "Usage: protrain" in result.stderr
+
+
+def test_sources_that_are_not_installed_have_their_version(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert answer(capfd, monkeypatch, work, "--version") == (0, f"protrain, version {version}\n", "")
 
 
 @pytest.mark.parametrize(
