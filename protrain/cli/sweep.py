@@ -98,10 +98,8 @@ def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
     if not plans:
         raise CommandError("--sweep: no budget works")
     if as_json:
-        from protrain.cli.train import fields_of
-
         for plan in plans:
-            print(json.dumps({**fields_of(plan), "limit": limit_of(plan)}), flush=True)
+            print(json.dumps({**json.loads(plan.to_json()), "limit": limit_of(plan)}), flush=True)
     else:
         print(title)
         _print(plans)
