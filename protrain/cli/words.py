@@ -177,7 +177,7 @@ def model_options(command: _Command) -> _Command:
             multiple=True,
             type=PathName(),
             metavar="PATH",
-            help="Text file, or folder of text files; may be given several times. "
+            help="Text file, or folder of text files, with those that links lead to; may be given several times. "
             "[default: the sources of Python's standard library]",
         ),
         click.option(
