@@ -91,6 +91,12 @@ def test_a_size_that_is_shown_reads_back_nearly(size: int) -> None:
     assert float(number) * scale == pytest.approx(size, rel=0.01)
 
 
+def test_json_for_programs_has_null_where_a_figure_is_no_number() -> None:
+    value = {"a": (1.5, float("nan")), "b": [{"c": float("-inf")}, None, True, 1 << 62]}
+    text = '{"a": [1.5, null], "b": [{"c": null}, null, true, 4611686018427387904]}'
+    assert words.json_text(value) == text
+
+
 # ---- models ----
 
 

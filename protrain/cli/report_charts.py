@@ -8,7 +8,6 @@ where they all find room; legends are the page's, since those wrap.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from html import escape
 from typing import Any
 
 from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures
+from protrain.cli.words import finite
 
 WIDE, HALF, NARROW = 1040, 508, 334
 MOST_POINTS = 400
@@ -476,17 +476,8 @@ def _svg(spec: dict[str, Any], width: int, height: int, names: str, narrow: bool
         "config": _config(narrow, y_extent),
         **spec,
     }  # fmt: skip
-    drawn: str = vl_convert.vegalite_to_svg(_finite(whole))
+    drawn: str = vl_convert.vegalite_to_svg(finite(whole))  # a loss that is no number leaves a gap
     return _ours(drawn, names)
-
-
-def _finite(value: Any) -> Any:
-    """A loss that is no number leaves a gap."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ours(drawn: str, names: str) -> str:
