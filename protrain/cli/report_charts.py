@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures
+from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures, thinned
 from protrain.cli.words import finite
 
 WIDE, HALF, NARROW = 1040, 508, 334
@@ -70,13 +70,6 @@ class Drawing:
 def unit_of(size: float) -> tuple[int, str]:
     """The binary unit in which a size has one to four digits before the point."""
     return next(((s, u) for s, u in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")) if size >= s), (1, "bytes"))
-
-
-def thinned(steps: Sequence[StepFigures], most: int = MOST_POINTS) -> list[StepFigures]:
-    """At most so many of the steps, evenly, the first and the last among them."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 # ---- the charts ----
@@ -170,7 +163,7 @@ def course(
     steps: Sequence[StepFigures], field: str, planned: str | None, unit: str, scale: float, names: str, width: int = HALF
 ) -> Drawing:
     """A figure over steps, beside what was planned where that is known."""
-    shown = thinned(steps)
+    shown = thinned(steps, MOST_POINTS, field)
     values = [{"step": s.step, "value": getattr(s, field) / scale} for s in shown]
     x = {
         "field": "step", "type": "quantitative", "title": "step",
