@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -309,6 +310,15 @@ def test_memory_is_what_the_kernel_says() -> None:
     total, available = machine.memory()
     assert 0 < available <= total
     assert total == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.1)
+
+
+def test_room_is_what_the_kernel_says(tmp_path: Path) -> None:
+    found = machine.room(str(tmp_path))
+    assert found is not None
+    space = os.statvfs(tmp_path)
+    assert space.f_bavail * space.f_frsize * 0.9 < found[0] <= space.f_blocks * space.f_frsize
+    assert found[1] == (1.0 if machine.file_system(str(tmp_path))[0] in machine.AS_WRITTEN else 0.5)
+    assert machine.room("/proc") is None
 
 
 # ---- the program ----
@@ -648,6 +658,57 @@ def test_a_training_that_is_over_is_not_begun_again(
     code, _, errors = answer(capfd, monkeypatch, work, *words, "--steps", 3, "--resume", "over", "--out", "./over")
     assert (code, len(errors.splitlines())) == (1, 1)
     assert "--out './over' is the folder of --resume" in errors  # the checkpoint would be gone
+
+
+def tensors_in(folder: Path) -> int:
+    return sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])
+def test_a_disk_that_cannot_take_what_is_saved_is_refused_first(
+    precision: str,
+    checkpoints: tuple[Any, ...],
+    work: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("--memory", "64MiB", "--precision", precision, "--out", tmp_path / "out", *checkpoints)
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words, "--steps", 1)
+    assert code == 0, errors
+    size = tensors_in(tmp_path / "out")
+    there = sum(512 * file.stat().st_blocks for file in (tmp_path / "out").iterdir())
+    room = {"all": (size, 1.0), "half": ((size + 1) // 2, 0.5)}
+    trained: list[str] = []
+
+    def begin(*_: Any) -> None:
+        trained.append("begun")
+        raise PlanError("far enough")
+
+    def ask(free: int, share: float, steps: int, out: str = "out") -> str:
+        monkeypatch.setattr(machine, "room", lambda folder: (free, share) if folder == str(tmp_path) else None)
+        more = ("--out", tmp_path / out / "model") if out != "out" else ()
+        code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words, "--steps", steps, *more)
+        assert (code, len(errors.splitlines())) == (1, 1), errors
+        return errors
+
+    monkeypatch.setattr(train, "_tokens", begin)
+    what = "a checkpoint" if checkpoints else "the model"
+    for free, share in room.values():
+        assert "far enough" in ask(free, share, 1)  # what is there stays until the new one is whole
+        assert ask(free - 1, share, 1) == (
+            f"protrain: --out '{tmp_path / 'out'}': {what} takes {display.size_text(size)}; {display.size_text(free - 1)} are "
+            "free on that disk: make room, or give a folder on another one\n"
+        )
+    assert "far enough" in ask(size, 1.0, 2)  # the second one has the room of what was there
+    assert there >= size
+    shutil.rmtree(tmp_path / "out")
+    assert "far enough" in ask(2 * size, 1.0, 2)
+    twice = ask(2 * size - 1, 1.0, 2)
+    assert ("and stays until the next one is whole" if checkpoints else "far enough") in twice
+    assert f"takes {display.size_text(size)}" in ask(0, 1.0, 1, "not/there")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])

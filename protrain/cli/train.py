@@ -254,6 +254,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     on_cpu = words.device == "cpu"
     if on_cpu:  # over a GPU the first batch is refused before its first operation, and the states by wrap
         _refuse_early(words, setup.seq, model)
+    _check_room(words, model)
     tokenizer, tokens = _tokens(words, setup, display)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr or LEARNING_RATE, fused=True)
@@ -327,6 +328,20 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     )  # fmt: skip
     if failure is not None:
         raise failure
+
+
+def _check_room(words: Words, model: Any) -> None:
+    """Whether --out may have room for what is going to be saved. Raises CommandError."""
+    if words.out is None:
+        return
+    from protrain.checkpoint import saved_steps
+    from protrain.cli.export import check_room, tensor_bytes
+
+    n_checkpoints = 0
+    if words.save_every is not None:
+        done = saved_steps(words.resume) if words.resume is not None else 0
+        n_checkpoints = -(-words.steps // words.save_every) - done // words.save_every
+    check_room(words.out, tensor_bytes(model, words.precision, n_checkpoints > 0), n_checkpoints)
 
 
 def step_options(words: Words, seq: int) -> str:
