@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 
 from protrain import checkpoint
 from protrain.api import Status
-from protrain.cli import display, export, machine, model, train, words
+from protrain.base import replacing
+from protrain.cli import display, export, machine, model, notes, resumed, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError, StepError
@@ -606,6 +607,73 @@ def test_a_training_that_goes_on_tells_its_own_steps_and_needs_its_model(
     assert (code, len(errors.splitlines())) == (1, 1), errors
     refused = "protrain: --resume 'begun' is not of --model 'llama', or not whole: begun is of another model: it has "
     assert errors.startswith(refused)
+
+
+def test_a_training_that_goes_on_tells_which_of_its_words_differ(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "seen", [])
+    (work / "more.txt").write_text("a text of other words\n" * 200)
+    common = ("train", "--model", "tiny", "--memory", "64MiB")
+    first = ("--data", "text.txt", "--seq", 32, "--batch", 2, "--steps", 1, "--out", "kept", "--save-every", 1)
+    code, printed, errors = answer(capfd, monkeypatch, work, *common, *first)
+    assert code == 0, errors
+    assert "note: " not in printed
+
+    def told(*words: object) -> list[str]:
+        notes.seen.clear()
+        code, printed, errors = answer(capfd, monkeypatch, work, *common, "--steps", 2, "--resume", "kept", *words)
+        assert code == 0, errors
+        return [line for line in printed.splitlines() if line.startswith("note: --resume")]
+
+    same = ("--data", "./text.txt", "--seq", 32, "--batch", 2)
+    assert told(*same, "--disk", "elsewhere", "--lr", 0.1) == []
+    assert told(*same, "--model", "kept") == []
+    other = ("--batch", 1, "--accumulate", 2, "--seed", 3, "--precision", "bf16", "--max-grad-norm", 0.5, "--data", "more.txt")
+    tokens = {name: re.escape(repr(str(work / name))) + r" \([\d,]+ tokens\)" for name in ("text.txt", "more.txt")}
+    expected = [
+        "--seq was 32 when it was saved, and is 128 now",
+        "--batch was 2 when it was saved, and is 1 now",
+        "--accumulate was 1 when it was saved, and is 2 now",
+        "--seed was 0 when it was saved, and is 3 now",
+        r"--max-grad-norm was not given when it was saved, and is 0\.5 now",
+        "--precision was fp32 when it was saved, and is bf16 now",
+        f"--data was {tokens['text.txt']} when it was saved, and is {tokens['more.txt']} now",
+    ]
+    for line, pattern in zip(told(*other), expected, strict=True):
+        assert re.fullmatch(f"note: --resume 'kept': {pattern}", line)
+    config = small()
+    config.n_head = 8  # of as many parameters
+    config.save_pretrained(work / "heads")
+    line = "note: --resume 'kept': n_head of --model was 4 when it was saved, and is 8 now"
+    assert told(*same, "--model", "heads") == [line]
+    (work / "own.txt").write_text((work / "text.txt").read_text())
+    assert told("--data", "own.txt", *same[2:]) == []  # the same text
+    for damage in ("", "[]", '{"data": 3, "model": 4}', '{"data": {"paths": 5}}', "[" * 100000):
+        (work / "kept" / resumed.RECORD).write_text(damage)
+        assert told("--data", "more.txt", *same[2:]) == []
+    (work / "kept" / resumed.RECORD).unlink()  # as older versions saved it
+    assert told(*other) == []
+
+
+def test_the_record_of_a_trainings_words_goes_with_its_checkpoint(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SMALL, "--memory", "64MiB", "--steps", 1, "--out", "belongs")
+
+    def run_once(*more: object) -> bool:
+        code, _, errors = answer(capfd, monkeypatch, work, *words, *more)
+        assert code == 0, errors
+        return (work / "belongs" / resumed.RECORD).exists()
+
+    assert run_once("--save-every", 1)
+    assert resumed.RECORD in json.loads((work / "belongs" / "protrain.json").read_text())["files"]
+    assert checkpoint.saved_steps(work / "belongs") == 1
+    assert run_once("--save-every", 1)
+    (work / "belongs" / "protrain.json").unlink()
+    assert run_once("--save-every", 1)  # no file of others, which could not be replaced
+    assert not run_once()  # the model alone, of which it says nothing
+    assert replacing.is_of_a_model(resumed.RECORD)
 
 
 def test_a_training_that_goes_on_keeps_its_tokenizer(
