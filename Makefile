@@ -80,7 +80,7 @@ dist: $(RUN_STAMP) $(DEV_STAMP) ## make the source archive and, from it, the whe
 	@ls -sh dist
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info protrain/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info protrain/*.so protrain/*.new .mypy_cache .pytest_cache .ruff_cache
 	find protrain tests -name __pycache__ -type d -exec rm -rf {} +
 	rm -f $(VENV)/.protrain-setup-*
 

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 #: A program that takes this long hangs: a machine that is busy, or stopped for minutes, is no failure.
 HUNG_SECONDS = 600
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of tests that a shell runs in the background; what they start would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))}

@@ -99,6 +99,17 @@ def test_before_the_first_round_there_is_nothing_to_show(
     assert capsys.readouterr() == said
 
 
+def test_a_peer_whose_loss_is_no_number_is_in_json_as_null(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"verdict": "wrong", "losses": [4.0, float("nan")], "largest_difference": float("inf"), "seconds": None}
+    monkeypatch.syspath_prepend(str(bench_peers.BENCHMARKS))
+    monkeypatch.setattr("peers.runner.compare", lambda *_: {"rows": [row], "interrupted": False})
+    bench_peers.run(bench_peers.Words(tiny, 64 * MIB, 32, 1, 2, 0, None, True, False, (), None, True))
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+    assert (found["losses"], found["largest_difference"]) == ([4.0, None], None)
+
+
 def test_the_curve_is_drawn_of_what_was_measured(
     tiny: str, stop_at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import os
 import re
 import shutil
@@ -154,6 +155,14 @@ def test_archives_hold_what_they_should(checkout: Path) -> None:
     }
     assert package | {"protrain/_core.abi3.so", "protrain/py.typed"} <= names
     assert not [name for name in names if name.endswith((".c", ".h", ".cpp")) or name.startswith(("csrc", "tests"))]
+
+
+def test_what_a_killed_link_leaves_is_not_committed() -> None:
+    """setup.py links beside the extension, under its name with another end."""
+    assert 'target.with_suffix(".new")' in (ROOT / "setup.py").read_text()
+    left = Path("_core.abi3.so").with_suffix(".new").name
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert any(fnmatch.fnmatch(left, pattern) for pattern in ignored)
 
 
 def test_second_build_compiles_what_changed(checkout: Path) -> None:

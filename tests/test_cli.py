@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ import pytest
 import torch
 import transformers
 from ahead import Ahead
-from program import HUNG_SECONDS, answer, environment, interrupted, run
+from program import HUNG_SECONDS, ROOT, answer, environment, interrupted, run
 from safetensors.torch import load_file
 
 from protrain import checkpoint
 from protrain.api import Status
-from protrain.cli import display, export, machine, model, train, words
+from protrain.base import replacing
+from protrain.cli import display, export, machine, model, notes, resumed, train, words
 from protrain.cli.bench_activations import configurations
 from protrain.cli.bench_worker import materialize
 from protrain.errors import PlanError, StepError
@@ -87,6 +91,12 @@ def test_a_size_that_is_shown_reads_back_nearly(size: int) -> None:
     number, unit = words.size_text(size).replace(",", "").split()
     scale = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}[unit]
     assert float(number) * scale == pytest.approx(size, rel=0.01)
+
+
+def test_json_for_programs_has_null_where_a_figure_is_no_number() -> None:
+    value = {"a": (1.5, float("nan")), "b": [{"c": float("-inf")}, None, True, 1 << 62]}
+    text = '{"a": [1.5, null], "b": [{"c": null}, null, true, 4611686018427387904]}'
+    assert words.json_text(value) == text
 
 
 # ---- models ----
@@ -303,6 +313,15 @@ def test_memory_is_what_the_kernel_says() -> None:
     assert total == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.1)
 
 
+def test_room_is_what_the_kernel_says(tmp_path: Path) -> None:
+    found = machine.room(str(tmp_path))
+    assert found is not None
+    space = os.statvfs(tmp_path)
+    assert space.f_bavail * space.f_frsize * 0.9 < found[0] <= space.f_blocks * space.f_frsize
+    assert found[1] == (1.0 if machine.file_system(str(tmp_path))[0] in machine.AS_WRITTEN else 0.5)
+    assert machine.room("/proc") is None
+
+
 # ---- the program ----
 
 
@@ -310,6 +329,17 @@ def test_no_command_is_usage_and_2(work: Path) -> None:
     result = run(work)
     assert result.returncode == 2
     assert "Usage: protrain" in result.stderr
+
+
+def test_sources_that_are_not_installed_have_their_version(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert answer(capfd, monkeypatch, work, "--version") == (0, f"protrain, version {version}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -579,6 +609,73 @@ def test_a_training_that_goes_on_tells_its_own_steps_and_needs_its_model(
     assert errors.startswith(refused)
 
 
+def test_a_training_that_goes_on_tells_which_of_its_words_differ(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "seen", [])
+    (work / "more.txt").write_text("a text of other words\n" * 200)
+    common = ("train", "--model", "tiny", "--memory", "64MiB")
+    first = ("--data", "text.txt", "--seq", 32, "--batch", 2, "--steps", 1, "--out", "kept", "--save-every", 1)
+    code, printed, errors = answer(capfd, monkeypatch, work, *common, *first)
+    assert code == 0, errors
+    assert "note: " not in printed
+
+    def told(*words: object) -> list[str]:
+        notes.seen.clear()
+        code, printed, errors = answer(capfd, monkeypatch, work, *common, "--steps", 2, "--resume", "kept", *words)
+        assert code == 0, errors
+        return [line for line in printed.splitlines() if line.startswith("note: --resume")]
+
+    same = ("--data", "./text.txt", "--seq", 32, "--batch", 2)
+    assert told(*same, "--disk", "elsewhere", "--lr", 0.1) == []
+    assert told(*same, "--model", "kept") == []
+    other = ("--batch", 1, "--accumulate", 2, "--seed", 3, "--precision", "bf16", "--max-grad-norm", 0.5, "--data", "more.txt")
+    tokens = {name: re.escape(repr(str(work / name))) + r" \([\d,]+ tokens\)" for name in ("text.txt", "more.txt")}
+    expected = [
+        "--seq was 32 when it was saved, and is 128 now",
+        "--batch was 2 when it was saved, and is 1 now",
+        "--accumulate was 1 when it was saved, and is 2 now",
+        "--seed was 0 when it was saved, and is 3 now",
+        r"--max-grad-norm was not given when it was saved, and is 0\.5 now",
+        "--precision was fp32 when it was saved, and is bf16 now",
+        f"--data was {tokens['text.txt']} when it was saved, and is {tokens['more.txt']} now",
+    ]
+    for line, pattern in zip(told(*other), expected, strict=True):
+        assert re.fullmatch(f"note: --resume 'kept': {pattern}", line)
+    config = small()
+    config.n_head = 8  # of as many parameters
+    config.save_pretrained(work / "heads")
+    line = "note: --resume 'kept': n_head of --model was 4 when it was saved, and is 8 now"
+    assert told(*same, "--model", "heads") == [line]
+    (work / "own.txt").write_text((work / "text.txt").read_text())
+    assert told("--data", "own.txt", *same[2:]) == []  # the same text
+    for damage in ("", "[]", '{"data": 3, "model": 4}', '{"data": {"paths": 5}}', "[" * 100000):
+        (work / "kept" / resumed.RECORD).write_text(damage)
+        assert told("--data", "more.txt", *same[2:]) == []
+    (work / "kept" / resumed.RECORD).unlink()  # as older versions saved it
+    assert told(*other) == []
+
+
+def test_the_record_of_a_trainings_words_goes_with_its_checkpoint(
+    work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*SMALL, "--memory", "64MiB", "--steps", 1, "--out", "belongs")
+
+    def run_once(*more: object) -> bool:
+        code, _, errors = answer(capfd, monkeypatch, work, *words, *more)
+        assert code == 0, errors
+        return (work / "belongs" / resumed.RECORD).exists()
+
+    assert run_once("--save-every", 1)
+    assert resumed.RECORD in json.loads((work / "belongs" / "protrain.json").read_text())["files"]
+    assert checkpoint.saved_steps(work / "belongs") == 1
+    assert run_once("--save-every", 1)
+    (work / "belongs" / "protrain.json").unlink()
+    assert run_once("--save-every", 1)  # no file of others, which could not be replaced
+    assert not run_once()  # the model alone, of which it says nothing
+    assert replacing.is_of_a_model(resumed.RECORD)
+
+
 def test_a_training_that_goes_on_keeps_its_tokenizer(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,6 +728,57 @@ def test_a_training_that_is_over_is_not_begun_again(
     assert "--out './over' is the folder of --resume" in errors  # the checkpoint would be gone
 
 
+def tensors_in(folder: Path) -> int:
+    return sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])
+def test_a_disk_that_cannot_take_what_is_saved_is_refused_first(
+    precision: str,
+    checkpoints: tuple[Any, ...],
+    work: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("--memory", "64MiB", "--precision", precision, "--out", tmp_path / "out", *checkpoints)
+    code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words, "--steps", 1)
+    assert code == 0, errors
+    size = tensors_in(tmp_path / "out")
+    there = sum(512 * file.stat().st_blocks for file in (tmp_path / "out").iterdir())
+    room = {"all": (size, 1.0), "half": ((size + 1) // 2, 0.5)}
+    trained: list[str] = []
+
+    def begin(*_: Any) -> None:
+        trained.append("begun")
+        raise PlanError("far enough")
+
+    def ask(free: int, share: float, steps: int, out: str = "out") -> str:
+        monkeypatch.setattr(machine, "room", lambda folder: (free, share) if folder == str(tmp_path) else None)
+        more = ("--out", tmp_path / out / "model") if out != "out" else ()
+        code, _, errors = answer(capfd, monkeypatch, work, *SMALL, *words, "--steps", steps, *more)
+        assert (code, len(errors.splitlines())) == (1, 1), errors
+        return errors
+
+    monkeypatch.setattr(train, "_tokens", begin)
+    what = "a checkpoint" if checkpoints else "the model"
+    for free, share in room.values():
+        assert "far enough" in ask(free, share, 1)  # what is there stays until the new one is whole
+        assert ask(free - 1, share, 1) == (
+            f"protrain: --out '{tmp_path / 'out'}': {what} takes {display.size_text(size)}; {display.size_text(free - 1)} are "
+            "free on that disk: make room, or give a folder on another one\n"
+        )
+    assert "far enough" in ask(size, 1.0, 2)  # the second one has the room of what was there
+    assert there >= size
+    shutil.rmtree(tmp_path / "out")
+    assert "far enough" in ask(2 * size, 1.0, 2)
+    twice = ask(2 * size - 1, 1.0, 2)
+    assert ("and stays until the next one is whole" if checkpoints else "far enough") in twice
+    assert f"takes {display.size_text(size)}" in ask(0, 1.0, 1, "not/there")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("checkpoints", [(), ("--save-every", 1)], ids=["the model", "a checkpoint"])
 def test_a_model_that_cannot_be_saved_is_an_error_of_out(
     checkpoints: tuple[Any, ...], work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -672,14 +820,15 @@ def test_interrupted_training_is_130_and_leaves_its_trace_alone(work: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def probe(folder: Path, lines: str) -> tuple[int, str, str]:
-    """`python -m` of these lines, which say what the command does instead, and the command. Returns code, stdout and stderr."""
+def probe(folder: Path, lines: str, shell: str = "") -> tuple[int, str, str]:
+    """`python -m` of these lines, which say what the command does instead, and the command, from a shell that has done something
+    before. Returns code, stdout and stderr."""
     (folder / "probe.py").write_text(
         f"import os, signal\nfrom protrain.cli import main\n{lines}main.sys.argv[1:] = ['doctor']\nmain.main()\n"
     )
     result = subprocess.run(
-        [sys.executable, "-m", "probe"], cwd=folder, env=environment(), capture_output=True, text=True, check=False,
-        timeout=HUNG_SECONDS,
+        ["sh", "-c", f'{shell}\nexec "$@"', "sh", sys.executable, "-m", "probe"],
+        cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=HUNG_SECONDS,
     )  # fmt: skip
     return result.returncode, result.stdout, result.stderr
 
@@ -701,6 +850,20 @@ def test_an_interrupt_in_code_that_is_made_from_text_is_the_exit_code_too(tmp_pa
     """As a dataclass is while it is imported: Python would end the process by SIGINT when all is over."""
     text = f"import os, signal; os.kill(os.getpid(), signal.{name}); print(os.getpid())"
     assert probe(tmp_path, f"main.commands.invoke = lambda context: exec({text!r})\n") == (code, "", "")
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_that_was_ignored_at_the_start_stays_so(tmp_path: Path, name: str) -> None:
+    """As one of a training that a script starts in the background, or that is to outlast its terminal; the other one ends it."""
+    other = {"INT": ("TERM", 143), "TERM": ("INT", 130)}[name]
+    lines = (
+        "def invoke(context):\n"
+        f"    os.kill(os.getpid(), signal.SIG{name})\n"
+        "    print('goes on', flush=True)\n"
+        f"    os.kill(os.getpid(), signal.SIG{other[0]})\n"
+        "main.commands.invoke = invoke\n"
+    )
+    assert probe(tmp_path, lines, f"trap '' {name}") == (other[1], "goes on\n", "")
 
 
 def test_what_a_process_of_bench_refuses_is_told_as_a_training_tells_it(

@@ -153,6 +153,31 @@ def test_files_of_a_folder_are_sorted_text_without_the_hidden(tmp_path: Path) ->
     assert [str(path.relative_to(tmp_path)) for path in data.text_files([str(tmp_path)])] == ["b.txt", "sub/a.txt"]
 
 
+def test_folders_that_links_lead_to_are_read_once(tmp_path: Path) -> None:
+    for name in ("data/own/a.txt", "far/b.txt", "far/deep/c.txt", "run/d.txt", "e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    links = {
+        "data/0": "own",  # which lies there itself
+        "data/1": "../far/deep",
+        "data/2": "../far",  # the rest of it
+        "data/3": "../far",
+        "data/own/around": "../..",
+        "data/own/here": ".",
+        "far/back": "../data/own",
+        "far/round": "../far",
+        "far/deep/down": "nowhere",
+        "data/4": "../run",
+        "data/5.txt": "../run/d.txt",
+    }
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    found = data.text_files([str(tmp_path / "data")], [str(tmp_path / "run")])
+    assert [str(path.relative_to(tmp_path / "data")) for path in found] == ["1/c.txt", "2/b.txt", "own/a.txt"]
+    found = data.text_files([str(tmp_path / "data" / "4")])
+    assert found == [tmp_path / "data" / "4" / "d.txt"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [("no.txt", None, "no file"), ("empty.txt", b"", "empty"), ("bin", b"a\0b", "not UTF-8"), ("latin", b"\xe9a", "not UTF-8")],

@@ -82,12 +82,27 @@ GOOD = json.loads((CORPUS / "plan" / "small.json").read_text())
         {"forecast": []},
         {"peak_bytes": None},
         {"x" * 5000: 1},
+        {"version": 2},
+        {"version": 1.0},
+        {"version": True},
+        {"version": None},
+        {"version": "x" * 5000},
     ],
-    ids=repr,
+    ids=lambda change: repr(change)[:60],
 )
 def test_plans_with_one_wrong_value(change: dict[str, Any]) -> None:
     assert Plan.from_json(json.dumps(GOOD)).n_chunks == 2
     refused(lambda: Plan.from_json(json.dumps(GOOD | change)))
+
+
+def test_a_plan_without_a_version_is_of_the_first_one() -> None:
+    plan = Plan.from_json(json.dumps(GOOD))
+    assert json.loads(plan.to_json())["version"] == 1
+    assert Plan.from_json(plan.to_json()) == plan
+    said = refused(lambda: Plan.from_json(json.dumps(GOOD | {"version": 2})))
+    assert said == (
+        "plan: this JSON is no plan: its version is 2, this protrain reads 1; plan again, or use the protrain that wrote it"
+    )
 
 
 def test_numbers_that_no_plan_has_are_explained_in_lines_that_end() -> None:

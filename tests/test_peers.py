@@ -129,6 +129,8 @@ def test_the_table_the_page_and_the_picture_are_made_from_the_record(
     }  # fmt: skip
     written = show.write(tmp_path, whole)
     assert json.loads((tmp_path / "peers.json").read_text()) == whole
+    show.write(tmp_path, whole | {"extra": [float("nan")]})
+    assert json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail) == whole | {"extra": [None]}
     page = (tmp_path / "peers.md").read_text()
     show.print_table(whole)
     shown = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,7 @@ import pytest
 import transformers
 from browser import WIDTHS, Tags, looks_of
 from conftest import LanguageModel, TokenBatches
-from program import interrupted, run
+from program import answer, interrupted, run
 from standin import StandIn
 from twins import adamw, loss_of
 
@@ -22,6 +23,7 @@ import protrain
 from protrain.cli import report, report_charts, report_pieces, words
 from protrain.device import compute
 from protrain.profiling import timeline
+from protrain.runtime import samples
 from protrain.runtime.homes import Homes
 
 PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient_bytes", "stash_bytes", "rest_bytes")
@@ -31,12 +33,12 @@ PARTS = ("parameter_bytes", "state_bytes", "slot_bytes", "ring_bytes", "gradient
 
 
 def watched(model: Any, optimizer: Any, batches: list[Any]) -> Any:
-    samples = protrain.session_of(model).watch_memory()
+    found = protrain.session_of(model).watch_memory()
     for ids in batches:
         loss_of(model, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return samples
+    return found
 
 
 @pytest.mark.parametrize("modes", [["keep"] * 4, ["checkpoint"] * 4, ["swap", "keep", "checkpoint", "swap"]])
@@ -97,6 +99,56 @@ def test_what_a_step_left_unused_goes_to_reading_ahead() -> None:
 
 
 # ---- bad input ----
+
+
+def test_a_step_of_very_many_moments_keeps_some_and_the_highest(
+    causal_lm: LanguageModel, token_batches: TokenBatches, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 10)
+    model = causal_lm("gpt2", hidden=128)
+    model, optimizer = protrain.wrap(model, adamw(model), memory="14MiB", disk=fresh_disk, accumulate=8)
+    found = protrain.session_of(model).watch_memory()
+    for step in range(3):
+        for ids in token_batches(8):
+            loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(found._samples) <= 2 * 10 + 1
+        assert len(found.last.samples) <= 10 + 3 + len(PARTS) + 1
+        assert len(found.last.samples) + found.last.n_left_out > 8 * 2 * 4
+        assert [found.last.samples[place].moment for place in (0, -1)] == ["step begins", "step ends"]
+        assert found.last.step == step + 1
+    assert max(s.gradient_bytes for s in found.last.samples) > 0
+
+
+def test_what_is_left_out_of_samples_is_lower() -> None:
+    draw = random.Random(3)
+    whole = [
+        samples.MemorySample(i / 7, str(i), live := draw.randrange(1 << 20), live + draw.randrange(1 << 20), *sizes)
+        for i, sizes in enumerate([draw.randrange(1 << 20) for _ in PARTS] for _ in range(5000))
+    ]
+    few = samples.thinned(whole, 50)
+    assert 50 <= len(few) <= 50 + 3 + len(PARTS) + 1
+    for field in ("live_bytes", "highest_bytes", *PARTS):
+        assert max(getattr(s, field) for s in few) == max(getattr(s, field) for s in whole)
+    for before, sample in itertools.pairwise(few):
+        between = whole[int(before.moment) + 1 : int(sample.moment) + 1]
+        assert sample.highest_bytes == max(s.highest_bytes for s in between)
+    assert samples.thinned(whole[:50], 50) == whole[:50]
+
+
+def test_of_very_many_steps_the_highest_stay() -> None:
+    def step(number: int, loss: float, peak: int) -> report.StepFigures:
+        return report.StepFigures(number, loss, 0.5, 0.0, 0.0, peak, 0)
+
+    steps = [step(i, 2.0, 100) for i in range(1, 30001)]
+    steps[12345] = step(12346, 9.0, 100)
+    steps[23456] = step(23457, 2.0, 101)
+    few = report.thinned(steps, 400)
+    assert 400 <= len(few) <= 400 + 6
+    assert {1, 12346, 23457, 30000} <= {s.step for s in few}
+    steps[777] = step(778, float("nan"), 100)
+    assert 778 in {s.step for s in report.thinned(steps, 400, "loss")}
 
 
 def test_a_report_that_cannot_be_made_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,6 +223,24 @@ def test_the_page_has_each_part_with_its_figures(trained: tuple[Path, list[dict[
         assert word in page.text, word
 
 
+@pytest.mark.filterwarnings("ignore:protrain. steps took")  # of a busy machine
+def test_the_page_of_a_long_training_says_what_it_leaves_out(
+    work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 10)
+    monkeypatch.setattr(report, "MOST_STEPS", 4)
+    words = ("--steps", 24, "--accumulate", 4, "--report", tmp_path / "page.html", "--json")
+    code, printed, errors = answer(capfd, monkeypatch, work, *WORDS, *words)
+    assert code == 0, errors
+    page = Tags((tmp_path / "page.html").read_text())
+    assert re.search(r"(\d+) of them are shown, evenly over the step, with the highest\.", page.text)
+    assert re.search(r"\d+ of \d+ measurements, with the highest, in MiB", page.text)
+    shown, steps = re.search(r"(\d+) of (\d+) steps, evenly, with the highest", page.text).groups()  # type: ignore[union-attr]
+    assert (int(shown) < 12, steps) == (True, "24")
+    losses = [json.loads(line)["loss"] for line in printed.splitlines()[:-1]]
+    assert f"From {losses[0]:.4f} to {losses[-1]:.4f} in 24 steps" in page.text
+
+
 def test_the_page_fetches_nothing_and_runs_nothing(trained: tuple[Path, list[dict[str, Any]]]) -> None:
     text = trained[0].read_text()
     page = Tags(text)
@@ -217,7 +287,7 @@ def figures(draw: random.Random, seconds: float) -> list[report_charts.Drawing]:
     """The charts of a training whose last step took so long, and of comparisons; everything else of them by chance."""
     rows = [report.Row("read", name, 1, seconds / 2, [[0.1 * seconds, 0.6 * seconds]]) for name in ("gradients to disk", "wait")]
     sizes = {part: draw.randrange(1 << draw.randint(20, 40)) for part in PARTS}
-    samples = [
+    taken = [
         {"seconds": t * seconds, "live_bytes": sum(sizes.values()), "highest_bytes": sum(sizes.values()), **sizes}
         for t in (0, 0.5, 1)
     ]
@@ -229,7 +299,7 @@ def figures(draw: random.Random, seconds: float) -> list[report_charts.Drawing]:
         for i in range(1, draw.choice((2, 4, 60, 99999)), 7)
     ]
     budget = draw.randrange(1 << 40)
-    found = report.Recorded(steps, budget, {"peak_bytes": budget // 2}, steps[-1].step, seconds, samples, rows)
+    found = report.Recorded(steps, budget, {"peak_bytes": budget // 2}, steps[-1].step, seconds, taken, rows)
     sides = [report.Side(name, [seconds * draw.uniform(0.9, 2) for _ in range(5)], {}) for name in ("plain", "protrain")]
     points = [
         report.Point(mode, mode, draw.randrange(1 << 30, 1 << 34), draw.uniform(1, 2) / seconds, {})

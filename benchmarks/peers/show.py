@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.words import MIB, count, duration_text, size_text
+from protrain.cli.words import MIB, count, duration_text, json_text, size_text
 
 HEADINGS = ("", "tokens/s", "median step", "to plain torch", "peak memory", "in budget", "protrain", "losses", "set-up", "knobs")
 LOSSES = {"equal": "equal", "close": "close", "wrong": "wrong"}
@@ -397,7 +397,7 @@ def write(folder: Path, found: dict[str, Any]) -> list[str]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written = ["peers.json", "peers.md"]
-    write_file(str(folder / "peers.json"), (json.dumps(found, indent=1) + "\n").encode())
+    write_file(str(folder / "peers.json"), (json_text(found, indent=1) + "\n").encode())
     write_file(str(folder / "peers.md"), markdown(found).encode())
     if find_spec("matplotlib") is not None:
         write_file(str(folder / "peers.png"), picture(found))

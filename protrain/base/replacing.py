@@ -34,14 +34,15 @@ litter: set[str] = set()
 #: Names of the files of a model and its tokenizer.
 _OF_MODELS = re.compile(
     r"(generation_|adapter_|preprocessor_|processor_)?config\.json|.*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?|"
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model"
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.model|"
+    r"protrain_train\.json"  # of cli/resumed.py
 )
 
 #: Of them, what a folder may hold that is replaced as a whole: no weights under other names, such as an average or an adapter.
 _OF_A_MODEL_ALONE = re.compile(
     r"(generation_|preprocessor_|processor_)?config\.json|(model|optimizer|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
     r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"
-    r"chat_template\.(json|jinja)|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"chat_template\.(json|jinja)|(tokenizer|spiece|sentencepiece\.bpe)\.model|protrain_train\.json"
 )
 
 #: The file by which a folder is a checkpoint, with all that is neither a weight nor an array of state; and the key under which it

@@ -19,7 +19,7 @@ from typing import Any
 
 from protrain.cli import interrupt
 from protrain.cli.report import Page, Recorded, Side, check_report, machine_facts, write
-from protrain.cli.words import CommandError, duration_text, size_text, writing
+from protrain.cli.words import CommandError, duration_text, json_text, size_text, writing
 
 WARM_STEPS = 3  # of protrain: the first plans, the first two update in step()
 LATE_SECONDS = 20.0  # after Ctrl-C: at most, for the steps that are under way
@@ -108,7 +108,7 @@ def run(words: Words) -> None:
                 child.end()
     recorded = result["protrain"].pop("recorded", None)
     if words.as_json:
-        print(json.dumps(result), flush=True)
+        print(json_text(result), flush=True)
     else:
         _print(words, result)
     if words.report is not None and recorded is not None:

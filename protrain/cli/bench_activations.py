@@ -11,7 +11,6 @@ beside keep, whose process goes on: times are compared within a group.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Generator, Iterator
@@ -22,7 +21,7 @@ from protrain.cli import interrupt, machine
 from protrain.cli.bench import LATE_SECONDS, WARM_STEPS, WRITE_SECONDS, Child, end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.report import Page, Point, Recorded, check_report, machine_facts, write
-from protrain.cli.words import MIB, CommandError, check_picture, duration_text, size_text, writing
+from protrain.cli.words import MIB, CommandError, check_picture, duration_text, json_text, size_text, writing
 
 KEEP = "keep"
 
@@ -108,10 +107,10 @@ def run(words: Words) -> None:
         for measured in bench.measure(wanted):
             found.append(measured)
             if words.as_json:
-                print(json.dumps(asdict(measured)), flush=True)
+                print(json_text(asdict(measured)), flush=True)
     summary = _summary(words, found)
     if words.as_json:
-        print(json.dumps(summary), flush=True)
+        print(json_text(summary), flush=True)
     else:
         _print(found, summary)
     if words.out is not None:

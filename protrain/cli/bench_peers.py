@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -18,7 +17,7 @@ from protrain.cli import machine
 from protrain.cli.bench import end_early, saying_what_is_missing
 from protrain.cli.display import status_line
 from protrain.cli.report import check_report
-from protrain.cli.words import CommandError, writing
+from protrain.cli.words import CommandError, json_text, writing
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -71,7 +70,7 @@ def run(words: Words) -> None:
             raise CommandError(str(error)) from None
     found["took_seconds"] = time.monotonic() - begin
     if words.as_json:
-        print(json.dumps(found))
+        print(json_text(found))
     else:
         show.print_table(found)
     if words.out is not None:

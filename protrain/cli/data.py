@@ -52,7 +52,8 @@ def text_files(paths: Sequence[str], apart: Sequence[str] = ()) -> list[Path]:
     """The files that paths name, folders searched in sorted order; without paths the standard library's sources.
 
     A file that is named must exist, be UTF-8 and not empty; in a folder, hidden files, what is no text and what lies in the
-    folders `apart`, which a training writes, are passed over. Raises DataError.
+    folders `apart`, which a training writes, are passed over. Folders that links lead to are read too, each folder once. Raises
+    DataError.
     """
     if not paths:
         return standard_library()
@@ -71,9 +72,8 @@ def _files_of(name: str, apart: Sequence[Path]) -> list[Path]:
     if name and path.is_dir():
         os.scandir(path).close()
         root = Path(os.path.realpath(path))
-        inside = [each for each in apart if root in each.parents]
-        found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and not _lies_in(file, inside)]
-        found = [file for file in found if _is_text(file)]
+        beside = [each for each in apart if not root.is_relative_to(each)]
+        found = [file for file in sorted(_files_below(path, root, beside)) if _is_text(file)]
         if not found:
             raise DataError(f"no text in the folder {name!r}; give a folder with UTF-8 text files")
         return found
@@ -87,6 +87,28 @@ def _files_of(name: str, apart: Sequence[Path]) -> list[Path]:
     if not _is_text(path):
         raise DataError(f"the file {name!r} is not UTF-8 text; give text")
     return [path]
+
+
+def _files_below(path: Path, root: Path, apart: Sequence[Path]) -> Iterator[Path]:
+    """What lies in a folder and in those below it, but what is hidden or lies in the folders `apart`. A folder that has several
+    names is met under its own, where it lies below, else under the first link that leads there; links to `root`, where the folder
+    lies, and around it are loops."""
+    seen: set[tuple[int, int]] = set()
+    tops = [path]
+    while tops:
+        links: list[Path] = []
+        for folder, folders, names in (found for top in tops for found in os.walk(top)):
+            about = os.stat(folder)
+            if (about.st_dev, about.st_ino) in seen or _lies_in(Path(folder), apart):
+                folders.clear()  # which are not entered
+                continue
+            seen.add((about.st_dev, about.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            links += [Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
+            for file in (Path(folder, name) for name in names if not name.startswith(".")):
+                if not (file.is_symlink() and _lies_in(file, apart)):
+                    yield file
+        tops = sorted(link for link in links if not root.is_relative_to(os.path.realpath(link)))
 
 
 def pieces(file: Path) -> Iterator[str]:
@@ -108,13 +130,9 @@ def pieces(file: Path) -> Iterator[str]:
         yield rest
 
 
-def _lies_in(file: Path, apart: Sequence[Path]) -> bool:
-    whole = Path(os.path.realpath(file)) if apart else file
-    return any(whole.is_relative_to(each) for each in apart)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _lies_in(path: Path, apart: Sequence[Path]) -> bool:
+    real = Path(os.path.realpath(path)) if apart else path
+    return any(real.is_relative_to(each) for each in apart)
 
 
 def _is_text(file: Path) -> bool:

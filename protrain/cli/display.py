@@ -6,8 +6,6 @@ All three are told the same things: `stage` (what is being prepared), `note` (a 
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import time
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from protrain.cli.words import count, duration_text, size_text
+from protrain.cli.words import count, duration_text, json_text, size_text
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,11 @@ class _Json:
         pass
 
     def step(self, step: Step) -> None:
-        print(json.dumps(_finite(asdict(step))), flush=True)
+        print(json_text(asdict(step)), flush=True)
 
     def finish(self, summary: Summary) -> None:
         values = asdict(summary)
-        print(json.dumps(_finite(values | values.pop("fields"))), flush=True)
+        print(json_text(values | values.pop("fields")), flush=True)
 
 
 class _Plain:
@@ -214,11 +212,6 @@ class _Live:
         )
         body.add_row("waiting", _share(last), "of the step's time")
         return Panel(Group(head, body), title=self._title, title_align="left")
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """A loss may be no number, which JSON has none for: null."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
 
 
 def _of_budget(size_bytes: int, budget_bytes: int | None) -> str:

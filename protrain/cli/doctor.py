@@ -7,7 +7,6 @@ does not fail.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ import torch
 from protrain import _core
 from protrain.base.sizes import default_disk_folder, default_memory_bytes
 from protrain.cli import machine
-from protrain.cli.words import size_text
+from protrain.cli.words import json_text, size_text
 from protrain.profiling import calibration
 
 BENCH_BYTES = 256 << 20
@@ -39,7 +38,7 @@ def run(disk: str | None, as_json: bool) -> None:
     """Find out and print."""
     rows = [*_versions(), *_processor(), *_memory(), *_disk(disk)]
     if as_json:
-        print(json.dumps({row.what: {"found": row.found, "meaning": row.meaning, **row.values} for row in rows}))
+        print(json_text({row.what: {"found": row.found, "meaning": row.meaning, **row.values} for row in rows}))
         return
     _print(rows)
 

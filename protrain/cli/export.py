@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +16,11 @@ import torch
 from torch import nn
 
 from protrain.base import replacing
-from protrain.base.replacing import replaced
-from protrain.cli.words import CommandError, check_path
+from protrain.base.replacing import clear_leftovers, replaced
+from protrain.cli import machine
+from protrain.cli.words import CommandError, check_path, size_text
 from protrain.errors import DiskError
-from protrain.model.precision import saved_config
+from protrain.model.precision import dtype_of, saved_config
 from protrain.state.tensorfiles import Progress, Told, entries, write_tensors
 
 
@@ -44,6 +47,46 @@ def check_target(folder: str) -> None:
         replacing.check_target(folder)
     except DiskError as error:
         raise CommandError(f"--out: {error}") from None
+
+
+def tensor_bytes(model: nn.Module, precision: str, is_checkpoint: bool) -> int:
+    """What the tensors of a folder take: the model's, and in a checkpoint AdamW's moments and the masters of bf16 parameters."""
+    dtype, parameters = dtype_of(precision), dict(model.named_parameters(remove_duplicate=False))
+    found = sum(
+        math.prod(entry.shape) * (dtype if entry.name in parameters else entry.dtype).itemsize for entry in entries(model)
+    )
+    arrays = 2 if dtype == torch.float32 else 3
+    states = sum(4 * arrays * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return found + (states if is_checkpoint else 0)
+
+
+def check_room(folder: str, size_bytes: int, n_checkpoints: int) -> None:
+    """Whether --out may have room for what a training writes there. What is written lies beside what is there until it is whole.
+
+    Args: size_bytes, of the model or of a checkpoint; n_checkpoints, how many of them take each other's place, 0 for the model.
+    Raises CommandError where it surely has none.
+    """
+    clear_leftovers(folder)  # as what writes there does
+    target = Path(os.path.realpath(folder))
+    above = target.parent
+    while not above.exists():
+        above = above.parent
+    found = machine.room(str(above))
+    if found is None:
+        return
+    free_bytes, kept_share = found
+    there_bytes = 0  # which the first one gives back for the second
+    with contextlib.suppress(OSError), os.scandir(target) as entries_there:
+        there_bytes = sum(512 * entry.stat().st_blocks for entry in entries_there)
+    needed = kept_share * size_bytes
+    what = f"{'a checkpoint' if n_checkpoints else 'the model'} takes {size_text(size_bytes)}"
+    if free_bytes >= needed:
+        if n_checkpoints < 2 or free_bytes + there_bytes >= 2 * needed:
+            return
+        what += ", and stays until the next one is whole"
+    raise CommandError(
+        f"--out {folder!r}: {what}; {size_text(free_bytes)} are free on that disk: make room, or give a folder on another one"
+    )
 
 
 @contextmanager

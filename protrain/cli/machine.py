@@ -10,6 +10,8 @@ from protrain.base import sizes
 
 #: File systems whose files stay in memory: those that csrc/disk/file.c refuses, and that of device files.
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
+#: Those on which a file takes no less than its bytes; others may compress, or lie on one that does.
+AS_WRITTEN = ("ext2", "ext3", "ext4", "xfs", "tmpfs")
 
 
 def memory() -> tuple[int, int]:
@@ -57,3 +59,13 @@ def file_system(folder: str) -> tuple[str, int]:
     kind, _ = max(reversed(found), key=lambda mount: mount[1])  # of several at one point the last is seen
     space = os.statvfs(folder)
     return kind, space.f_bavail * space.f_frsize
+
+
+def room(folder: str) -> tuple[int, float] | None:
+    """The bytes that are free at most for this user on a folder's file system, and how many of them a byte of a file takes at
+    least; None: it does not say."""
+    space = os.statvfs(folder)
+    if space.f_blocks == 0:
+        return None
+    free = (space.f_bfree if os.geteuid() == 0 else space.f_bavail) * space.f_frsize  # some are kept for root
+    return free, 1.0 if file_system(folder)[0] in AS_WRITTEN else 0.5

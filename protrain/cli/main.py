@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from protrain import __version__
 from protrain.cli import interrupt, notes
 from protrain.cli.words import (
     CommandError,
@@ -48,7 +49,7 @@ class _Group(_Command, click.Group):
 
 
 @click.group(cls=_Group, context_settings=_CONTEXT)
-@click.version_option(package_name="protrain", prog_name="protrain")
+@click.version_option(__version__, prog_name="protrain")
 def commands() -> None:
     """Train models whose training state does not fit memory, bit for bit as plain PyTorch does.
 

@@ -1,4 +1,4 @@
-"""Warnings of protrain, that the commands tell as they come: what ends the process may be what one has warned of."""
+"""Warnings of protrain, and notes of the commands, told as they come: what ends the process may be what one has warned of."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def tell(text: str) -> None:
+    """Those who listen hear it, once."""
+    if text not in seen:
+        seen.append(text)
+        for listener in _listeners:
+            listener(text)
+
+
 def _keep(
     message: Warning | str,
     category: type[Warning],
@@ -44,7 +52,5 @@ def _keep(
 ) -> None:
     text = " ".join(str(message).split())
     ours = os.path.abspath(filename).startswith(_PACKAGE) and not issubclass(category, (DeprecationWarning, ImportWarning))
-    if (ours or category.__module__.split(".")[0] == "protrain") and text not in seen:
-        seen.append(text)
-        for listener in _listeners:
-            listener(text)
+    if ours or category.__module__.split(".")[0] == "protrain":
+        tell(text)

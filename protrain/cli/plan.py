@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -102,9 +101,7 @@ def _plan(words: Words, own: PlanWords, source: Source) -> Profile:
         except BudgetError:  # of another tier, which would have more to hold
             more = None
     if words.as_json:
-        from protrain.cli.train import fields_of
-
-        print(json.dumps(fields_of(plan)))
+        print(plan.to_json())
     else:
         print(f"{source.title}, budget {size_text(budget)}")
         _say_age(source)

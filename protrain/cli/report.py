@@ -7,17 +7,20 @@ their own. `Page` adds what the command knows: title, facts, comparisons. report
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from protrain.base.thinning import kept
 from protrain.cli import machine
 from protrain.cli.words import CommandError, check_file, size_text
 
 #: Of a lane's events, gaps shorter than this part of the step are no gaps that a page could show.
 FINEST_PART = 2000
+MOST_STEPS = 2000  # that are kept of a training, about
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All steps, and of the last one its plan, memory (fields of MemorySample) and lanes; missing says why there are no lanes."""
+    """The steps, and of the last one its plan, memory (fields of MemorySample) and lanes; missing says why there are no lanes.
+    Of very many steps and samples some are left out, of which there are so many."""
 
     steps: list[StepFigures]
     budget_bytes: int
@@ -56,6 +60,18 @@ class Recorded:
     samples: list[dict[str, Any]]
     rows: list[Row]
     missing: str = ""
+    n_steps_left_out: int = 0
+    n_samples_left_out: int = 0
+
+    @property
+    def n_steps(self) -> int:
+        """How many were made."""
+        return len(self.steps) + self.n_steps_left_out
+
+    @property
+    def n_samples(self) -> int:
+        """How many were taken of the last step."""
+        return len(self.samples) + self.n_samples_left_out
 
     @classmethod
     def from_fields(cls, found: dict[str, Any]) -> Recorded:
@@ -170,6 +186,7 @@ class Recorder:
         self._model = model
         self._samples = protrain.session_of(model).watch_memory()
         self._status: Any = None
+        self._n_steps = 0
         self.steps: list[StepFigures] = []
 
     @property
@@ -185,6 +202,9 @@ class Recorder:
         if memory is None or memory.step != status.steps:
             return
         self._status = status
+        self._n_steps += 1
+        if len(self.steps) >= 2 * MOST_STEPS:
+            self.steps = thinned(self.steps, MOST_STEPS)
         plan = memory.plan
         self.steps.append(
             StepFigures(
@@ -207,10 +227,23 @@ class Recorder:
             rows = _rows(status.timeline())
         except StepError as error:
             missing = str(error)
+        steps = thinned(self.steps, MOST_STEPS)
         return Recorded(
-            self.steps, status.budget_bytes, fields_of(memory.plan), memory.step, memory.samples[-1].seconds,
-            [fields_of(sample) for sample in memory.samples], rows, missing,
+            steps, status.budget_bytes, fields_of(memory.plan), memory.step, memory.samples[-1].seconds,
+            [fields_of(sample) for sample in memory.samples], rows, missing, self._n_steps - len(steps), memory.n_left_out,
         )  # fmt: skip
+
+
+def thinned(steps: Sequence[StepFigures], most: int, field: str = "peak_bytes") -> list[StepFigures]:
+    """About so many of the steps at most, evenly, those among them that are highest in this field; and the highest loss, peak and
+    time of all. A loss that is no number is the highest."""
+
+    def size(step: StepFigures, name: str) -> float:
+        value: float = getattr(step, name)
+        return value if math.isfinite(value) else math.inf
+
+    sizes = [[size(step, name) for name in (field, "loss", "peak_bytes", "seconds")] for step in steps]
+    return [steps[number] for number in kept([step.step for step in steps], sizes, most)]
 
 
 def _rows(timeline: Any) -> list[Row]:

@@ -8,7 +8,6 @@ where they all find room; legends are the page's, since those wrap.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures
+from protrain.cli.report import Compared, Point, Recorded, Side, StepFigures, thinned
+from protrain.cli.words import finite
 
 WIDE, HALF, NARROW = 1040, 508, 334
 MOST_POINTS = 400
@@ -70,13 +70,6 @@ class Drawing:
 def unit_of(size: float) -> tuple[int, str]:
     """The binary unit in which a size has one to four digits before the point."""
     return next(((s, u) for s, u in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")) if size >= s), (1, "bytes"))
-
-
-def thinned(steps: Sequence[StepFigures], most: int = MOST_POINTS) -> list[StepFigures]:
-    """At most so many of the steps, evenly, the first and the last among them."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 # ---- the charts ----
@@ -170,7 +163,7 @@ def course(
     steps: Sequence[StepFigures], field: str, planned: str | None, unit: str, scale: float, names: str, width: int = HALF
 ) -> Drawing:
     """A figure over steps, beside what was planned where that is known."""
-    shown = thinned(steps)
+    shown = thinned(steps, MOST_POINTS, field)
     values = [{"step": s.step, "value": getattr(s, field) / scale} for s in shown]
     x = {
         "field": "step", "type": "quantitative", "title": "step",
@@ -476,17 +469,8 @@ def _svg(spec: dict[str, Any], width: int, height: int, names: str, narrow: bool
         "config": _config(narrow, y_extent),
         **spec,
     }  # fmt: skip
-    drawn: str = vl_convert.vegalite_to_svg(_finite(whole))
+    drawn: str = vl_convert.vegalite_to_svg(finite(whole))  # a loss that is no number leaves a gap
     return _ours(drawn, names)
-
-
-def _finite(value: Any) -> Any:
-    """A loss that is no number leaves a gap."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ours(drawn: str, names: str) -> str:

@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby
 
 from protrain.cli import report_charts as charts
-from protrain.cli.report import Page, Recorded, StepFigures
+from protrain.cli.report import Page, Recorded, thinned
 from protrain.cli.report_pieces import chart, css, document, facts, header, key, legend, section, table, tiles
 from protrain.cli.words import count, duration_text, size_text
 
@@ -41,7 +41,7 @@ def _key_figures(found: Recorded) -> str:
     highest = max(step.peak_bytes for step in steps)
     return tiles(
         [
-            ("Loss", f"{last.loss:.4f}", f"from {steps[0].loss:.4f}, {count(len(steps), 'step')}"),
+            ("Loss", f"{last.loss:.4f}", f"from {steps[0].loss:.4f}, {count(found.n_steps, 'step')}"),
             (
                 "Last step",
                 duration_text(last.seconds),
@@ -83,12 +83,16 @@ def _memory(found: Recorded) -> str:
         for s in samples
     ]
     told = (
-        f"Step {found.last_step}, measured at {len(samples)} moments, where blocks begin and end; the bands join them. "
+        f"Step {found.last_step}, measured at {found.n_samples:,} moments, where blocks begin and end; the bands join them. "
         f"The line above is the most that was live since the moment before."
     )
+    title = f"All {len(samples)} measurements, in {unit}"
+    if found.n_samples_left_out:
+        told += f" {len(samples):,} of them are shown, evenly over the step, with the highest."
+        title = f"{len(samples):,} of {found.n_samples:,} measurements, with the highest, in {unit}"
     return section(
         "memory", "Memory over the step", told,
-        legend(entries) + chart(charts.memory(found, names)) + table(f"All {len(samples)} measurements, in {unit}", heads, rows),
+        legend(entries) + chart(charts.memory(found, names)) + table(title, heads, rows),
     )  # fmt: skip
 
 
@@ -175,12 +179,12 @@ def _prediction(found: Recorded) -> str:
     ]  # fmt: skip
     times = charts.course(
         found.steps, "seconds", "predicted_seconds", "s", 1.0,
-        f"Time of {count(len(found.steps), 'step')}, planned and measured; the last took {duration_text(last.seconds)}.",
+        f"Time of {count(found.n_steps, 'step')}, planned and measured; the last took {duration_text(last.seconds)}.",
     )  # fmt: skip
     scale, unit = charts.unit_of(max(max(s.peak_bytes, s.predicted_peak_bytes) for s in found.steps))
     peaks = charts.course(
         found.steps, "peak_bytes", "predicted_peak_bytes", unit, scale,
-        f"Peak memory of {count(len(found.steps), 'step')}, planned and measured; of the last {size_text(last.peak_bytes)}.",
+        f"Peak memory of {count(found.n_steps, 'step')}, planned and measured; of the last {size_text(last.peak_bytes)}.",
     )  # fmt: skip
     keys = [key("rule line-measured", "", "measured", ""), key("rule line-planned", "", "planned", "")]
     told = (
@@ -194,7 +198,7 @@ def _prediction(found: Recorded) -> str:
     return section(
         "prediction", "Planned and measured", told,
         table("The last step", ["", "planned", "measured", "difference"], rows, opened=True) + legend(keys) + pair
-        + _steps_table(found.steps),
+        + _steps_table(found),
     )  # fmt: skip
 
 
@@ -202,9 +206,11 @@ def _off(measured: float, planned: float) -> str:
     return f"{100 * (measured / planned - 1):+.1f} %".replace("-", "−") if planned > 0 else ""
 
 
-def _steps_table(steps: Sequence[StepFigures]) -> str:
-    shown = charts.thinned(steps, MOST_ROWS)
-    title = f"All {count(len(steps), 'step')}" if len(shown) == len(steps) else f"{len(shown)} of {len(steps):,} steps, evenly"
+def _steps_table(found: Recorded) -> str:
+    shown = thinned(found.steps, MOST_ROWS)
+    title = f"All {count(len(shown), 'step')}"
+    if len(shown) < found.n_steps:
+        title = f"{len(shown)} of {found.n_steps:,} steps, evenly, with the highest"
     rows = [
         [
             str(s.step), f"{s.loss:.4f}", duration_text(s.seconds),
@@ -219,7 +225,7 @@ def _steps_table(steps: Sequence[StepFigures]) -> str:
 def _loss(found: Recorded) -> str:
     steps = found.steps
     finite = all(math.isfinite(step.loss) for step in steps)
-    told = f"From {steps[0].loss:.4f} to {steps[-1].loss:.4f} in {count(len(steps), 'step')}" + (
+    told = f"From {steps[0].loss:.4f} to {steps[-1].loss:.4f} in {count(found.n_steps, 'step')}" + (
         "." if finite else "; where the line has gaps the loss was no number."
     )
     drawing = charts.course(steps, "loss", None, "", 1.0, f"Loss over steps. {told}", charts.WIDE)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from protrain.cli.words import CommandError, duration_text, size_text, writing
+from protrain.cli.words import CommandError, duration_text, json_text, size_text, writing
 
 if TYPE_CHECKING:
     from protrain.planner.plans import Plan
@@ -98,10 +98,8 @@ def show(title: str, plans: list[Plan], as_json: bool, out: str | None) -> None:
     if not plans:
         raise CommandError("--sweep: no budget works")
     if as_json:
-        from protrain.cli.train import fields_of
-
         for plan in plans:
-            print(json.dumps({**fields_of(plan), "limit": limit_of(plan)}), flush=True)
+            print(json_text({**json.loads(plan.to_json()), "limit": limit_of(plan)}), flush=True)
     else:
         print(title)
         _print(plans)

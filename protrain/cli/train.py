@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protrain.base.replacing import clear_leftovers
 from protrain.base.sizes import default_disk_folder
-from protrain.cli import interrupt, notes
+from protrain.cli import interrupt, notes, resumed
 from protrain.cli.data import batch, check_length, encode, has_tokenizer, read_tokenizer, text_files, train_tokenizer
 from protrain.cli.display import Display, Step, Summary, make_display
 from protrain.cli.machine import IN_MEMORY, file_system
@@ -254,7 +254,12 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     on_cpu = words.device == "cpu"
     if on_cpu:  # over a GPU the first batch is refused before its first operation, and the states by wrap
         _refuse_early(words, setup.seq, model)
+    _check_room(words, model)
     tokenizer, tokens = _tokens(words, setup, display)
+    record = resumed.record_of(words, setup.seq, setup.config, tokens)
+    if words.resume is not None:
+        for difference in resumed.differences(resumed.read(words.resume), record):
+            notes.tell(f"--resume {words.resume!r}: {difference}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=words.lr or LEARNING_RATE, fused=True)
     source: dict[str, Any] = (
@@ -289,7 +294,7 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = words.lr
     done = protrain.status(model).steps
-    saver = _Saver(words.out, words.save_every, setup.config, tokenizer, display.saving)
+    saver = _Saver(words.out, words.save_every, setup.config, tokenizer, record, display.saving)
     tracer = _Tracer(words.trace)
     reporter = _Reporter(words, setup.seq, model) if words.report is not None else None
     try:
@@ -327,6 +332,20 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     )  # fmt: skip
     if failure is not None:
         raise failure
+
+
+def _check_room(words: Words, model: Any) -> None:
+    """Whether --out may have room for what is going to be saved. Raises CommandError."""
+    if words.out is None:
+        return
+    from protrain.checkpoint import saved_steps
+    from protrain.cli.export import check_room, tensor_bytes
+
+    n_checkpoints = 0
+    if words.save_every is not None:
+        done = saved_steps(words.resume) if words.resume is not None else 0
+        n_checkpoints = -(-words.steps // words.save_every) - done // words.save_every
+    check_room(words.out, tensor_bytes(model, words.precision, n_checkpoints > 0), n_checkpoints)
 
 
 def step_options(words: Words, seq: int) -> str:
@@ -494,23 +513,24 @@ class _Reporter:
 class _Saver:
     """Writes --out: the model at the end, or checkpoints on the way where --save-every asks for them."""
 
-    def __init__(self, folder: str | None, every: int | None, config: Any, tokenizer: Any, progress: Progress) -> None:
+    def __init__(
+        self, folder: str | None, every: int | None, config: Any, tokenizer: Any, record: dict[str, Any], progress: Progress
+    ) -> None:
         self.folder, self.every, self.config, self.tokenizer, self.progress = folder, every, config, tokenizer, progress
+        self.record = record  # of resumed.py, beside checkpoints
         self.saved_step = 0
 
     def _checkpoint(self, model: Any, optimizer: Any) -> None:
         import protrain
         from protrain.cli.export import add_files, saving
 
+        def add(fresh: Path) -> None:
+            add_files(fresh, model, self.config, self.tokenizer)
+            resumed.write(fresh, self.record)
+
         assert self.folder is not None
         with saving(self.folder):
-            protrain.save(
-                model,
-                optimizer,
-                self.folder,
-                extra=lambda fresh: add_files(fresh, model, self.config, self.tokenizer),
-                progress=self.progress,
-            )
+            protrain.save(model, optimizer, self.folder, extra=add, progress=self.progress)
 
     def after(self, number: int, model: Any, optimizer: Any) -> None:
         """After step `number`: a checkpoint where it is due."""

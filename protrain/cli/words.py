@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import re
 import stat
@@ -177,7 +179,7 @@ def model_options(command: _Command) -> _Command:
             multiple=True,
             type=PathName(),
             metavar="PATH",
-            help="Text file, or folder of text files; may be given several times. "
+            help="Text file, or folder of text files, with those that links lead to; may be given several times. "
             "[default: the sources of Python's standard library]",
         ),
         click.option(
@@ -394,6 +396,20 @@ def size_text(size: float) -> str:
             value = size / scale
             return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def finite(value: Any) -> Any:
+    """The value with None in the place of each number that is none or infinite, which JSON has not: a loss may be one."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON for programs, in one line where there is no indent."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def count(number: int, word: str) -> str:

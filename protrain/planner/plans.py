@@ -6,10 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..base.reading import given_as, parse, typed
+from ..base.reading import given_as, parse, shown, typed
 from ..errors import PlanError
 from ..model.layout import Layout
 
+VERSION = 1  # of a plan's JSON; one that has none is of the first, whose fields are the same
 MODES = ("keep", "swap", "checkpoint", "checkpoint_swap")
 
 #: Why compute waits, in the order of csrc/plan/plan.h.
@@ -77,18 +78,25 @@ class Plan:
         return explain(self, more)
 
     def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` gives an equal plan."""
-        return json.dumps(asdict(self))
+        """All fields and the version of this form as a JSON object; `from_json` gives an equal plan."""
+        return json.dumps({"version": VERSION} | asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is no JSON object with a plan's fields.
+            PlanError: the text is no JSON object with a plan's fields, or of another version.
         """
         try:
-            found = typed(cls, parse(text))
+            values = parse(text)
+            version = values.pop("version", VERSION) if isinstance(values, dict) else VERSION
+            if type(version) is not int or version != VERSION:
+                raise ValueError(
+                    f"its version is {shown(version)}, this protrain reads {VERSION}; plan again, or use the protrain that wrote "
+                    "it"
+                )
+            found = typed(cls, values)
             found._check()
         except ValueError as error:
             raise PlanError(f"plan: this JSON is no plan: {error}") from error

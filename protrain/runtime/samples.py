@@ -3,29 +3,33 @@
 Each sample is measured: live bytes are the account's, parts are what the engine, the stash and `.grad` hold at that moment. What
 none of them holds is activations that autograd keeps, the batch, and what the operation under way has made. Between two samples
 the arena's own mark tells the highest there was, so a peak inside a block is seen as well. Nothing is recorded unless asked for.
+Of a step of very many moments, as --accumulate makes them, some are kept, and what was highest is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import _core
+from ..base.thinning import kept
 from ..model.parameters import DisableTorchFunction
 from ..planner.plans import Plan
 
 if TYPE_CHECKING:
     from ..session import Session
 
+MOST_SAMPLES = 1000  # of a step, about
+
 
 @dataclass(frozen=True)
 class MemorySample:
     """One moment, in seconds from the beginning of the step. Bytes, as the arena counts them; the parts sum up to live_bytes.
 
-    highest_bytes is the most that was live since the sample before. stash_bytes are activations that leave memory or came back;
-    rest_bytes those that autograd keeps, with all that operations make for themselves.
+    highest_bytes is the most that was live since the sample before, of those that are kept. stash_bytes are activations that
+    leave memory or came back; rest_bytes those that autograd keeps, with all that operations make for themselves.
     """
 
     seconds: float
@@ -43,11 +47,12 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class MemoryOfStep:
-    """A completed step, counted from 1, and the plan that it was made under."""
+    """A completed step, counted from 1, and the plan that it was made under. n_left_out: samples that were taken and not kept."""
 
     step: int
     plan: Plan
     samples: tuple[MemorySample, ...]
+    n_left_out: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -61,13 +66,14 @@ class MemorySamples:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._samples: list[MemorySample] = []
+        self._n_taken = 0
         self._began_ns = 0
         self.last: MemoryOfStep | None = None
 
     def begin_step(self, now_ns: int) -> None:
         """The first forward of a step begins."""
         self._began_ns = now_ns
-        self._samples = []
+        self._samples, self._n_taken = [], 0
         self._session.marks.tell()  # what was highest before is none of this step's
         self._add("step begins", now_ns)
 
@@ -78,10 +84,14 @@ class MemorySamples:
     def end_step(self, number: int, now_ns: int) -> None:
         """Step `number` is complete; nothing was planned anew since it began to compute."""
         self._add("step ends", now_ns)
-        self.last = MemoryOfStep(number, self._session.homes.arrangement.plan, tuple(self._samples))
+        samples = tuple(thinned(self._samples, MOST_SAMPLES))
+        self.last = MemoryOfStep(number, self._session.homes.arrangement.plan, samples, self._n_taken - len(samples))
 
     def _add(self, moment: str, now_ns: int) -> None:
         session = self._session
+        if len(self._samples) >= 2 * MOST_SAMPLES:
+            self._samples = thinned(self._samples, MOST_SAMPLES)
+        self._n_taken += 1
         highest = session.marks.tell()
         held = session.engine.held()
         gradient_bytes = held["gradient_bytes"] + self._grad_bytes()
@@ -106,3 +116,22 @@ class MemorySamples:
                     storage = grad.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
         return sum(_core.rounded_bytes(size) for size in found.values() if size)
+
+
+def thinned(samples: list[MemorySample], most: int) -> list[MemorySample]:
+    """About so many of the samples at most: of equal stretches of time those with the most live bytes, and where each kind of
+    memory was at its highest. What was highest since a sample that is left out counts for the next one."""
+    sizes = [
+        (
+            s.live_bytes, s.highest_bytes, s.parameter_bytes, s.state_bytes, s.slot_bytes, s.ring_bytes, s.gradient_bytes,
+            s.stash_bytes, s.rest_bytes,
+        )
+        for s in samples
+    ]  # fmt: skip
+    found: list[MemorySample] = []
+    begin = 0
+    for number in kept([s.seconds for s in samples], sizes, most):
+        highest = max(s.highest_bytes for s in samples[begin : number + 1])
+        found.append(replace(samples[number], highest_bytes=highest))
+        begin = number + 1
+    return found
