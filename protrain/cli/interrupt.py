@@ -4,8 +4,8 @@ A first SIGINT raises a KeyboardInterrupt in the main thread, which unwinds as a
 from ending the process: a long call outside Python (a tokenizer's training, a backward pass) delays the handler, and a
 library's callback may swallow the exception. So the fact is remembered (`pressed`), and a watching thread, woken by the
 signal itself and not by its handler, ends the process after a grace of a few seconds, having removed the folders
-that `replacing.litter` names. Later signals are ignored: an impatient second Ctrl-C must not break the cleaning up. Signals
-that the process was started to ignore, as by `trap '' INT`, stay ignored.
+that `replacing.litter` names. Later signals are ignored: an impatient second Ctrl-C must not break the cleaning up. A
+process that was started to ignore SIGINT, as in the background of a script, hears it too: it is how a training is stopped.
 """
 
 from __future__ import annotations
@@ -52,17 +52,15 @@ def ignore_more() -> None:
 
 
 def install() -> None:
-    """Take over SIGINT and SIGTERM, as far as whoever started the process has not had them ignored. Call once, in the main
-    thread, before any long work."""
+    """Take over SIGINT and SIGTERM. Call once, in the main thread, before any long work."""
     if _pipe:
         return
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     _pipe.extend((reader, writer))
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in heard:
-        signal.signal(number, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_watch, args=(reader,), name="protrain-interrupt", daemon=True).start()
 
 
