@@ -147,7 +147,7 @@ typedef struct ptn_fit {
   int64_t *stretch_bytes;
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;
-  uint64_t *pieces_from; /* of the ring, for each size and chunk: of trained chunks from there on */
+  uint64_t *requests_from; /* for each size of the ring's pieces and chunk: to update the trained chunks from there on */
   double compute_ns; /* of a step; 0: not known */
   uint32_t n_slots;
   ptn_slots_scratch *slots;
@@ -172,7 +172,7 @@ uint32_t ptn_fit_given_window(ptn_fit *fit, uint32_t n_persist);
 
 /* ---- room.c ---- */
 
-void ptn_fit_count_pieces(ptn_fit *fit);
+void ptn_fit_count_requests(ptn_fit *fit);
 /* Sets the limits: what the safest candidates with a ring and without one need is spared from all but the smallest ring. */
 void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes, int64_t ringless_bytes);
 bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist);

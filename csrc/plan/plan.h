@@ -86,7 +86,8 @@ typedef struct ptn_plan_request {
   const uint32_t *accesses; /* chunk of each access in a step, in order, forward and backward */
   const uint32_t *access_phases; /* the phase of each access, never falling; NULL: not known, then nothing is timed */
   uint32_t n_together; /* the most chunks that one operation reads at once; 0 is read as 1 */
-  uint32_t n_arrays; /* arrays in a piece of the ring: parameters, each of state, gradients */
+  uint32_t n_arrays; /* arrays in a piece of the ring, in the size of one of parameters: parameters, each of state, gradients */
+  uint32_t widening; /* an array of state counts so many times there: 2 where fp32 is beside bf16; 0 is read as 1 */
   const ptn_mode *modes; /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
   int64_t n_persist; /* as given, or -1: the planner chooses */
   int64_t n_buffer, n_ahead; /* with n_persist given: slots, and how far ahead is read, of the plan that it is from, where they

@@ -32,7 +32,7 @@ from ..dryrun.repetition import dry_run_alike
 from ..dryrun.workspace import workspace_bytes
 from ..errors import BudgetError, PlanError
 from ..model.blocks import find_blocks
-from ..model.layout import chunk_size, describe, pack
+from ..model.layout import STATE_BYTES, chunk_size, describe, pack
 from ..model.strides import dense_like
 from .hardware import Hardware, load_hardware
 from .planning import anew_from_profiles, plan_from_profile
@@ -196,6 +196,7 @@ def profile_offline(
         times=counted_times(run, hardware, precision),
         machine=hardware.machine(param_bytes, state_bytes),
         model=type(model).__name__,
+        widening=STATE_BYTES // param_bytes,
     )
 
 

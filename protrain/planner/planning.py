@@ -127,6 +127,10 @@ def arrange(
     accesses = list(run.accesses) if run else linear_accesses(chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
+    of_model = None
+    if run and times and machine:
+        of_model = with_memory(machine, run.counted())
+        of_model = with_requests(of_model, chunks.sizes, n_states, run.record_bytes, budget_bytes, chunks.widening)
     found = _core.make_plan(
         budget_bytes,
         fixed_bytes,
@@ -145,11 +149,10 @@ def arrange(
         n_passes,
         host_budget_bytes,
         n_ranks,
-        _timed(times, with_requests(with_memory(machine, run.counted()), chunks.sizes, n_states, run.record_bytes, budget_bytes))
-        if run and times and machine
-        else None,
+        _timed(times, of_model) if of_model and times else None,
         ring_host_bytes,
         update_bytes,
+        chunks.widening,
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
@@ -314,7 +317,7 @@ def plan_from_profile(
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the profile contradicts itself.
     """
-    chunks = pack(profile.parameters, profile.chunk_bytes)
+    chunks = pack(profile.parameters, profile.chunk_bytes, profile.widening)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
     if given is not None and given.chunk_bytes != profile.chunk_bytes:
