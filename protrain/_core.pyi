@@ -382,6 +382,7 @@ def make_plan(
     ring_host_bytes: int = 0,
     update_bytes: int = 0,
     widening: int = 1,
+    disk_budget_bytes: int = 0,
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...

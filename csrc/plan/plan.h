@@ -97,6 +97,7 @@ typedef struct ptn_plan_request {
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
   uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent, activations, and the ring where it is
                                * there; 0: there is none */
+  uint64_t disk_budget_bytes; /* of one rank, for homes with their shadows and activations; 0: as much as they take */
   uint32_t n_ranks; /* devices that share the chunks which are not persistent; 0 is read as 1 */
   uint64_t ring_host_bytes; /* beside a device: all of host memory, of which the ring has a part; 0: it is in budget_bytes */
 } ptn_plan_request;

@@ -78,6 +78,7 @@ def arrange(
     host_budget_bytes: int = 0,
     n_ranks: int = 1,
     ring_host_bytes: int = 0,
+    disk_budget_bytes: int = 0,
     footprint: Footprint | None = None,
     n_together: int = 1,
     lasting_bytes: int = 0,
@@ -92,6 +93,7 @@ def arrange(
         host_budget_bytes: of a host tier beside the device, the ring among it where that is there. n_ranks: devices that share
             what is not persistent.
         ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
+        disk_budget_bytes: of the disk, for one device; 0: as much as is needed.
         footprint: of an optimizer without a kernel; n_states is 0 then.
         n_together: the most chunks that are read at once, where no dry run knows it.
         lasting_bytes: of unknown_bytes, what is there in step() too. unfilled_bytes: what nobody means to fill: in no peak.
@@ -153,6 +155,7 @@ def arrange(
         ring_host_bytes,
         update_bytes,
         chunks.widening,
+        disk_budget_bytes,
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
@@ -300,6 +303,7 @@ def plan_from_profile(
     budget_bytes: int,
     *,
     host_budget_bytes: int = 0,
+    disk_budget_bytes: int = 0,
     n_ranks: int = 1,
     modes: Sequence[str] | None = None,
     given: Plan | None = None,
@@ -309,6 +313,7 @@ def plan_from_profile(
     Args:
         host_budget_bytes: of host memory for each device, where the profile's machine has one beside it; the ring is there then.
             Of a profile that was measured over a device it has to hold all that a session keeps on the host.
+        disk_budget_bytes: of the disk for each device, where a file describes it; 0: as much as is needed.
         n_ranks: devices that share what is not persistent.
         modes: of the blocks; None: the planner's choice.
         given: a plan whose decisions are taken, to foretell what it takes by this profile.
@@ -340,7 +345,7 @@ def plan_from_profile(
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
             unknown_bytes=beside_bytes + unfilled_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
-            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint, unfilled_bytes=unfilled_bytes,
+            ring_host_bytes=host_budget_bytes if beside else 0, disk_budget_bytes=disk_budget_bytes, footprint=profile.footprint, unfilled_bytes=unfilled_bytes,
         )  # fmt: skip
 
     try:

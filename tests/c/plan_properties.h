@@ -180,7 +180,8 @@ static inline void check_smallest_given(const model *of, uint64_t *random) {
   ptn_plan_request request = of->request;
   ptn_mode modes[MODEL_MOST];
   check_smallest(&request);
-  if (of->profile.lanes[PTN_UPLOAD].bytes_per_s > 0) return; /* a host may be too small for what blocks write */
+  if (of->profile.lanes[PTN_UPLOAD].bytes_per_s > 0) return; /* a host may be too small for what blocks write ... */
+  if (request.disk_budget_bytes > 0) return; /* ... and so may a disk */
   for (int round = 0; round < 4; round++) {
     for (uint32_t b = 0; b < request.n_blocks; b++) modes[b] = (ptn_mode)model_upto(random, 3);
     request.modes = round < 3 ? modes : NULL;

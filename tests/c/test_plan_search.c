@@ -111,6 +111,77 @@ static void check_no_room(uint64_t *random) {
   }
 }
 
+/* Whether nothing recomputed or kept, with any chunks that stay, fits the budget and has a place in the tiers. */
+static bool nothing_fits(const ptn_plan_request *request, uint64_t budget_bytes) {
+  static ptn_mode modes[MODEL_MOST];
+  ptn_fit fit;
+  ptn_tiers tiers;
+  bool none = true;
+  CHECK_OK(ptn_fit_create(&fit, request));
+  for (uint32_t bits = 0; bits < (uint32_t)1 << request->n_blocks; bits++) {
+    for (uint32_t b = 0; b < request->n_blocks; b++) modes[b] = bits >> b & 1 ? PTN_KEEP : PTN_CHECKPOINT;
+    ptn_fit_compose(&fit, modes);
+    for (uint32_t p = 0; p <= request->n_chunks; p++) {
+      int64_t needed_bytes = ptn_fit_without_slots(&fit, p) + ptn_fit_slots(&fit, p, fit.few);
+      none &= !ptn_tiers_split(request, p, 0, &tiers) || ptn_fit_budget_bytes(&fit, p, needed_bytes) > (int64_t)budget_bytes;
+    }
+  }
+  ptn_fit_destroy(&fit);
+  return none;
+}
+
+/* What has a place with some chunks that stay has one with more. */
+static void check_more_stays(const ptn_plan_request *request, uint64_t *random) {
+  uint64_t most_bytes = 1;
+  for (uint32_t c = 0; c < request->n_chunks; c++) most_bytes += request->chunks[c].param_bytes;
+  for (int round = 0; round < 20; round++) {
+    uint64_t stash_bytes = model_upto(random, 2) * model_upto(random, most_bytes);
+    ptn_tiers tiers;
+    bool before = false;
+    for (uint32_t p = 0; p <= request->n_chunks; p++) {
+      bool has_place = ptn_tiers_split(request, p, stash_bytes, &tiers);
+      CHECK(has_place || !before);
+      CHECK(!has_place || tiers.disk_bytes <= request->disk_budget_bytes);
+      CHECK(!has_place || tiers.host_bytes <= ptn_tiers_host_room(request, p));
+      before = has_place;
+    }
+  }
+}
+
+/* A disk that is too small for the fastest plan: one within it is found where there is any, and else the memory that has one. */
+static void check_disk(uint64_t *random) {
+  static model of;
+  static figures found;
+  answer roomy, given;
+  uint32_t n_narrow = 0, n_refused = 0;
+  for (int round = 0; round < 150; round++) {
+    model_shape shape = {.n_blocks = 1 + (uint32_t)model_upto(random, 3), .n_chunks = 1 + (uint32_t)model_upto(random, 6)};
+    shape.alike = round % 3 == 0, shape.swaps = round % 2, shape.tiers = round % 4 > 1;
+    model_draw(&of, random, &shape);
+    model_ask(&of.request, 0, &given);
+    uint64_t budget = ptn_last_error()->smallest_bytes * (4 + model_upto(random, 8)) / 4;
+    model_ask(&of.request, budget, &roomy);
+    CHECK_OK(roomy.status);
+    if (roomy.plan.disk_bytes == 0) continue;
+    of.request.disk_budget_bytes = 1 + (roomy.plan.disk_bytes - 1) * model_upto(random, 100) / 100;
+    check_more_stays(&of.request, random);
+    model_ask(&of.request, budget, &given);
+    if (given.status == PTN_OK) {
+      n_narrow += roomy.plan.disk_bytes > of.request.disk_budget_bytes;
+      CHECK(given.plan.disk_bytes <= of.request.disk_budget_bytes && given.plan.peak_bytes <= budget);
+      CHECK((double)given.plan.forecast.step_ns * 1.03 >= (double)roomy.plan.forecast.step_ns);
+      check_tiers(&of, &given);
+    } else {
+      n_refused++;
+      CHECK(given.status == PTN_BUDGET && ptn_last_error()->smallest_bytes > budget && nothing_fits(&of.request, budget));
+    }
+    if (of.request.n_passes < 2 && round % 5 == 0) check_exhaustive(&of, 4, &found.few);
+    check_ladder(&of, random, &found.rises);
+  }
+  CHECK(n_narrow > 10 && n_refused > 10);
+  CHECK(measured_quantile(&found.few, 1) <= 0.05 && measured_quantile(&found.rises, 1) <= 0.15);
+}
+
 /* All memory that could be wanted: everything stays, nothing moves, whatever the machine and the step. */
 static void check_ample(uint64_t *random) {
   static model of;
@@ -237,6 +308,7 @@ int main(void) {
   check_work(&random);
   check_refusals(&random);
   check_no_room(&random);
+  if (!SANITIZED) check_disk(&random);
   check_ample(&random);
   check_full(&random);
   return 0;
