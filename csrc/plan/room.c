@@ -162,8 +162,8 @@ uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_
 
 /* ---- what is known beforehand ---- */
 
-/* Requests for parameters, where they are with them, and state of a chunk, as the store makes them. Arrays of one piece lie side by side, and
- * each goes with those before it, where all of it fits. */
+/* Requests for parameters, where they are with them, and state of a chunk, as the store makes them. Arrays of one piece lie side by
+ * side, and each goes with those before it, where all of it fits. */
 static uint64_t requests_for(const ptn_plan_request *request, uint64_t bytes, uint64_t piece_bytes, bool with_params) {
   uint64_t widening = request->widening > 0 ? request->widening : 1, n_pieces = (bytes + piece_bytes - 1) / piece_bytes;
   uint64_t n_states = request->n_arrays > 2 ? (request->n_arrays - 2) / widening : 0, count = 0, left_bytes = 0;

@@ -2,8 +2,8 @@
  *
  * Problem: host memory is faster than the disk and holds less. Design: behind the persistent chunks come those at home on the
  * host, as many as it holds, then those on disk: the first ones are updated last, so what is fast comes first. Activations go
- * where chunks left room for all of them; where the disk is too small for that, before the chunks. All figures are of one rank: what is
- * not persistent is shared by the ranks.
+ * where chunks left room for all of them; where the disk is too small for that, before the chunks. All figures are of one rank:
+ * what is not persistent is shared by the ranks.
  *
  * A tier is there where a lane leads to it. Without a profile no lanes are known, and all goes to disk.
  *
