@@ -396,7 +396,7 @@ def test_updates_pass_through_memory_of_the_host() -> None:
 
 
 def test_a_plan_stays_within_the_disk() -> None:
-    """The fastest plan keeps what a fast disk holds there; on a smaller one more chunks stay, down to what memory has no room for."""
+    """The fastest plan leaves to a fast disk what it can; on a smaller one more chunks stay, and it takes longer."""
 
     def with_disk(memory_mib: int, capacity_bytes: int) -> Hardware:
         return replace(tiny_hardware(memory_mib << 20, 64 << 20), disk=Disk(5e10, 5e10, 1.0, capacity_bytes))

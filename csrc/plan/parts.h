@@ -116,8 +116,7 @@ typedef struct ptn_tiers {
 uint64_t ptn_tiers_part(const ptn_plan_request *request, uint64_t bytes);
 bool ptn_tiers_has_host(const ptn_plan_request *request);
 bool ptn_tiers_has_disk(const ptn_plan_request *request);
-uint64_t ptn_tiers_disk_bytes(
-    const ptn_plan_request *request); /* that it has: 0 where it is not there, UINT64_MAX without a limit */
+uint64_t ptn_tiers_disk_bytes(const ptn_plan_request *request); /* that it has; UINT64_MAX: without a limit */
 /* What the host has for homes and for activations, beside the ring where that is there. */
 uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist);
 /* False where something would have to go to a disk that is not there, or has no room for it. */

@@ -46,8 +46,8 @@ class Entry:
 @dataclass(frozen=True)
 class Chunks:
     """For each chunk its bytes (padded to pages), whether it is trained, its parameters by number, and what their gradients count
-    (each is a tensor of its own, and so rounded as such); for each parameter its chunk and its offset there in bytes. widening: bytes
-    of an array of its state beside one of its parameters."""
+    (each is a tensor of its own, and so rounded as such); for each parameter its chunk and its offset there in bytes. widening:
+    bytes of an array of state beside one of parameters, 2 where fp32 is beside bf16."""
 
     chunk_bytes: int
     sizes: tuple[int, ...]
@@ -172,10 +172,10 @@ def first_blocks(params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]) ->
 
 def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int, widening: int = 1) -> Chunks:
     """Pack parameters, each (bytes, number of its block or -1, trained), in execution order, into chunks of at most chunk_bytes;
-    a larger parameter has one of its own. widening: of the chunks. Those that are trained and the others never share a chunk: a trained chunk has state
+    a larger parameter has one of its own. Those that are trained and the others never share a chunk: a trained chunk has state
     for all of it, and is written after each step, which adapters in frozen blocks should not cost. Of these the smaller part,
     whose chunks could hold many blocks and would be complete only with the first of them, has no more in one than a block or
-    SMALL_BYTES. Chunks come in the order of their first parameters."""
+    SMALL_BYTES. Chunks come in the order of their first parameters. widening: as `Chunks` has it."""
     apart = _apart(parameters)
     smaller = min(apart, key=lambda indices: sum(parameters[i][0] for i in indices))
     found: list[list[tuple[int, int]]] = []  # (parameter, offset) of each chunk

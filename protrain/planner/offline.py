@@ -288,8 +288,8 @@ def _named(
     if hardware.disk is not None and (smallest := _smallest_disk(profile, hardware, budget, host, modes)):
         all_bytes = hardware.n_devices * smallest
         return BudgetError(
-            f"disk: a step of this batch fits a device, but its states do not fit {format_bytes(hardware.disk.capacity_bytes)} of "
-            f"disk; the smallest disk that works is {format_bytes(all_bytes)} ({all_bytes} bytes); or give more memory or "
+            f"disk: a step of this batch fits a device, but its states do not fit {format_bytes(hardware.disk.capacity_bytes)} "
+            f"of disk; the smallest disk that works is {format_bytes(all_bytes)} ({all_bytes} bytes); or give more memory or "
             f"host_memory, or a smaller model",
             needed_bytes=all_bytes,
             budget_bytes=hardware.disk.capacity_bytes,

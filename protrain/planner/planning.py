@@ -345,7 +345,8 @@ def plan_from_profile(
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
             unknown_bytes=beside_bytes + unfilled_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
-            ring_host_bytes=host_budget_bytes if beside else 0, disk_budget_bytes=disk_budget_bytes, footprint=profile.footprint, unfilled_bytes=unfilled_bytes,
+            ring_host_bytes=host_budget_bytes if beside else 0, disk_budget_bytes=disk_budget_bytes, footprint=profile.footprint,
+            unfilled_bytes=unfilled_bytes,
         )  # fmt: skip
 
     try:

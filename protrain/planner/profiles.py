@@ -95,8 +95,8 @@ class Profile:
     parameters: (bytes, number of its block or -1, trained) of each parameter in execution order. run.accesses and
     run.complete_phase are of chunks of chunk_bytes, so a plan from this profile has chunks of that size. footprint: of an
     optimizer without a kernel; then n_states is 0, and plans have no times. overhead: where it was measured over a device that
-    has memory of its own; plans from it place homes as a session does there (tiers.py). widening: bytes of an array of state beside
-    one of parameters, of which n_states counts: 2 where fp32 is beside bf16.
+    has memory of its own; plans from it place homes as a session does there (tiers.py). n_states counts arrays of state in arrays
+    of parameters; widening: so many are one, 2 where fp32 is beside bf16.
     """
 
     parameters: tuple[tuple[int, int, bool], ...]

@@ -67,8 +67,8 @@ class Filler:
         self.open.add(chunk)
 
     def enter_again(self, numbers: list[int]) -> None:
-        """The same of parameters that were all entered before, also where their chunks gave way to one another meanwhile: then such a
-        chunk has a slot of its own, until `drop_own_slots`.
+        """The same of parameters that were all entered before, also where their chunks gave way to one another meanwhile: such a
+        chunk has a slot of its own then, until `drop_own_slots`.
 
         Raises:
             BudgetError: there is no room for all of them at once.
@@ -78,7 +78,7 @@ class Filler:
         self.open.update(self.session.layout.entries[number].chunk for number in numbers)
 
     def _give_way(self, chunk: int) -> None:
-        """What is open in the slot of this chunk is written as far as it is filled, and comes again. By the slots of the arrangement:
+        """What is open in the slot of this chunk is written as far as it is filled, and comes again. Slots are the arrangement's:
         a chunk that has one of its own by now gives way for nothing, which costs a write and no memory."""
         slots = self.session.homes.arrangement.slot_of_chunk
         self._write([one for one in self.open if slots[one] == slots[chunk] >= 0])
@@ -90,8 +90,8 @@ class Filler:
             self.written.add(chunk)
 
     def drop_own_slots(self) -> None:
-        """No chunk has a slot of its own any more: each would keep it, and with one module after the other they would be as many as
-        the model has chunks. What is open is written as far as it is filled, and comes again."""
+        """No chunk has a slot of its own any more: each would keep it, and with one module after the other they would be as many
+        as the model has chunks. What is open is written as far as it is filled, and comes again."""
         session, found = self.session, self.session.homes.arrangement
         if not session.residency.own_slots:
             return

@@ -488,7 +488,7 @@ static inline void check_many_bounds(uint64_t *random, int rounds) {
   }
 }
 
-/* With blocks of several chunks, some of which recomputation alone reads; with and without activations that stay when a block swaps. */
+/* With blocks of several chunks, some of which recomputation alone reads. */
 static inline uint32_t check_much_pruning(uint64_t *random, int rounds) {
   static model of;
   uint32_t count = 0;
