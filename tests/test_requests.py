@@ -90,6 +90,19 @@ def test_fp32_beside_bf16_is_one_array_of_twice_the_bytes() -> None:
         assert update_requests(size, 6, 2 * MIB, widening=2) == (reads, writes)
 
 
+def test_frozen_chunks_are_only_fetched() -> None:
+    # Of four chunks one is trained: each is fetched twice by two requests; the state of that one is 2 arrays of 6 pieces.
+    trained = [False, True, False, False]
+    read, write, _ = drags(with_requests(MACHINE, [6 * MIB] * 4, 2, MIB, 200 * MIB, trained=trained))
+    assert read == pytest.approx(1e-10 + CHECKSUM * 8 / 10 + REQUEST * (4 * 2 * 2 + 2 * 6) / (10 * 6 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST / MIB)
+    read, write, _ = drags(with_requests(MACHINE, [6 * MIB] * 4, 2, MIB, 200 * MIB, trained=[False] * 4))
+    assert (read, write) == (pytest.approx(1e-10 + CHECKSUM + REQUEST * 2 / (6 * MIB)), 1e-10)
+    assert drags(with_requests(MACHINE, [6 * MIB], 2, MIB, 200 * MIB, trained=[True])) == drags(
+        with_requests(MACHINE, [6 * MIB], 2, MIB, 200 * MIB)
+    )
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.together
 @pytest.mark.parametrize("hidden", [96, 192])  # chunks that are one piece of the ring are among those of the first

@@ -132,7 +132,9 @@ def arrange(
     of_model = None
     if run and times and machine:
         of_model = with_memory(machine, run.counted())
-        of_model = with_requests(of_model, chunks.sizes, n_states, run.record_bytes, budget_bytes, chunks.widening)
+        of_model = with_requests(
+            of_model, chunks.sizes, n_states, run.record_bytes, budget_bytes, chunks.widening, chunks.trained
+        )
     found = _core.make_plan(
         budget_bytes,
         fixed_bytes,

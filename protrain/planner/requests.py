@@ -55,7 +55,13 @@ def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Ma
 
 
 def with_requests(
-    machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int, widening: int = 1
+    machine: Machine,
+    chunk_bytes: Sequence[int],
+    n_states: int,
+    record_bytes: int,
+    budget_bytes: int,
+    widening: int = 1,
+    trained: Sequence[bool] | None = None,
 ) -> Machine:
     """The machine with drags for a byte that have its requests in them, and the checksums of parameters. Of one whose requests
     cost nothing all is as it was.
@@ -66,18 +72,20 @@ def with_requests(
         record_bytes: the mean size of a record of activations; 0: there are none, or nothing is known of them.
         budget_bytes: what the pieces of the ring follow.
         widening: bytes of an array of state beside one of parameters, 2 where fp32 is beside bf16.
+        trained: of each chunk, whether it has state and is written; None: all are.
     """
     request, total = machine.request_drag_seconds, sum(chunk_bytes)
     if request == 0 or total == 0:
         return machine
     ring_piece = _ring_piece_bytes(budget_bytes)
     fetches = sum(_requests(size, PIECE_BYTES) for size in chunk_bytes)
-    updates = [update_requests(size, n_states, ring_piece, widening) for size in chunk_bytes]
-    state_reads, writes = (sum(column) for column in zip(*updates, strict=True))
-    # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
-    checksums = machine.checksum_seconds_per_byte * 2 / (2 + n_states)
-    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
-    write = request * writes / ((1 + n_states) * total)
+    updated = [size for size, one in zip(chunk_bytes, trained or [True] * len(chunk_bytes), strict=True) if one]
+    updates = [update_requests(size, n_states, ring_piece, widening) for size in updated]
+    # In a step parameters are fetched for forward and for backward; of those that are trained state is read, both are written.
+    read_bytes, written_bytes = 2 * total + n_states * sum(updated), (1 + n_states) * sum(updated)
+    checksums = machine.checksum_seconds_per_byte * 2 * total / read_bytes
+    read = request * (2 * fetches + sum(reads for reads, _ in updates)) / read_bytes
+    write = request * sum(writes for _, writes in updates) / written_bytes if updated else 0.0
     disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
