@@ -381,6 +381,8 @@ def make_plan(
     profile: tuple[Any, ...] | None,
     ring_host_bytes: int = 0,
     update_bytes: int = 0,
+    widening: int = 1,
+    disk_budget_bytes: int = 0,
     /,
 ) -> PlanResult: ...
 def disk_bench(folder: str, n_bytes: int = ..., /) -> DiskBench: ...

@@ -580,6 +580,7 @@ def _foresee(
         model=type(model).__name__,
         footprint=footprint,
         overhead=compute.overhead if compute.separate else None,
+        widening=layout.widening if footprint is None else 1,
     )
     return _Foreseen(
         found,

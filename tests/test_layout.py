@@ -124,6 +124,40 @@ def fill(module: nn.Module) -> None:
                 p.copy_(torch.randn(p.shape) * 0.05)
 
 
+class Several(nn.Module):
+    """Parameters of six chunks in one module, used one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(6):
+            setattr(self, f"w{number}", nn.Parameter(torch.empty(512, 512)))
+
+    def forward(self, x: Any) -> Any:
+        for p in self.parameters():
+            x = torch.tanh(x @ p)
+        return x
+
+
+def test_values_from_a_function_need_room_for_one_module_at_a_time(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    memory = 12 * MIB  # slots of two chunks, the ring, own slots of four more, what is drawn; eight modules have 48 of 1 MiB
+    with torch.device("meta"):
+        plain, model = (nn.Sequential(*(Several() for _ in range(8))) for _ in range(2))
+    plain.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in plain.modules():
+        fill(module)
+    torch.manual_seed(3)
+    model, _ = protrain.wrap(model, adamw(model), memory=memory, param_init_fn=fill)
+    session = protrain.api.session_of(model)
+    assert session.residency.own_slots == 0
+    assert session.engine.held()["slot_bytes"] == sum(session.homes.arrangement.slot_bytes)
+    assert protrain.status(model).peak_memory_bytes <= memory
+    protrain.unwrap(model)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("mib", [6, 200])
 def test_values_from_a_function_where_a_modules_parameters_are_of_both_kinds(
     mib: int, disk: Any, monkeypatch: pytest.MonkeyPatch

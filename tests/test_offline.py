@@ -395,6 +395,38 @@ def test_updates_pass_through_memory_of_the_host() -> None:
         plan_offline(small_gpt2(12), replace(tiny_hardware(24 << 20, 1 << 20), disk=Disk(2e9, 2e9, 1.0, GIB)), batch=1, seq=128)
 
 
+def test_a_plan_stays_within_the_disk() -> None:
+    """The fastest plan leaves to a fast disk what it can; on a smaller one more chunks stay, and it takes longer."""
+
+    def with_disk(memory_mib: int, capacity_bytes: int) -> Hardware:
+        return replace(tiny_hardware(memory_mib << 20, 64 << 20), disk=Disk(5e10, 5e10, 1.0, capacity_bytes))
+
+    profile = profile_offline(small_gpt2(12), with_disk(160, GIB), batch=16, seq=128)
+    found = [plan_for(profile, with_disk(160, GIB))]
+    assert found[0].disk_bytes > 100 << 20
+    for part in (0.99, 0.7, 0.5, 0.1):
+        capacity = int(part * found[0].disk_bytes)
+        found.append(plan_for(profile, with_disk(160, capacity)))
+        assert found[-1].disk_bytes <= capacity
+    for roomy, narrow in zip(found, found[1:], strict=False):
+        assert narrow.disk_bytes < roomy.disk_bytes
+        assert narrow.n_persist + narrow.n_host >= roomy.n_persist + roomy.n_host
+        assert 0.995 * roomy.step_seconds < narrow.step_seconds < 1.1 * roomy.step_seconds
+
+
+def test_a_refusal_names_the_smallest_disk() -> None:
+    hardware = replace(tiny_hardware(96 << 20, 64 << 20, n_devices=2), disk=Disk(5e10, 5e10, 1.0, 32 << 20))
+    with pytest.raises(BudgetError, match=r"disk: .* do not fit 32.00 MiB of disk; the smallest disk that works is") as refused:
+        plan_offline(small_gpt2(24), hardware, batch=16, seq=128)
+    smallest = refused.value.smallest_bytes
+    assert (refused.value.budget_bytes, refused.value.needed_bytes) == (32 << 20, smallest)
+    profile = profile_offline(small_gpt2(24), hardware, batch=16, seq=128)
+    of_that_size = replace(hardware, disk=Disk(5e10, 5e10, 1.0, smallest))
+    assert 2 * plan_for(profile, of_that_size).disk_bytes == smallest
+    with pytest.raises(BudgetError, match="disk: "):
+        plan_for(profile, replace(hardware, disk=Disk(5e10, 5e10, 1.0, smallest - 1)))
+
+
 def test_what_fits_no_tier_is_refused(tmp_path: Path) -> None:
     hardware = tiny_hardware(24 << 20, 32 << 20)
     with pytest.raises(BudgetError, match="host_memory: a step of this batch fits a device, but its states do not fit 32"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ from conftest import LanguageModel, TokenBatches
 from twins import adamw, loss_of
 
 import protrain
+from protrain import _core
 from protrain.base.sizes import KIB, MIB
 from protrain.planner.profiles import Machine, Speed
-from protrain.planner.requests import with_memory, with_requests
+from protrain.planner.requests import update_requests, with_memory, with_requests
+from protrain.profiling.timeline import KINDS, LANES
 
 REQUEST, CHECKSUM, WALK = 50e-6, 0.5e-10, 2e-10
 LANE = Speed(1e9, 1e9, 1e-10)
@@ -75,6 +78,59 @@ def test_short_ones_side_by_side_are_one_request() -> None:
     # Of 2 MiB, with a master beside them, four arrays are two requests.
     _, write, _ = drags(with_requests(MACHINE, [2 * MIB], 3, MIB, 400 * MIB))
     assert write == pytest.approx(1e-10 + REQUEST * 2 / (8 * MIB))
+
+
+def test_fp32_beside_bf16_is_one_array_of_twice_the_bytes() -> None:
+    # Master and two moments: six arrays of parameters' size, three that are moved. Each of their pieces is a request.
+    read, write, _ = drags(with_requests(MACHINE, [6 * MIB] * 2, 6, MIB, 200 * MIB, widening=2))
+    assert read == pytest.approx(1e-10 + CHECKSUM / 4 + REQUEST * (2 * 2 + 3 * 6) / (8 * 6 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST * 4 * 6 / (7 * 6 * MIB))
+    # Of a chunk that is one piece those go together that fit whole: of 1.5, 3, 3 and 3 MiB none, of 1.25, 2.5, 2.5 and 2.5 two.
+    for size, reads, writes in ((6 * MIB // 4, 3, 4), (5 * MIB // 4, 3, 3), (MIB, 2, 2), (MIB // 2, 1, 1)):
+        assert update_requests(size, 6, 2 * MIB, widening=2) == (reads, writes)
+
+
+def test_frozen_chunks_are_only_fetched() -> None:
+    # Of four chunks one is trained: each is fetched twice by two requests; the state of that one is 2 arrays of 6 pieces.
+    trained = [False, True, False, False]
+    read, write, _ = drags(with_requests(MACHINE, [6 * MIB] * 4, 2, MIB, 200 * MIB, trained=trained))
+    assert read == pytest.approx(1e-10 + CHECKSUM * 8 / 10 + REQUEST * (4 * 2 * 2 + 2 * 6) / (10 * 6 * MIB))
+    assert write == pytest.approx(1e-10 + REQUEST / MIB)
+    read, write, _ = drags(with_requests(MACHINE, [6 * MIB] * 4, 2, MIB, 200 * MIB, trained=[False] * 4))
+    assert (read, write) == (pytest.approx(1e-10 + CHECKSUM + REQUEST * 2 / (6 * MIB)), 1e-10)
+    assert drags(with_requests(MACHINE, [6 * MIB], 2, MIB, 200 * MIB, trained=[True])) == drags(
+        with_requests(MACHINE, [6 * MIB], 2, MIB, 200 * MIB)
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.together
+@pytest.mark.parametrize("hidden", [96, 192])  # chunks that are one piece of the ring are among those of the first
+def test_updates_make_the_requests_that_are_planned_with(
+    causal_lm: LanguageModel, token_batches: TokenBatches, disk: Any, precision: str, hidden: int
+) -> None:
+    ids = token_batches(1, length=16)[0]
+    model, memory = causal_lm("gpt2", hidden=hidden), "100MiB"
+    plan = protrain.plan(model, {"input_ids": ids, "labels": ids}, memory=memory, disk=disk, precision=precision)
+    plan = replace(plan, n_persist=0, n_buffer=0, n_ahead=0)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, disk=disk, precision=precision, plan=plan)
+    for _ in range(3):
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session = protrain.api.session_of(model)
+    layout, ring_piece = session.layout, session.homes.arrangement.piece_bytes
+    events = _core.trace_events(session.engine, protrain.status(model).timeline().began_ns)
+    made: dict[str, Counter[int]] = {}
+    for lane in ("read", "write"):  # what begins and ends together is one
+        found = {event[:2]: event[3] for event in events if event[4:] == (LANES.index(lane), KINDS.index("state"))}
+        made[lane] = Counter(found.values())
+    planned = [update_requests(size, session.wrapped.state_arrays, ring_piece, layout.widening) for size in layout.sizes]
+    protrain.unwrap(model)
+    assert [made["write"][chunk] for chunk in range(layout.n_chunks)] == [writes for _, writes in planned]
+    # What is read ahead in vain, and parameters whose slot another chunk has, are read beside that.
+    more = [made["read"][chunk] - reads for chunk, (reads, _) in enumerate(planned)]
+    assert min(more) == 0, more
 
 
 @pytest.mark.parametrize(

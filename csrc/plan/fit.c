@@ -95,7 +95,7 @@ void ptn_fit_destroy(ptn_fit *fit) {
   free(fit->stretch_bytes);
   free(fit->slot_of_chunk);
   free(fit->slot_bytes);
-  free(fit->pieces_from);
+  free(fit->requests_from);
 }
 
 ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
@@ -113,12 +113,12 @@ ptn_status ptn_fit_create(ptn_fit *fit, const ptn_plan_request *request) {
   fit->stretch_bytes = calloc(chunks, sizeof *fit->stretch_bytes);
   fit->slot_of_chunk = calloc(chunks, sizeof *fit->slot_of_chunk);
   fit->slot_bytes = calloc(chunks, sizeof *fit->slot_bytes);
-  fit->pieces_from = calloc(PTN_FIT_RING_LEVELS * chunks, sizeof *fit->pieces_from);
+  fit->requests_from = calloc(PTN_FIT_RING_LEVELS * chunks, sizeof *fit->requests_from);
   if (!fit->consumer_of_phase || !fit->live || !fit->stretch_bytes || !fit->slot_of_chunk || !fit->slot_bytes ||
-      !fit->pieces_from) {
+      !fit->requests_from) {
     return ptn_fail(PTN_MEMORY, "no memory to plan %u chunks, %u blocks", request->n_chunks, request->n_blocks);
   }
-  ptn_fit_count_pieces(fit);
+  ptn_fit_count_requests(fit);
   if (request->profile) {
     double passes = request->n_passes > 1 ? request->n_passes : 1;
     for (uint32_t p = 0; p < request->profile->n_phases; p++)

@@ -20,9 +20,9 @@ static ptn_status refuse(const ptn_fit *fit, const ptn_rule *rule) {
     return ptn_fail_budget(
         needed, request->budget_bytes, needed,
         "one step %sneeds %llu bytes of memory, the budget is %llu: at least %u of %u chunks must stay in it, as "
-        "there is no disk and the host budget is %llu; give more host memory, a disk, or a device budget of %llu",
+        "the disk has %llu bytes and the host budget is %llu; give more host memory, a larger disk, or a device budget of %llu",
         what, needed, (unsigned long long)request->budget_bytes, fit->least_persist, request->n_chunks,
-        (unsigned long long)request->host_budget_bytes, needed);
+        (unsigned long long)ptn_tiers_disk_bytes(request), (unsigned long long)request->host_budget_bytes, needed);
   }
   return ptn_fail_budget(needed, request->budget_bytes, needed,
                          "one step %sneeds %llu bytes of memory, the budget is %llu; the smallest budget that works is %llu: "
@@ -57,9 +57,10 @@ static ptn_status write_plan(ptn_fit *fit, uint32_t n_persist, uint32_t window, 
   if (!ptn_tiers_split(request, n_persist, out->stash_bytes, &tiers)) {
     return ptn_fail_budget(
         out->smallest_bytes, request->budget_bytes, out->smallest_bytes,
-        "the host budget of %llu bytes has no room for what %u chunks and %llu bytes of activations leave, and "
-        "there is no disk: give more host memory or a disk",
-        (unsigned long long)request->host_budget_bytes, request->n_chunks - n_persist, (unsigned long long)out->stash_bytes);
+        "the host budget of %llu bytes and the disk's %llu have no room for %u chunks and %llu bytes of activations: give "
+        "more host memory or a larger disk",
+        (unsigned long long)request->host_budget_bytes, (unsigned long long)ptn_tiers_disk_bytes(request),
+        request->n_chunks - n_persist, (unsigned long long)out->stash_bytes);
   }
   out->n_host = tiers.n_host;
   out->host_bytes = tiers.host_bytes + (ptn_tiers_has_host(request) ? out->ring_bytes - ring_bytes : 0);

@@ -116,9 +116,10 @@ typedef struct ptn_tiers {
 uint64_t ptn_tiers_part(const ptn_plan_request *request, uint64_t bytes);
 bool ptn_tiers_has_host(const ptn_plan_request *request);
 bool ptn_tiers_has_disk(const ptn_plan_request *request);
+uint64_t ptn_tiers_disk_bytes(const ptn_plan_request *request); /* that it has; UINT64_MAX: without a limit */
 /* What the host has for homes and for activations, beside the ring where that is there. */
 uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist);
-/* False where something would have to go to a disk that is not there. */
+/* False where something would have to go to a disk that is not there, or has no room for it. */
 bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out);
 /* The fewest persistent chunks for which the others and the stash have a place. PTN_BUDGET: none, for the stash. */
 ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t stash_bytes, uint32_t *least_persist);
@@ -147,7 +148,7 @@ typedef struct ptn_fit {
   int64_t *stretch_bytes;
   int32_t *slot_of_chunk; /* assigned last */
   uint64_t *slot_bytes;
-  uint64_t *pieces_from; /* of the ring, for each size and chunk: of trained chunks from there on */
+  uint64_t *requests_from; /* for each size of the ring's pieces and chunk: to update the trained chunks from there on */
   double compute_ns; /* of a step; 0: not known */
   uint32_t n_slots;
   ptn_slots_scratch *slots;
@@ -172,7 +173,7 @@ uint32_t ptn_fit_given_window(ptn_fit *fit, uint32_t n_persist);
 
 /* ---- room.c ---- */
 
-void ptn_fit_count_pieces(ptn_fit *fit);
+void ptn_fit_count_requests(ptn_fit *fit);
 /* Sets the limits: what the safest candidates with a ring and without one need is spared from all but the smallest ring. */
 void ptn_fit_spare(ptn_fit *fit, int64_t safest_bytes, int64_t ringless_bytes);
 bool ptn_fit_has_ring(const ptn_fit *fit, uint32_t n_persist);

@@ -86,7 +86,8 @@ typedef struct ptn_plan_request {
   const uint32_t *accesses; /* chunk of each access in a step, in order, forward and backward */
   const uint32_t *access_phases; /* the phase of each access, never falling; NULL: not known, then nothing is timed */
   uint32_t n_together; /* the most chunks that one operation reads at once; 0 is read as 1 */
-  uint32_t n_arrays; /* arrays in a piece of the ring: parameters, each of state, gradients */
+  uint32_t n_arrays; /* arrays in a piece of the ring, in the size of one of parameters: parameters, each of state, gradients */
+  uint32_t widening; /* an array of state counts so many times there: 2 where fp32 is beside bf16; 0 is read as 1 */
   const ptn_mode *modes; /* n_blocks modes to use as they are; NULL: free (keep or checkpoint without a profile) */
   int64_t n_persist; /* as given, or -1: the planner chooses */
   int64_t n_buffer, n_ahead; /* with n_persist given: slots, and how far ahead is read, of the plan that it is from, where they
@@ -96,6 +97,7 @@ typedef struct ptn_plan_request {
   const ptn_profile *profile; /* NULL: nothing was timed, a fixed rule decides from memory alone (plan/rule.c) */
   uint64_t host_budget_bytes; /* of the host tier, for chunks that are not persistent, activations, and the ring where it is
                                * there; 0: there is none */
+  uint64_t disk_budget_bytes; /* of one rank, for homes with their shadows and activations; 0: as much as they take */
   uint32_t n_ranks; /* devices that share the chunks which are not persistent; 0 is read as 1 */
   uint64_t ring_host_bytes; /* beside a device: all of host memory, of which the ring has a part; 0: it is in budget_bytes */
 } ptn_plan_request;

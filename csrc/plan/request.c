@@ -195,6 +195,9 @@ static ptn_status check_counts(const ptn_plan_request *request) {
   if (request->n_arrays == 0 || request->n_arrays > MOST_ARRAYS) {
     return ptn_fail(PTN_INVALID, "n_arrays is %u; 1 to %d are possible", request->n_arrays, MOST_ARRAYS);
   }
+  if (request->widening > MOST_ARRAYS) {
+    return ptn_fail(PTN_INVALID, "widening is %u; 1 to %d are possible", request->widening, MOST_ARRAYS);
+  }
   if (request->n_passes > MOST_PASSES || request->n_ranks > MOST_RANKS) {
     return ptn_fail(PTN_INVALID, "%u passes in a step, %u ranks; at most %d and %d are possible", request->n_passes,
                     request->n_ranks, MOST_PASSES, MOST_RANKS);

@@ -23,6 +23,7 @@
 #define BUDGET_PER_PIECE 192 /* a piece is allowed from a budget of so many of it */
 #define LEAST_PIECES 4
 #define MOST_PIECES 6
+#define REQUEST_BYTES ((uint64_t)4 << 20) /* shorter ones side by side are moved as one of so many at most (disk/store.c) */
 #define HOLES_PART 36  /* of the budget, one in so many is left to holes between blocks */
 #define FULL_DRAG 0.05 /* of computing, lost where nothing is left to them ... */
 #define QUARTER_DRAG 0.02 /* ... and to the requests of pieces a quarter as large; an eighth: three times as much; half: little */
@@ -100,12 +101,8 @@ static int ring_level(const ptn_fit *fit, int64_t needed_bytes) {
   return best;
 }
 
-/* Requests for the pieces of chunks from n_persist on: state is read, parameters and state are written. Gradients that outlive backward
- * come from the disk, too, and parameters with them, which lie in no slot any more; of several passes their sums do. */
 static double requests_of(const ptn_fit *fit, uint32_t n_persist, int level) {
-  uint64_t pieces = fit->pieces_from[(size_t)level * ((size_t)fit->request->n_chunks + 1) + n_persist];
-  int fewer = fit->request->grads_outlive_backward ? 1 : fit->request->n_passes > 1 ? 2 : 3;
-  return (double)pieces * (2.0 * fit->request->n_arrays - fewer);
+  return (double)fit->requests_from[(size_t)level * ((size_t)fit->request->n_chunks + 1) + n_persist];
 }
 
 int64_t ptn_fit_squeeze_ns(const ptn_fit *fit, uint32_t n_persist, int64_t needed_bytes) {
@@ -165,14 +162,38 @@ uint64_t ptn_fit_stream_bytes(const ptn_fit *fit, const ptn_mode *modes, uint32_
 
 /* ---- what is known beforehand ---- */
 
-void ptn_fit_count_pieces(ptn_fit *fit) {
+/* Requests for parameters, where they are with them, and state of a chunk, as the store makes them. Arrays of one piece lie side by
+ * side, and each goes with those before it, where all of it fits. */
+static uint64_t requests_for(const ptn_plan_request *request, uint64_t bytes, uint64_t piece_bytes, bool with_params) {
+  uint64_t widening = request->widening > 0 ? request->widening : 1, n_pieces = (bytes + piece_bytes - 1) / piece_bytes;
+  uint64_t n_states = request->n_arrays > 2 ? (request->n_arrays - 2) / widening : 0, count = 0, left_bytes = 0;
+  if (n_pieces > 1) return (n_states + with_params) * n_pieces;
+  for (uint64_t i = with_params ? 0 : 1; i <= n_states; i++) {
+    uint64_t array_bytes = i == 0 ? bytes : widening * bytes;
+    bool fits = array_bytes <= left_bytes;
+    count += !fits;
+    left_bytes = (fits ? left_bytes : ptn_max_u64(REQUEST_BYTES, array_bytes)) - array_bytes;
+  }
+  return count;
+}
+
+/* State is read, parameters and state are written. Gradients that outlive backward come from the disk, too, and parameters with them,
+ * which lie in no slot any more; of several passes their sums do. */
+static uint64_t update_requests(const ptn_plan_request *request, uint32_t chunk, uint64_t piece_bytes) {
+  uint64_t bytes = request->chunks[chunk].param_bytes;
+  uint64_t gradients = request->grads_outlive_backward || request->n_passes > 1 ? (bytes + piece_bytes - 1) / piece_bytes : 0;
+  return requests_for(request, bytes, piece_bytes, request->grads_outlive_backward) + gradients +
+         requests_for(request, bytes, piece_bytes, true);
+}
+
+void ptn_fit_count_requests(ptn_fit *fit) {
   const ptn_plan_request *request = fit->request;
-  uint64_t *from = fit->pieces_from;
+  uint64_t *from = fit->requests_from;
   for (int level = 0; level < PTN_FIT_RING_LEVELS; level++, from += (size_t)request->n_chunks + 1) {
     uint64_t piece_bytes = (uint64_t)LEAST_PIECE_BYTES << level;
     for (uint32_t c = request->n_chunks; c-- > 0;) {
       bool trained = request->chunks[c].grad_bytes > 0;
-      from[c] = from[c + 1] + (trained ? (request->chunks[c].param_bytes + piece_bytes - 1) / piece_bytes : 0);
+      from[c] = from[c + 1] + (trained ? update_requests(request, c, piece_bytes) : 0);
     }
   }
 }

@@ -194,9 +194,10 @@ static ptn_status measure(ptn_rule *rule) {
   if (rule->least_persist < least_persist) {
     return ptn_fail_budget(
         (uint64_t)rule->smallest_bytes, request->budget_bytes, (uint64_t)rule->smallest_bytes,
-        "%u of %u chunks are to stay in the device's memory, and there is no disk and %llu bytes of host memory "
-        "for the others: give a disk or more host memory, or let at least %u chunks stay",
-        rule->least_persist, rule->n_chunks, (unsigned long long)request->host_budget_bytes, least_persist);
+        "%u of %u chunks are to stay in the device's memory, and there are %llu bytes of disk and %llu of host memory "
+        "for the others: give a larger disk or more host memory, or let at least %u chunks stay",
+        rule->least_persist, rule->n_chunks, (unsigned long long)ptn_tiers_disk_bytes(request),
+        (unsigned long long)request->host_budget_bytes, least_persist);
   }
   if (request->modes || request->n_persist >= 0) {
     rule->least_bytes = measure_choices(rule, request->modes, rule->n_choices, &safest);

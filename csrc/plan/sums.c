@@ -7,7 +7,7 @@
  * What is fetched: in forward every chunk but those that the pass before left in slots (with a link none in the first pass), in
  * backward every one but what the slots hold of it.
  *
- * Invariant: never above what bounds.c says of one candidate, but for roundings, nor above the simulation.
+ * Invariant: never above the simulation of a candidate.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -59,13 +59,18 @@ static void add_updates(const ptn_sums *sums, uint32_t chunk, tier tier, double 
   }
 }
 
-/* seen: of each chunk, 1 accessed in forward, 2 in backward; visits: phases in which it is. */
+/* seen: of each chunk, 1 accessed in forward, 2 in backward; visits: phases in which it is. What recomputation alone accesses is in
+ * neither: of a block that is not recomputed it does not happen. Where a backward's own accesses are not known, one of each chunk
+ * is. */
 static void read_accesses(const ptn_sums *sums, uint8_t *seen, uint32_t *visits, uint32_t *last_phase) {
   const ptn_plan_request *request = sums->request;
-  uint32_t turn = 0;
+  uint32_t turn = 0, end = 0;
   while (turn < request->n_phases && !request->phases[turn].backward) turn++;
   for (uint32_t i = 0; i < request->n_accesses; i++) {
-    uint32_t chunk = request->accesses[i], phase = request->access_phases[i];
+    uint32_t chunk = request->accesses[i], phase = request->access_phases[i], n_own = request->phases[phase].own_accesses;
+    while (end <= i || (end < request->n_accesses && request->access_phases[end] == phase)) end++;
+    bool twice = request->phases[phase].backward && request->phases[phase].block >= 0;
+    if (twice && n_own > 0 && end - i > n_own) continue;
     seen[chunk] |= phase < turn ? 1 : 2;
     visits[chunk] += last_phase[chunk] != phase + 1;
     last_phase[chunk] = phase + 1;
@@ -181,5 +186,5 @@ double ptn_sums_least_ns(const ptn_sums *sums, const ptn_many *many) {
   double demands = sums->visits[end] - sums->visits[many->most_persist];
   double work_ns = sums->base_ns + sums->passes * (many->recompute_ns + demands * (double)request->profile->access_ns);
   double open_ns = sums->in_step_ns[many->least_persist] + (double)request->profile->step_fixed_ns;
-  return (ptn_max_f64(work_ns + drag_ns * sums->drag_part, longest_ns) + open_ns) * (1 - 1e-9);
+  return (ptn_max_f64(work_ns + drag_ns * sums->drag_part, longest_ns) + open_ns) * (1 - 1e-9) - 16; /* each part is rounded */
 }

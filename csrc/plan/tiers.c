@@ -2,7 +2,8 @@
  *
  * Problem: host memory is faster than the disk and holds less. Design: behind the persistent chunks come those at home on the
  * host, as many as it holds, then those on disk: the first ones are updated last, so what is fast comes first. Activations go
- * where chunks left room for all of them. All figures are of one rank: what is not persistent is shared by the ranks.
+ * where chunks left room for all of them; where the disk is too small for that, before the chunks. All figures are of one rank:
+ * what is not persistent is shared by the ranks.
  *
  * A tier is there where a lane leads to it. Without a profile no lanes are known, and all goes to disk.
  *
@@ -18,6 +19,10 @@ bool ptn_tiers_has_host(const ptn_plan_request *request) {
 bool ptn_tiers_has_disk(const ptn_plan_request *request) {
   const ptn_profile *profile = request->profile;
   return !profile || (profile->lanes[PTN_DISK_READ].bytes_per_s > 0 && profile->lanes[PTN_DISK_WRITE].bytes_per_s > 0);
+}
+
+uint64_t ptn_tiers_disk_bytes(const ptn_plan_request *request) {
+  return !ptn_tiers_has_disk(request) ? 0 : request->disk_budget_bytes > 0 ? request->disk_budget_bytes : UINT64_MAX;
 }
 
 uint64_t ptn_tiers_host_room(const ptn_plan_request *request, uint32_t n_persist) {
@@ -49,8 +54,8 @@ static uint64_t on_disk_bytes(const ptn_plan_request *request, const ptn_plan_ch
   return total_bytes;
 }
 
-bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out) {
-  uint64_t room_bytes = ptn_tiers_host_room(request, n_persist);
+/* The chunks behind the persistent ones, to the host as far as they have room there. */
+static void place_chunks(const ptn_plan_request *request, uint32_t n_persist, uint64_t room_bytes, ptn_tiers *out) {
   uint32_t at = n_persist;
   *out = (ptn_tiers){0};
   for (; at < request->n_chunks; at++) {
@@ -60,10 +65,25 @@ bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64
   }
   out->n_host = at - n_persist;
   for (; at < request->n_chunks; at++) out->disk_bytes += on_disk_bytes(request, &request->chunks[at]);
+}
+
+static bool fits_disk(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, const ptn_tiers *tiers) {
+  bool needs_none = n_persist + tiers->n_host == request->n_chunks && (stash_bytes == 0 || tiers->stash_on_host);
+  if (needs_none) return true;
+  return ptn_tiers_has_disk(request) && tiers->disk_bytes <= ptn_tiers_disk_bytes(request);
+}
+
+bool ptn_tiers_split(const ptn_plan_request *request, uint32_t n_persist, uint64_t stash_bytes, ptn_tiers *out) {
+  uint64_t room_bytes = ptn_tiers_host_room(request, n_persist);
+  place_chunks(request, n_persist, room_bytes, out);
   out->stash_on_host = stash_bytes > 0 && stash_bytes <= room_bytes - out->host_bytes;
   *(out->stash_on_host ? &out->host_bytes : &out->disk_bytes) += stash_bytes;
-  return n_persist + out->n_host == request->n_chunks && (stash_bytes == 0 || out->stash_on_host) ? true
-                                                                                                  : ptn_tiers_has_disk(request);
+  if (fits_disk(request, n_persist, stash_bytes, out)) return true;
+  if (out->stash_on_host || stash_bytes == 0 || stash_bytes > room_bytes) return false;
+  place_chunks(request, n_persist, room_bytes - stash_bytes, out); /* homes take more of a disk than of the host */
+  out->stash_on_host = true;
+  out->host_bytes += stash_bytes;
+  return fits_disk(request, n_persist, stash_bytes, out);
 }
 
 ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t stash_bytes, uint32_t *least_persist) {
@@ -71,9 +91,10 @@ ptn_status ptn_tiers_least_persist(const ptn_plan_request *request, uint64_t sta
   uint32_t least = 0, most = request->n_chunks;
   if (!ptn_tiers_split(request, most, stash_bytes, &tiers)) {
     return ptn_fail_budget(stash_bytes, request->host_budget_bytes, 0,
-                           "the blocks that swap write %llu bytes, the host budget is %llu, and there is no disk: give more host "
-                           "memory or a disk, or swap fewer blocks",
-                           (unsigned long long)stash_bytes, (unsigned long long)request->host_budget_bytes);
+                           "the blocks that swap write %llu bytes, the host budget is %llu, and the disk's %llu: give more host "
+                           "memory or a larger disk, or swap fewer blocks",
+                           (unsigned long long)stash_bytes, (unsigned long long)request->host_budget_bytes,
+                           (unsigned long long)ptn_tiers_disk_bytes(request));
   }
   while (least < most) {
     uint32_t middle = least + (most - least) / 2;

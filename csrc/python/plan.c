@@ -264,19 +264,20 @@ static PyObject *answer_plan(const ptn_plan_request *request, const ptn_plan *pl
 
 /* make_plan(budget, fixed, chunks, phases, accesses, access_phases, n_together, n_arrays, n_blocks, modes or None,
  * n_persist or -1, n_buffer or 0, n_ahead or 0, grads_outlive_backward, n_passes, host_budget, n_ranks, profile or None, ring_host or none,
- * update or none) */
+ * update or none, widening or none, disk_budget or none) */
 PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
   (void)module;
-  unsigned long long budget, fixed, host_budget, ring_host = 0, update = 0;
+  unsigned long long budget, fixed, host_budget, ring_host = 0, update = 0, disk_budget = 0;
   PyObject *chunks, *phases, *accesses, *access_phases, *modes, *profile;
-  unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks;
+  unsigned int n_together, n_arrays, n_blocks, n_passes, n_ranks, widening = 1;
   long long n_persist, n_buffer, n_ahead;
   int outlive;
-  if (!PyArg_ParseTuple(arguments, "O&O&O!O!O!O!O&O&O&OLLLpO&O&O&O|O&O&", ptn_python_u64, &budget, ptn_python_u64, &fixed,
+  if (!PyArg_ParseTuple(arguments, "O&O&O!O!O!O!O&O&O&OLLLpO&O&O&O|O&O&O&O&", ptn_python_u64, &budget, ptn_python_u64, &fixed,
                         &PyList_Type, &chunks, &PyList_Type, &phases, &PyList_Type, &accesses, &PyList_Type, &access_phases,
                         ptn_python_u32, &n_together, ptn_python_u32, &n_arrays, ptn_python_u32, &n_blocks, &modes, &n_persist,
                         &n_buffer, &n_ahead, &outlive, ptn_python_u32, &n_passes, ptn_python_u64, &host_budget, ptn_python_u32,
-                        &n_ranks, &profile, ptn_python_u64, &ring_host, ptn_python_u64, &update))
+                        &n_ranks, &profile, ptn_python_u64, &ring_host, ptn_python_u64, &update, ptn_python_u32, &widening,
+                        ptn_python_u64, &disk_budget))
     return NULL;
   if (modes != Py_None && (!PyList_Check(modes) || PyList_Size(modes) != (Py_ssize_t)n_blocks))
     return PyErr_Format(PyExc_ValueError, "modes must be None or a list of %u", n_blocks);
@@ -306,6 +307,8 @@ PyObject *ptn_python_make_plan(PyObject *module, PyObject *arguments) {
                                 .access_phases = ordered ? arrays.access_phases : NULL,
                                 .n_together = n_together,
                                 .n_arrays = n_arrays,
+                                .widening = widening,
+                                .disk_budget_bytes = disk_budget,
                                 .modes = modes == Py_None ? NULL : arrays.given_modes,
                                 .n_persist = n_persist,
                                 .n_buffer = n_buffer,

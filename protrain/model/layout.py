@@ -21,6 +21,8 @@ from .strides import Strides, dense_strides
 PAGE_BYTES = 4096
 #: A chunk that is worth a request of its own.
 SMALL_BYTES = 4 * MIB
+#: Of an element of the optimizer's state, and of the master.
+STATE_BYTES = 4
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Entry:
 @dataclass(frozen=True)
 class Chunks:
     """For each chunk its bytes (padded to pages), whether it is trained, its parameters by number, and what their gradients count
-    (each is a tensor of its own, and so rounded as such); for each parameter its chunk and its offset there in bytes."""
+    (each is a tensor of its own, and so rounded as such); for each parameter its chunk and its offset there in bytes. widening:
+    bytes of an array of state beside one of parameters, 2 where fp32 is beside bf16."""
 
     chunk_bytes: int
     sizes: tuple[int, ...]
@@ -52,6 +55,7 @@ class Chunks:
     members: tuple[tuple[int, ...], ...]
     grad_bytes: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
+    widening: int
 
     @property
     def n_chunks(self) -> int:
@@ -70,7 +74,7 @@ class Layout(Chunks):
         parameters = [
             (e.count * self.dtype.itemsize, block, e.group >= 0) for e, block in zip(self.entries, block_of, strict=True)
         ]
-        found = pack(parameters, chunk_size(parameters, budget_bytes))
+        found = pack(parameters, chunk_size(parameters, budget_bytes), self.widening)
         entries = tuple(
             replace(e, chunk=chunk, offset_bytes=offset) for e, (chunk, offset) in zip(self.entries, found.places, strict=True)
         )
@@ -137,7 +141,7 @@ def make_layout(
         if p.device.type != "meta" and any(stride == 0 < size - 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise PlanError(f"parameter {name} is expanded, its elements share memory: give it memory of its own first")
     parameters = describe([p for _, p in named], blocks, groups, dtype)
-    found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes))
+    found = pack(parameters, chunk_bytes or chunk_size(parameters, budget_bytes), STATE_BYTES // dtype.itemsize)
     entries = tuple(
         Entry(name, index, chunk, offset, p.shape, dense_strides(p), groups.get(id(p), -1) if p.requires_grad else -1)
         for index, ((name, p), (chunk, offset)) in enumerate(zip(named, found.places, strict=True))
@@ -166,12 +170,12 @@ def first_blocks(params: Sequence[nn.Parameter], blocks: Sequence[nn.Module]) ->
     return [block_of.get(id(p), -1) for p in params]
 
 
-def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunks:
+def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int, widening: int = 1) -> Chunks:
     """Pack parameters, each (bytes, number of its block or -1, trained), in execution order, into chunks of at most chunk_bytes;
     a larger parameter has one of its own. Those that are trained and the others never share a chunk: a trained chunk has state
     for all of it, and is written after each step, which adapters in frozen blocks should not cost. Of these the smaller part,
     whose chunks could hold many blocks and would be complete only with the first of them, has no more in one than a block or
-    SMALL_BYTES. Chunks come in the order of their first parameters."""
+    SMALL_BYTES. Chunks come in the order of their first parameters. widening: as `Chunks` has it."""
     apart = _apart(parameters)
     smaller = min(apart, key=lambda indices: sum(parameters[i][0] for i in indices))
     found: list[list[tuple[int, int]]] = []  # (parameter, offset) of each chunk
@@ -193,4 +197,5 @@ def pack(parameters: Sequence[tuple[int, int, bool]], chunk_bytes: int) -> Chunk
         members,
         tuple(sum(_core.rounded_bytes(parameters[i][0]) for i in indices if parameters[i][2]) for indices in members),
         tuple(where[i] for i in range(len(parameters))),
+        widening,
     )

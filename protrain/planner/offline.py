@@ -32,7 +32,7 @@ from ..dryrun.repetition import dry_run_alike
 from ..dryrun.workspace import workspace_bytes
 from ..errors import BudgetError, PlanError
 from ..model.blocks import find_blocks
-from ..model.layout import chunk_size, describe, pack
+from ..model.layout import STATE_BYTES, chunk_size, describe, pack
 from ..model.strides import dense_like
 from .hardware import Hardware, load_hardware
 from .planning import anew_from_profiles, plan_from_profile
@@ -196,6 +196,7 @@ def profile_offline(
         times=counted_times(run, hardware, precision),
         machine=hardware.machine(param_bytes, state_bytes),
         model=type(model).__name__,
+        widening=STATE_BYTES // param_bytes,
     )
 
 
@@ -237,13 +238,13 @@ def plan_offline(
     try:
         return plan_for(profile, hardware, memory=memory, host_memory=host_memory, block_modes=block_modes)
     except BudgetError as error:
-        if error.budget_bytes != _device_budget(hardware, memory) or str(error).startswith("host_memory"):
+        if error.budget_bytes != _device_budget(hardware, memory) or str(error).startswith(("host_memory", "disk")):
             raise  # another tier is too small
         n = hardware.n_devices
         host = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
         anew = anew_from_profiles(
-            profiled, profile.parameters, most_bytes=hardware.device_bytes, host_budget_bytes=host // n, n_ranks=n,
-            modes=check_modes(block_modes, profile.n_blocks),
+            profiled, profile.parameters, most_bytes=hardware.device_bytes, host_budget_bytes=host // n,
+            disk_budget_bytes=_disk_budget(hardware), n_ranks=n, modes=check_modes(block_modes, profile.n_blocks),
         )  # fmt: skip
         raise refuse(error, "a step of this batch", anew=anew) from None
 
@@ -271,26 +272,30 @@ def plan_for(
     n = hardware.n_devices
     modes = check_modes(block_modes, profile.n_blocks)
     try:
-        plan = plan_from_profile(profile, budget, host_budget_bytes=host // n, n_ranks=n, modes=modes)
+        return plan_from_profile(
+            profile, budget, host_budget_bytes=host // n, disk_budget_bytes=_disk_budget(hardware), n_ranks=n, modes=modes
+        )
     except BudgetError as error:
         raise _named(error, profile, hardware, budget, host, modes) from None
-    capacity = hardware.disk.capacity_bytes // n if hardware.disk else 0
-    if plan.disk_bytes > capacity:
-        raise BudgetError(
-            f"memory: this plan puts {format_bytes(plan.disk_bytes)} of each device on disk, where {format_bytes(capacity)} are; "
-            "give more memory or host_memory, a larger disk, or a smaller model",
-            needed_bytes=plan.disk_bytes,
-            budget_bytes=capacity,
-            smallest_bytes=plan.disk_bytes,
-        )
-    return plan
 
 
 def _named(
     error: BudgetError, profile: Profile, hardware: Hardware, budget: int, host: int, modes: list[str] | None
 ) -> BudgetError:
-    """The refusal, in the words of the host where it is the host that is full."""
-    if hardware.host is None or str(error).startswith("host_memory"):
+    """The refusal, in the words of the disk or of the host where it is that which is full."""
+    if str(error).startswith("host_memory"):
+        return error
+    if hardware.disk is not None and (smallest := _smallest_disk(profile, hardware, budget, host, modes)):
+        all_bytes = hardware.n_devices * smallest
+        return BudgetError(
+            f"disk: a step of this batch fits a device, but its states do not fit {format_bytes(hardware.disk.capacity_bytes)} "
+            f"of disk; the smallest disk that works is {format_bytes(all_bytes)} ({all_bytes} bytes); or give more memory or "
+            f"host_memory, or a smaller model",
+            needed_bytes=all_bytes,
+            budget_bytes=hardware.disk.capacity_bytes,
+            smallest_bytes=all_bytes,
+        )
+    if hardware.host is None:
         return error
     try:
         plan_from_profile(profile, budget, host_budget_bytes=_ENDLESS_BYTES, n_ranks=hardware.n_devices, modes=modes)
@@ -304,6 +309,31 @@ def _named(
         budget_bytes=error.budget_bytes,
         smallest_bytes=error.smallest_bytes,
     )
+
+
+def _smallest_disk(profile: Profile, hardware: Hardware, budget: int, host: int, modes: list[str] | None) -> int | None:
+    """Bytes of disk for each device from which on there are plans; None: memory is too small for any."""
+
+    def disk_bytes(disk_budget: int) -> int | None:
+        try:
+            return plan_from_profile(
+                profile, budget, host_budget_bytes=host // hardware.n_devices, disk_budget_bytes=disk_budget,
+                n_ranks=hardware.n_devices, modes=modes,
+            ).disk_bytes  # fmt: skip
+        except BudgetError:
+            return None
+
+    smallest, refused = disk_bytes(0), _disk_budget(hardware)
+    while smallest is not None and smallest - refused > 1:
+        middle = (smallest + refused) // 2
+        found = disk_bytes(middle)
+        smallest, refused = (smallest, middle) if found is None else (found, refused)
+    return smallest
+
+
+def _disk_budget(hardware: Hardware) -> int:
+    """Of one device."""
+    return max(hardware.disk.capacity_bytes // hardware.n_devices, 1) if hardware.disk else 0
 
 
 def _resolve(hardware: Hardware | str | Path, n_devices: int | None) -> Hardware:

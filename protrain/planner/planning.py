@@ -78,6 +78,7 @@ def arrange(
     host_budget_bytes: int = 0,
     n_ranks: int = 1,
     ring_host_bytes: int = 0,
+    disk_budget_bytes: int = 0,
     footprint: Footprint | None = None,
     n_together: int = 1,
     lasting_bytes: int = 0,
@@ -92,6 +93,7 @@ def arrange(
         host_budget_bytes: of a host tier beside the device, the ring among it where that is there. n_ranks: devices that share
             what is not persistent.
         ring_host_bytes: all of host memory, where the ring is there, in no budget of the device; 0: it is in the budget.
+        disk_budget_bytes: of the disk, for one device; 0: as much as is needed.
         footprint: of an optimizer without a kernel; n_states is 0 then.
         n_together: the most chunks that are read at once, where no dry run knows it.
         lasting_bytes: of unknown_bytes, what is there in step() too. unfilled_bytes: what nobody means to fill: in no peak.
@@ -127,6 +129,12 @@ def arrange(
     accesses = list(run.accesses) if run else linear_accesses(chunks)
     if run is None and modes is None:
         modes = ["checkpoint"] * n_blocks
+    of_model = None
+    if run and times and machine:
+        of_model = with_memory(machine, run.counted())
+        of_model = with_requests(
+            of_model, chunks.sizes, n_states, run.record_bytes, budget_bytes, chunks.widening, chunks.trained
+        )
     found = _core.make_plan(
         budget_bytes,
         fixed_bytes,
@@ -145,11 +153,11 @@ def arrange(
         n_passes,
         host_budget_bytes,
         n_ranks,
-        _timed(times, with_requests(with_memory(machine, run.counted()), chunks.sizes, n_states, run.record_bytes, budget_bytes))
-        if run and times and machine
-        else None,
+        _timed(times, of_model) if of_model and times else None,
         ring_host_bytes,
         update_bytes,
+        chunks.widening,
+        disk_budget_bytes,
     )
     ring_bytes = 0 if ring_host_bytes else found["ring_bytes"]
     block_modes = tuple(MODES[mode] for mode in found["modes"])
@@ -297,6 +305,7 @@ def plan_from_profile(
     budget_bytes: int,
     *,
     host_budget_bytes: int = 0,
+    disk_budget_bytes: int = 0,
     n_ranks: int = 1,
     modes: Sequence[str] | None = None,
     given: Plan | None = None,
@@ -306,6 +315,7 @@ def plan_from_profile(
     Args:
         host_budget_bytes: of host memory for each device, where the profile's machine has one beside it; the ring is there then.
             Of a profile that was measured over a device it has to hold all that a session keeps on the host.
+        disk_budget_bytes: of the disk for each device, where a file describes it; 0: as much as is needed.
         n_ranks: devices that share what is not persistent.
         modes: of the blocks; None: the planner's choice.
         given: a plan whose decisions are taken, to foretell what it takes by this profile.
@@ -314,7 +324,7 @@ def plan_from_profile(
         BudgetError: nothing fits, with the smallest budget that does.
         PlanError: the profile contradicts itself.
     """
-    chunks = pack(profile.parameters, profile.chunk_bytes)
+    chunks = pack(profile.parameters, profile.chunk_bytes, profile.widening)
     if any(not 0 <= chunk < chunks.n_chunks for chunk in (*profile.run.accesses, *profile.run.complete_phase)):
         raise PlanError(f"profile: its dry run names chunks that its parameters do not fill; they fill {chunks.n_chunks}")
     if given is not None and given.chunk_bytes != profile.chunk_bytes:
@@ -337,7 +347,8 @@ def plan_from_profile(
             grads_outlive_backward=profile.grads_outlive_backward, n_passes=profile.n_passes,
             times=profile.times if timed else None, machine=machine if timed else None,
             unknown_bytes=beside_bytes + unfilled_bytes, host_budget_bytes=room_bytes, n_ranks=n_ranks,
-            ring_host_bytes=host_budget_bytes if beside else 0, footprint=profile.footprint, unfilled_bytes=unfilled_bytes,
+            ring_host_bytes=host_budget_bytes if beside else 0, disk_budget_bytes=disk_budget_bytes, footprint=profile.footprint,
+            unfilled_bytes=unfilled_bytes,
         )  # fmt: skip
 
     try:

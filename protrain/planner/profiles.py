@@ -95,7 +95,8 @@ class Profile:
     parameters: (bytes, number of its block or -1, trained) of each parameter in execution order. run.accesses and
     run.complete_phase are of chunks of chunk_bytes, so a plan from this profile has chunks of that size. footprint: of an
     optimizer without a kernel; then n_states is 0, and plans have no times. overhead: where it was measured over a device that
-    has memory of its own; plans from it place homes as a session does there (tiers.py).
+    has memory of its own; plans from it place homes as a session does there (tiers.py). n_states counts arrays of state in arrays
+    of parameters; widening: so many are one, 2 where fp32 is beside bf16.
     """
 
     parameters: tuple[tuple[int, int, bool], ...]
@@ -110,6 +111,7 @@ class Profile:
     model: str = ""
     footprint: Footprint | None = None
     overhead: Overhead | None = None
+    widening: int = 1
 
     def to_json(self) -> str:
         """All of it as a JSON object; `from_json` gives an equal profile."""
@@ -156,6 +158,8 @@ class Profile:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, or a parameter of less than none")
         if not 0 <= self.n_states <= MOST_STATES or self.n_passes < 1:
             raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
+        if self.widening < 1 or self.n_states % self.widening:
+            raise ValueError(f"{self.n_states} arrays of state, each as wide as {self.widening} of parameters")
         if self.overhead is not None and (min(asdict(self.overhead).values()) < 0 or self.overhead.part == 1):
             raise ValueError(f"an overhead of {self.overhead.fixed_bytes} bytes and one part in {self.overhead.part}")
         if self.footprint is not None:

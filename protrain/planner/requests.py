@@ -54,27 +54,38 @@ def with_memory(machine: Machine, counted: Sequence[tuple[int, int, int]]) -> Ma
     return replace(machine, disk_read=read, disk_write=write, memory_drag_seconds_per_byte=0.0)
 
 
-def with_requests(machine: Machine, chunk_bytes: Sequence[int], n_states: int, record_bytes: int, budget_bytes: int) -> Machine:
+def with_requests(
+    machine: Machine,
+    chunk_bytes: Sequence[int],
+    n_states: int,
+    record_bytes: int,
+    budget_bytes: int,
+    widening: int = 1,
+    trained: Sequence[bool] | None = None,
+) -> Machine:
     """The machine with drags for a byte that have its requests in them, and the checksums of parameters. Of one whose requests
     cost nothing all is as it was.
 
     Args:
         chunk_bytes: parameters of each chunk.
-        n_states: arrays of state, each as large as the parameters.
+        n_states: arrays of state, counted in arrays of parameters.
         record_bytes: the mean size of a record of activations; 0: there are none, or nothing is known of them.
         budget_bytes: what the pieces of the ring follow.
+        widening: bytes of an array of state beside one of parameters, 2 where fp32 is beside bf16.
+        trained: of each chunk, whether it has state and is written; None: all are.
     """
     request, total = machine.request_drag_seconds, sum(chunk_bytes)
     if request == 0 or total == 0:
         return machine
     ring_piece = _ring_piece_bytes(budget_bytes)
     fetches = sum(_requests(size, PIECE_BYTES) for size in chunk_bytes)
-    state_reads = sum(_of_arrays(size, n_states, ring_piece) for size in chunk_bytes)
-    writes = sum(_of_arrays(size, 1 + n_states, ring_piece) for size in chunk_bytes)
-    # In a step parameters are fetched for forward and for backward, state is read, parameters and state are written.
-    checksums = machine.checksum_seconds_per_byte * 2 / (2 + n_states)
-    read = request * (2 * fetches + state_reads) / ((2 + n_states) * total)
-    write = request * writes / ((1 + n_states) * total)
+    updated = [size for size, one in zip(chunk_bytes, trained or [True] * len(chunk_bytes), strict=True) if one]
+    updates = [update_requests(size, n_states, ring_piece, widening) for size in updated]
+    # In a step parameters are fetched for forward and for backward; of those that are trained state is read, both are written.
+    read_bytes, written_bytes = 2 * total + n_states * sum(updated), (1 + n_states) * sum(updated)
+    checksums = machine.checksum_seconds_per_byte * 2 * total / read_bytes
+    read = request * (2 * fetches + sum(reads for reads, _ in updates)) / read_bytes
+    write = request * sum(writes for _, writes in updates) / written_bytes if updated else 0.0
     disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)
@@ -86,9 +97,28 @@ def _requests(size: int, most: int) -> int:
     return -(-size // most)
 
 
-def _of_arrays(size: int, n_arrays: int, ring_piece: int) -> int:
-    """Requests for the arrays of a chunk of `size` bytes each."""
-    return _requests(n_arrays * size, PIECE_BYTES) if size <= ring_piece else n_arrays * _requests(size, ring_piece)
+def update_requests(size: int, n_states: int, ring_piece: int, widening: int = 1) -> tuple[int, int]:
+    """Requests with which the update lane reads the state of a chunk whose parameters have `size` bytes, and writes both.
+
+    Args:
+        ring_piece: bytes of a piece of the ring, of parameters. n_states, widening: as those of `with_requests`.
+    """
+    states = [widening * size] * (n_states // widening)
+    if size > ring_piece:  # an array of a piece is one request, and no other lies beside it
+        pieces = _requests(size, ring_piece)
+        return len(states) * pieces, (1 + len(states)) * pieces
+    return _side_by_side(states), _side_by_side([size, *states])
+
+
+def _side_by_side(arrays: Sequence[int]) -> int:
+    """Requests for arrays that lie one behind the other: each goes with those before it, where all of it fits."""
+    count, left = 0, 0
+    for size in arrays:
+        if size > left:
+            count += 1
+            left = PIECE_BYTES
+        left -= size
+    return count
 
 
 def _gathered_bytes(record: int) -> int:

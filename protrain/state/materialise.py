@@ -51,8 +51,7 @@ class Filler:
         if chunk in self.open:
             return
         if chunk in self.written:  # a tied parameter comes again
-            for _ in session.residency.bring([number]):
-                pass
+            self.enter_again([number])
         else:
             self._give_way(chunk)
             originals = {i: session.params[i].data for i in session.layout.members[chunk]}
@@ -67,13 +66,48 @@ class Filler:
                         self.keep(i, original)
         self.open.add(chunk)
 
+    def enter_again(self, numbers: list[int]) -> None:
+        """The same of parameters that were all entered before, also where their chunks gave way to one another meanwhile: such a
+        chunk has a slot of its own then, until `drop_own_slots`.
+
+        Raises:
+            BudgetError: there is no room for all of them at once.
+        """
+        for _ in self.session.residency.bring(numbers):
+            pass
+        self.open.update(self.session.layout.entries[number].chunk for number in numbers)
+
     def _give_way(self, chunk: int) -> None:
-        """What is open in the slot of this chunk is written as far as it is filled, and comes again."""
+        """What is open in the slot of this chunk is written as far as it is filled, and comes again. Slots are the arrangement's:
+        a chunk that has one of its own by now gives way for nothing, which costs a write and no memory."""
         slots = self.session.homes.arrangement.slot_of_chunk
-        for other in [one for one in self.open if slots[one] == slots[chunk] >= 0]:
-            self.session.engine.end_fill(other)
-            self.open.discard(other)
-            self.written.add(other)
+        self._write([one for one in self.open if slots[one] == slots[chunk] >= 0])
+
+    def _write(self, chunks: list[int]) -> None:
+        for chunk in chunks:
+            self.session.engine.end_fill(chunk)
+            self.open.discard(chunk)
+            self.written.add(chunk)
+
+    def drop_own_slots(self) -> None:
+        """No chunk has a slot of its own any more: each would keep it, and with one module after the other they would be as many
+        as the model has chunks. What is open is written as far as it is filled, and comes again."""
+        session, found = self.session, self.session.homes.arrangement
+        if not session.residency.own_slots:
+            return
+        self._write([chunk for chunk in self.open if found.slot_of_chunk[chunk] >= 0])
+        away = [chunk for chunk in sorted(self.written) if found.slot_of_chunk[chunk] >= 0]
+        nothing = torch.zeros((), dtype=session.layout.dtype, device=session.wrapped.compute.device)
+        for chunk in away:
+            session.residency.unbind(chunk)
+            for number in session.layout.members[chunk]:
+                with DisableTorchFunction():
+                    session.params[number].data = nothing.expand(session.layout.entries[number].shape)
+        session.engine.drop_slots()
+        session.residency.own_slots = 0
+        session.engine.set_slots(found.slot_of_chunk, found.slot_bytes)
+        for chunk in away:
+            session.residency.bind(chunk)
 
     def keep(self, number: int, values: torch.Tensor, first: int = 0) -> None:
         """What a parameter was given, from element `first` of its memory on, is in its master as it was. Where nothing was
@@ -185,7 +219,9 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
     with _filling(session) as filler:
         for module in session.model.modules():
             if own := list(dict.fromkeys(index[id(p)] for p in module._parameters.values() if p is not None)):
+                filler.drop_own_slots()
                 _initialise(filler, module, own, index, param_init_fn)
+        filler.drop_own_slots()
 
 
 def _initialise(
@@ -193,8 +229,9 @@ def _initialise(
 ) -> None:
     """The parameters `own` of a module, and its buffers that are on meta, get their values from the function. index: the numbers
     of all parameters by id."""
-    for number in [*own, *own]:  # what gave way to another of them comes again beside it
+    for number in own:
         filler.enter(number)
+    filler.enter_again(own)  # what gave way to another of them
     try:
         for number in own:
             filler.lend(number)
@@ -274,7 +311,9 @@ def _make_all(
     made: set[int] = set()
     order = {number: place for place, number in enumerate(_by_chunk(filler.session))}
     for conversion in sorted(found, key=lambda one: order[numbers[one.name]]):
+        filler.drop_own_slots()
         made |= _make_weights(filler, conversion, where, numbers)
+    filler.drop_own_slots()
     if lacking := next((entry.name for entry in filler.session.layout.entries if entry.index not in made), None):
         raise ValueError(f"weights: {folder} has no tensor {lacking}, nor what transformers makes it of")
 

@@ -134,6 +134,8 @@ static void make_request(made *made) {
   request->host_budget_bytes = fuzz_one_in(&state, 3) ? number(below(256 * PTN_MIB)) : 0;
   request->n_ranks = fuzz_one_in(&state, 4) ? (uint32_t)number(below(8)) : 0;
   request->ring_host_bytes = fuzz_one_in(&state, 3) ? number(request->host_budget_bytes + below(2)) : 0;
+  request->widening = (uint32_t)number(below(3));
+  request->disk_budget_bytes = fuzz_one_in(&state, 3) ? number(below(64 * PTN_MIB)) : 0;
 }
 
 static ptn_status ask(const made *made, ptn_plan *plan) {
@@ -152,6 +154,7 @@ static void forget(ptn_plan *plan) {
 
 static void check_plan(const ptn_plan_request *request, const ptn_plan *plan) {
   CHECK(plan->peak_bytes <= request->budget_bytes && plan->static_bytes <= plan->peak_bytes);
+  CHECK(plan->disk_bytes <= request->disk_budget_bytes || request->disk_budget_bytes == 0);
   CHECK(plan->n_persist <= request->n_chunks && plan->n_buffer <= request->n_chunks);
   CHECK(plan->smallest_bytes <= request->budget_bytes || request->modes || request->n_persist >= 0);
   CHECK(plan->host_bytes <= ptn_max_u64(request->host_budget_bytes, request->ring_host_bytes > 0 ? plan->ring_bytes : 0) ||
