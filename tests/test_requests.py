@@ -120,17 +120,18 @@ def test_updates_make_the_requests_that_are_planned_with(
         optimizer.zero_grad()
     session = protrain.api.session_of(model)
     layout, ring_piece = session.layout, session.homes.arrangement.piece_bytes
-    events = _core.trace_events(session.engine, protrain.status(model).timeline().began_ns)
+    began_ns = protrain.status(model).timeline().began_ns
     made: dict[str, Counter[int]] = {}
-    for lane in ("read", "write"):  # what begins and ends together is one
+    for lane, since_ns in (("read", 0), ("write", began_ns)):  # what begins and ends together is one
+        events = _core.trace_events(session.engine, since_ns)
         found = {event[:2]: event[3] for event in events if event[4:] == (LANES.index(lane), KINDS.index("state"))}
         made[lane] = Counter(found.values())
     planned = [update_requests(size, session.wrapped.state_arrays, ring_piece, layout.widening) for size in layout.sizes]
     protrain.unwrap(model)
     assert [made["write"][chunk] for chunk in range(layout.n_chunks)] == [writes for _, writes in planned]
-    # What is read ahead in vain, and parameters whose slot another chunk has, are read beside that.
-    more = [made["read"][chunk] - reads for chunk, (reads, _) in enumerate(planned)]
-    assert min(more) == 0, more
+    # What is read ahead in vain, and parameters whose slot another chunk has, are read beside that; in the first step nothing is.
+    more = [made["read"][chunk] - 2 * reads for chunk, (reads, _) in enumerate(planned)]
+    assert min(more) >= 0, more
 
 
 @pytest.mark.parametrize(
