@@ -340,7 +340,8 @@ class Session:
         """Before a forward, with no gradients under way: plans are made anew by what the step before has shown. begins: the
         forward is its step's first; modes_before: of the blocks in the one before."""
         if not begins:
-            self.fitter.note_several(modes_before)
+            if self._awaited.count() > self.decider.several.n_waiting:  # else what the last one recorded is gone
+                self.fitter.note_several(modes_before)
             if self.fitter.must_swap():
                 self.runner.swap_all()
             self._name_budget()
