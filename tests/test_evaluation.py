@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from protrain.api import session_of
 from protrain.dryrun import dryrun
 from protrain.dryrun.phases import SMALL_UNSEEN_BYTES
 from protrain.runtime import foreseeing
+from protrain.runtime.fitting import Fitter
+from protrain.runtime.pacing import Pacer
 
 BUDGET = 24 * MIB  # states of 17 MiB stay in memory
 LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47
@@ -211,6 +213,58 @@ def test_homes_stay_in_the_middle_of_a_step_behind_an_evaluation(modes: str, gpt
 
     got = run(gpt2, loop, memory=BUDGET, accumulate=2)
     assert_equal(got, run(gpt2, loop), BUDGET)
+
+
+@pytest.fixture
+def between(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A model that was trained and then evaluated, its optimizer, and batches of more and more rows. No plan is made by time."""
+    monkeypatch.setattr(Pacer, "after_step", lambda *_, **__: None)
+    batches = [token_batches(1, batch=rows, vocabulary=2000)[0] for rows in (1, 2, LARGE)]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, batches[0])
+    evaluate(model, batches[-1])
+    assert session_of(model).evaluation.is_under_way
+    yield model, optimizer, batches
+    protrain.unwrap(model)
+
+
+def test_a_plan_that_is_made_while_homes_may_not_go_back_stands(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward in eval mode has recorded gradients since: the next one of training has not its arrangement back by itself."""
+    model, optimizer, (ids, longer, _) = between
+    plans = []
+    monkeypatch.setattr(Fitter, "note_dropped", lambda *_: None)
+    model.lm_head.register_forward_hook(lambda *_: plans.append(protrain.status(model).plan))
+    loss_of(model.eval(), ids)
+    for _ in range(2):
+        train(model.train(), optimizer, longer)
+    _, planned, then = plans
+    assert then == planned
+
+
+def test_a_step_beside_an_evaluation_shows_nothing_of_training(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, (ids, *_) = between
+    timed: list[bool] = []
+    monkeypatch.setattr(Pacer, "after_step", lambda *_, **__: timed.append(True))
+    loss_of(model.eval(), ids)
+    train(model.train(), optimizer, ids)
+    assert not timed
+    train(model, optimizer, ids)
+    assert timed
+    assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
+
+
+def test_plans_are_made_anew_from_trainings_own_arrangement(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a graph waited for its backward over the step in which homes could not go back."""
+    model, optimizer, (ids, *_) = between
+    evaluation, under_way = session_of(model).evaluation, []
+    waiting = loss_of(model.eval(), ids)
+    train(model.train(), optimizer, ids)
+    assert evaluation.is_under_way
+    monkeypatch.setattr(Fitter, "plan_later", lambda _: under_way.append(evaluation.is_under_way))
+    del waiting
+    train(model, optimizer, ids)
+    assert under_way == [False]
 
 
 @pytest.mark.parametrize("how", ["kept graph", "failed forward"])

@@ -102,6 +102,11 @@ class Evaluation:
         self._emptied = False
         self._kinds: dict[tuple[Any, ...], _Known] = {}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the arrangement in use is none of training's. Before a plan is made anew for training, `end`."""
+        return self._before is not None
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See that there is room for a forward of this batch.
 
