@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import protrain
 from protrain.api import session_of
 from protrain.dryrun import dryrun
 from protrain.dryrun.phases import SMALL_UNSEEN_BYTES
-from protrain.runtime import foreseeing
+from protrain.runtime import evaluation, foreseeing
 from protrain.runtime.fitting import Fitter
 from protrain.runtime.pacing import Pacer
 
@@ -149,6 +151,83 @@ def test_a_forward_is_foreseen_to_the_byte(family: str, causal_lm: Any, token_ba
     del output
     assert len(foreseen) == 1
     assert foreseen[0] - SMALL_UNSEEN_BYTES <= rise <= foreseen[0] + SMALL_UNSEEN_BYTES
+
+
+@dataclass
+class Given:
+    """rows: a batch, which the model puts another one in the place of. number: of the batch, and nothing to it."""
+
+    rows: torch.Tensor
+    number: int = 0
+
+
+class Asked(Chain):
+    def forward(self, given: Any, **kwargs: Any) -> torch.Tensor:
+        given.rows = given.rows * 2
+        return super().forward(given.rows, **kwargs)
+
+
+def test_batches_that_are_objects_find_room_and_are_foreseen_once(foreseen: list[int]) -> None:
+    kept = []
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        figures = []
+        for number in range(3):
+            loss = model(Given(inputs(1, 8, seed=number)[0]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                given = Given(inputs(1, 6000)[0], number)
+                figures += [loss.item(), model(given).item(), given.rows.sum().item()]
+            if not plain:
+                kept.append(protrain.status(model).plan.n_persist)
+        return figures
+
+    memory = 60 * MIB
+    status = assert_equal(run(Asked, loop, memory=memory), run(Asked, loop), memory)
+    assert 0 < kept[-1] < status.plan.n_chunks
+    assert len(foreseen) == 1
+
+
+def test_what_is_no_batch_is_not_foreseen(foreseen: list[int]) -> None:
+    """Something to call, which a forward may change, and an object without tensors."""
+    model: Any = Asked()
+    model, _ = protrain.wrap(model, adamw(model), memory="64MiB")
+    rows = inputs(1)[0]
+    with torch.no_grad():
+        model(SimpleNamespace(rows=rows))
+        assert len(foreseen) == 1
+        found = evaluation._Batch.of((lambda: rows,), {}, frozenset())
+        assert found is evaluation._Batch.of((SimpleNamespace(words=3),), {}, frozenset()) is None
+    protrain.unwrap(model)
+
+
+class Widening(Chain):
+    """Takes more where a module in it is in train mode, whatever it is in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        wide = self.part(x.repeat(1, 6)) if self.part.training else x
+        return super().forward(x + wide[:, :256], **kwargs)
+
+
+def test_modules_in_train_mode_in_a_model_that_is_not_are_another_evaluation(foreseen: list[int]) -> None:
+    """Such as dropout that is left on to see how sure a model is."""
+    model: Any = Widening()
+    model, _ = protrain.wrap(model, adamw(model), memory="64MiB")
+    x = inputs(1, 1000)[0]
+    with torch.no_grad():
+        for on in (False, True, False, True):
+            model.eval()
+            model.part.train(on)
+            model(x)
+    protrain.unwrap(model)
+    plainly, widely = foreseen
+    assert widely > plainly + 5 * x.nbytes
 
 
 def test_text_that_is_generated_is_not_foreseen_word_by_word(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
