@@ -322,6 +322,7 @@ class Session:
                 self._batches[shapes] += 1
                 self.runner.recompute_all()  # gradients are under way, or graphs wait: nothing else can move now
                 return
+            self.evaluation.end()  # else it would put back what this plan replaces
             self._foresaw(self.fitter.plan_for(args, kwargs, shapes))
             shapes = self.fitter.batches.batch_of(args, kwargs)  # it may need what another one does
         self._batches[shapes] += 1
@@ -340,7 +341,8 @@ class Session:
         """Before a forward, with no gradients under way: plans are made anew by what the step before has shown. begins: the
         forward is its step's first; modes_before: of the blocks in the one before."""
         if not begins:
-            self.fitter.note_several(modes_before)
+            if self._awaited.count() > self.decider.several.n_waiting:  # else what the last one recorded is gone
+                self.fitter.note_several(modes_before)
             if self.fitter.must_swap():
                 self.runner.swap_all()
             self._name_budget()
@@ -351,6 +353,7 @@ class Session:
         if self._needed_beside:
             self.fitter.note_beside(self._needed_beside)
         self._tells, self._needed_beside = False, 0
+        self.evaluation.end()
         self.marks.begin()
         self._foresaw(self.fitter.plan_later())
         self._foresaw(self.fitter.learn_within(within_bytes))
@@ -542,7 +545,9 @@ class Session:
         self.homes.adjust_headroom(self.marks.highest_bytes)
         saved_bytes = self.runner.saved_bytes()
         try:
-            if self._awaited.any():
+            if self.evaluation.is_under_way:  # the step shows nothing of training's arrangement
+                pass
+            elif self._awaited.any():
                 self._foresaw(self.fitter.plan_beside_graphs())
             else:
                 self._learn(saved_bytes, timed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ import protrain
 from protrain.api import session_of
 from protrain.dryrun import dryrun
 from protrain.dryrun.phases import SMALL_UNSEEN_BYTES
-from protrain.runtime import foreseeing
+from protrain.runtime import evaluation, foreseeing
+from protrain.runtime.fitting import Fitter
+from protrain.runtime.pacing import Pacer
 
 BUDGET = 24 * MIB  # states of 17 MiB stay in memory
 LARGE, HUGE = 12, 40  # rows of 64 tokens: 13 MiB at once, and 47
@@ -149,6 +153,83 @@ def test_a_forward_is_foreseen_to_the_byte(family: str, causal_lm: Any, token_ba
     assert foreseen[0] - SMALL_UNSEEN_BYTES <= rise <= foreseen[0] + SMALL_UNSEEN_BYTES
 
 
+@dataclass
+class Given:
+    """rows: a batch, which the model puts another one in the place of. number: of the batch, and nothing to it."""
+
+    rows: torch.Tensor
+    number: int = 0
+
+
+class Asked(Chain):
+    def forward(self, given: Any, **kwargs: Any) -> torch.Tensor:
+        given.rows = given.rows * 2
+        return super().forward(given.rows, **kwargs)
+
+
+def test_batches_that_are_objects_find_room_and_are_foreseen_once(foreseen: list[int]) -> None:
+    kept = []
+
+    def loop(model: Any, optimizer: Any, plain: bool) -> list[float]:
+        figures = []
+        for number in range(3):
+            loss = model(Given(inputs(1, 8, seed=number)[0]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                given = Given(inputs(1, 6000)[0], number)
+                figures += [loss.item(), model(given).item(), given.rows.sum().item()]
+            if not plain:
+                kept.append(protrain.status(model).plan.n_persist)
+        return figures
+
+    memory = 60 * MIB
+    status = assert_equal(run(Asked, loop, memory=memory), run(Asked, loop), memory)
+    assert 0 < kept[-1] < status.plan.n_chunks
+    assert len(foreseen) == 1
+
+
+def test_what_is_no_batch_is_not_foreseen(foreseen: list[int]) -> None:
+    """Something to call, which a forward may change, and an object without tensors."""
+    model: Any = Asked()
+    model, _ = protrain.wrap(model, adamw(model), memory="64MiB")
+    rows = inputs(1)[0]
+    with torch.no_grad():
+        model(SimpleNamespace(rows=rows))
+        assert len(foreseen) == 1
+        found = evaluation._Batch.of((lambda: rows,), {}, frozenset())
+        assert found is evaluation._Batch.of((SimpleNamespace(words=3),), {}, frozenset()) is None
+    protrain.unwrap(model)
+
+
+class Widening(Chain):
+    """Takes more where a module in it is in train mode, whatever it is in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        wide = self.part(x.repeat(1, 6)) if self.part.training else x
+        return super().forward(x + wide[:, :256], **kwargs)
+
+
+def test_modules_in_train_mode_in_a_model_that_is_not_are_another_evaluation(foreseen: list[int]) -> None:
+    """Such as dropout that is left on to see how sure a model is."""
+    model: Any = Widening()
+    model, _ = protrain.wrap(model, adamw(model), memory="64MiB")
+    x = inputs(1, 1000)[0]
+    with torch.no_grad():
+        for on in (False, True, False, True):
+            model.eval()
+            model.part.train(on)
+            model(x)
+    protrain.unwrap(model)
+    plainly, widely = foreseen
+    assert widely > plainly + 5 * x.nbytes
+
+
 def test_text_that_is_generated_is_not_foreseen_word_by_word(gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
     (ids,) = token_batches(1, batch=1, length=4, vocabulary=2000)
     model = gpt2()
@@ -211,6 +292,58 @@ def test_homes_stay_in_the_middle_of_a_step_behind_an_evaluation(modes: str, gpt
 
     got = run(gpt2, loop, memory=BUDGET, accumulate=2)
     assert_equal(got, run(gpt2, loop), BUDGET)
+
+
+@pytest.fixture
+def between(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A model that was trained and then evaluated, its optimizer, and batches of more and more rows. No plan is made by time."""
+    monkeypatch.setattr(Pacer, "after_step", lambda *_, **__: None)
+    batches = [token_batches(1, batch=rows, vocabulary=2000)[0] for rows in (1, 2, LARGE)]
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, batches[0])
+    evaluate(model, batches[-1])
+    assert session_of(model).evaluation.is_under_way
+    yield model, optimizer, batches
+    protrain.unwrap(model)
+
+
+def test_a_plan_that_is_made_while_homes_may_not_go_back_stands(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward in eval mode has recorded gradients since: the next one of training has not its arrangement back by itself."""
+    model, optimizer, (ids, longer, _) = between
+    plans = []
+    monkeypatch.setattr(Fitter, "note_dropped", lambda *_: None)
+    model.lm_head.register_forward_hook(lambda *_: plans.append(protrain.status(model).plan))
+    loss_of(model.eval(), ids)
+    for _ in range(2):
+        train(model.train(), optimizer, longer)
+    _, planned, then = plans
+    assert then == planned
+
+
+def test_a_step_beside_an_evaluation_shows_nothing_of_training(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, (ids, *_) = between
+    timed: list[bool] = []
+    monkeypatch.setattr(Pacer, "after_step", lambda *_, **__: timed.append(True))
+    loss_of(model.eval(), ids)
+    train(model.train(), optimizer, ids)
+    assert not timed
+    train(model, optimizer, ids)
+    assert timed
+    assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
+
+
+def test_plans_are_made_anew_from_trainings_own_arrangement(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a graph waited for its backward over the step in which homes could not go back."""
+    model, optimizer, (ids, *_) = between
+    evaluation, under_way = session_of(model).evaluation, []
+    waiting = loss_of(model.eval(), ids)
+    train(model.train(), optimizer, ids)
+    assert evaluation.is_under_way
+    monkeypatch.setattr(Fitter, "plan_later", lambda _: under_way.append(evaluation.is_under_way))
+    del waiting
+    train(model, optimizer, ids)
+    assert under_way == [False]
 
 
 @pytest.mark.parametrize("how", ["kept graph", "failed forward"])

@@ -14,6 +14,7 @@ from torch.nn import functional
 from twins import MIB, adamw
 
 import protrain
+from protrain.api import session_of
 from protrain.dryrun.dryrun import dry_run
 from protrain.dryrun.phases import DryRunError
 from protrain.runtime import foreseeing
@@ -397,6 +398,50 @@ def test_several_forwards_before_a_backward_find_room_after_a_step() -> None:
     assert None not in losses[-4:]
     plain_model = Scores()
     assert made == train_with(plain_model, adamw(plain_model), step, len(made))
+
+
+@pytest.mark.parametrize(
+    ("held", "n_waiting"),
+    [
+        ("gone loss", 0), ("loss loss", 1), ("output loss", 1), ("gone loss gone loss", 1), ("loss gone loss", 1),
+        ("loss loss gone loss", 2), ("inside inside", 1),
+    ],
+)  # fmt: skip
+def test_forwards_count_whose_graphs_are_there_when_the_next_one_begins(held: str, n_waiting: int) -> None:
+    """One that was made to be looked at, and is gone, is no other forward of each step. held: what the program has of each."""
+
+    class Storing(Scores):
+        """Returns nothing: who calls it looks into it."""
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            self.losses.append(super().forward(ids).square().mean())
+
+    ids = batches(1, 64)[0]
+
+    def step(model: nn.Module, number: int) -> float:
+        losses: list[Any] = []
+        model.losses = losses  # type: ignore[assignment]
+        outputs = []
+        for what in held.split():
+            output = model(ids)
+            if what == "loss":
+                losses.append(output.square().mean())
+            elif what == "output":
+                outputs.append(output)
+            del output
+        loss = sum([*losses, *(output.square().mean() for output in outputs)], torch.zeros(()))
+        loss.backward()
+        return loss.item()
+
+    make = Storing if "inside" in held else Scores
+    model: Any = make()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=256 * MIB)
+    losses, several = train_with(model, optimizer, step, 3), session_of(model).decider.several
+    protrain.unwrap(model)
+    assert several._most_waiting == n_waiting
+    assert (several.hold_bytes > 0) == (n_waiting > 0)
+    other = make()
+    assert losses == train_with(other, adamw(other), step, 3)
 
 
 def test_a_longer_batch_among_the_passes_of_a_step_is_planned_for_before_the_next() -> None:

@@ -2,13 +2,17 @@
 
 A twin of the model (twin.py) runs forward and backward under a meter (meter.py): with every block's activations kept, with every
 block recomputed in backward, and with every block swapped (dryswap.py). What it finds is in phases.py.
+
+Each of these runs has a twin of its own and begins as the real step would: with what the model holds, and with the states of
+generators. Where a step leaves the model with other tensors or plain values than it found, as one that goes on from what its
+forward kept, the step behind it is run too, and the one that takes more is foretold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import median_low
 from threading import get_ident
@@ -24,7 +28,9 @@ from ..errors import DiskError, OutOfMemoryError
 from ..model import keycaches
 from ..model.compiled import find_compiled
 from ..model.fused import find_recurrent
+from ..model.held import held_by_modules
 from ..model.modulestate import Beginning
+from . import handlers
 from .answers import Answers, Replies, answered_again
 from .dryswap import DryStash
 from .fakes import answering
@@ -341,15 +347,33 @@ def _less_bytes(runs: Sequence[_Run], chunk: int, phase: int) -> int:
     return min(found)
 
 
-def _seen_bytes(keep: Meter, other: Meter, n_blocks: int) -> int:
-    """About what a step holds at the least that ended too early, by that run and the one that keeps: what was live at once, as
-    blocks that were not reached go on, and each block once more beside it, as its backward will have it. 0: none was reached."""
-    blocks = [segment for segment in keep.segments if segment.block >= 0 and not segment.backward]
+@dataclass
+class _Trial:
+    """Of one mode, on a twin of its own. runs: of a step, and where that left the model with other tensors or plain values than
+    it found, of the one behind it; meter: of the first."""
+
+    twin: Twin
+    runs: list[_Run] = field(default_factory=list)
+    meter: Meter | None = None
+
+
+def _seen_bytes(tried: dict[str, _Trial], mode: str, n_blocks: int) -> int:
+    """About what a step holds at the least that ended too early, by the run of this mode and the one that keeps: what was live at
+    once, as blocks that were not reached go on, and each block once more beside it, as its backward will have it. 0: none was
+    reached."""
+    keep, other = tried["keep"], tried.get(mode)
+    if keep.meter is None or other is None or other.meter is None:
+        return 0
+    blocks = [segment for segment in keep.meter.segments if segment.block >= 0 and not segment.backward]
     if not blocks:
         return 0
     again_bytes = max(segment.peak - segment.entry for segment in blocks)
-    in_the_end = other.segments[-1].entry * max(n_blocks, len(blocks)) // len(blocks)
-    return max(*(segment.peak for segment in other.segments), in_the_end + again_bytes)
+    in_the_end = other.meter.segments[-1].entry * max(n_blocks, len(blocks)) // len(blocks)
+    return keep.twin.fixed_bytes + max(*(segment.peak for segment in other.meter.segments), in_the_end + again_bytes)
+
+
+def _peaks(run: DryRun) -> tuple[int, int]:
+    return run.checkpoint_peak_bytes, run.keep_peak_bytes
 
 
 def _order(run: _Run) -> list[tuple[int, bool]]:
@@ -391,6 +415,7 @@ def _join(keep: _Run, recompute: _Run, swap: _Run | None, fixed_bytes: int) -> D
     )
 
 
+@handlers.waiting()
 def dry_run(
     model: nn.Module,
     args: Sequence[Any],
@@ -419,42 +444,60 @@ def dry_run(
         DryRunError: the model cannot run without data (control flow that depends on values, custom kernels), runs on a thread of
             its own, or has nothing to train.
     """
-    with without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
-        fake_blocks = [twin.memo[id(block)] for block in blocks]
-        chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
-        compiled = [_whole(twin, part, chunk_of_param, True) for _, part in find_compiled(model)]
-        recurrent = [_whole(twin, part, chunk_of_param, False) for part in find_recurrent(model)]
+    tried: dict[str, _Trial] = {}
 
-        begun: dict[str, Meter] = {}
+    def in_mode(mode: str) -> _Trial:
+        with without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
+            trial = _Trial(twin)
+            fake_blocks = [twin.memo[id(block)] for block in blocks]
+            chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
+            compiled = [_whole(twin, part, chunk_of_param, True) for _, part in find_compiled(model)]
+            recurrent = [_whole(twin, part, chunk_of_param, False) for part in find_recurrent(model)]
 
-        def in_mode(mode: str) -> _Run:
-            given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
-            with own_parametrizations(), nothing_left(twin.model) as meters:
-                try:
-                    return _run_step(
-                        twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output, workspace,
-                        Replies(answers), meters,
-                    )  # fmt: skip
-                finally:
-                    begun[mode] = meters[0]
+            def step() -> None:
+                given, named = tree_map(as_now, (fake_args, fake_kwargs))  # containers of its own
+                with own_parametrizations(), nothing_left(twin.model) as meters:
+                    try:
+                        found = _run_step(
+                            twin, given, named, fake_blocks, compiled, recurrent, chunks, round_bytes, mode, hold_output,
+                            workspace, Replies(answers), meters,
+                        )  # fmt: skip
+                        trial.runs.append(found)
+                    finally:
+                        trial.meter = trial.meter or meters[0]
 
-        try:
-            keep, swap = in_mode("keep"), None
-        except (DiskError, OutOfMemoryError):
+            first = tried.get("keep")
+            before = held_by_modules(twin.model) if first is None else []
+            tried[mode] = trial
+            step()
+            if held_by_modules(twin.model) != before if first is None else len(first.runs) == 2:
+                with suppress(Exception):  # what the program does between two steps is missing
+                    step()
+        return trial
+
+    try:
+        keep, swap = in_mode("keep"), None
+    except (DiskError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not tried:
             raise
-        except Exception as error:
-            for mode in ("checkpoint", "swap"):
-                with suppress(Exception):  # they end where this one did
-                    in_mode(mode)
-            seen = tuple(_seen_bytes(begun["keep"], begun[mode], len(fake_blocks)) for mode in ("checkpoint", "swap"))
-            reason = error.reason if isinstance(error, DryRunError) else one_line(error)
-            raise DryRunError(reason, [n_bytes and twin.fixed_bytes + n_bytes for n_bytes in seen]) from error
-        recompute = in_mode("checkpoint") if fake_blocks else keep
-        if fake_blocks and not compiled:
-            with suppress(Exception):  # then what swapping cannot do without is not known
-                swap = in_mode("swap")
+        for mode in ("checkpoint", "swap"):
+            with suppress(Exception):  # they end where this one did
+                in_mode(mode)
+        reason = error.reason if isinstance(error, DryRunError) else one_line(error)
+        raise DryRunError(reason, [_seen_bytes(tried, mode, len(blocks)) for mode in ("checkpoint", "swap")]) from error
+    recompute = in_mode("checkpoint") if blocks else keep
+    if blocks and not find_compiled(model):
+        with suppress(Exception):  # then what swapping cannot do without is not known
+            swap = in_mode("swap")
+    found = _join(keep.runs[0], recompute.runs[0], swap.runs[0] if swap is not None else None, keep.twin.fixed_bytes)
+    if len(keep.runs) == len(recompute.runs) == 2:
+        third = swap.runs[1] if swap is not None and len(swap.runs) == 2 else None
+        with suppress(DryRunError):
+            found = max(found, _join(keep.runs[1], recompute.runs[1], third, keep.twin.fixed_bytes), key=_peaks)
     varies = answers is not None and answers.varies
-    return replace(_join(keep, recompute, swap, twin.fixed_bytes), batch_bytes=twin.batch_bytes, varies=varies)
+    return replace(found, batch_bytes=keep.twin.batch_bytes, varies=varies)
 
 
 def dry_forward(

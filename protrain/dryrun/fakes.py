@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import numbers
 import random
 import sys
 import threading
@@ -193,32 +194,64 @@ _MOST_DRAWN = 1 << 12
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
     """Inside, a single random number between 0 and 1 that this thread draws is almost one, as by torch among fake tensors: it
-    decides whether a layer is left out, and which ones are is chance. It is drawn all the same."""
+    decides whether a layer is left out, and which ones are is chance. A whole number, as of how often a layer is gone through, is
+    the largest that could be drawn, and so is a choice among numbers. They are drawn all the same. Where a larger one asks for
+    less, as the begin of a part that is cut out does, what is foreseen is a step that takes less than others."""
     here, drawn = threading.get_ident(), 0
 
-    def almost_one(draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def drawing(draw: Callable[..., Any], most: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal drawn
         found = draw(*args, **kwargs)
         if threading.get_ident() != here or drawn >= _MOST_DRAWN:
             return found
-        if type(found) is torch.Tensor and found.numel() == 1 and not found.requires_grad:
-            drawn += 1
-            return found.fill_(ALMOST_ONE)
-        if isinstance(found, float) and args in ((), (0, 1)) and not kwargs:
-            drawn += 1
-            return ALMOST_ONE
-        return found
+        largest = most(found, *args, **kwargs)
+        drawn += largest is not None
+        return found if largest is None else largest
 
     numpys = sys.modules.get("numpy.random")
-    draws = [(torch, "rand"), *((where, name) for where in (random, numpys) for name in ("random", "uniform"))]
+    draws: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch, "rand", _almost_one_of_tensor), (random, "randint", lambda _, a, b: b), (random, "randrange", _last),
+        (random, "choice", _largest), (numpys, "choice", _largest), (numpys, "randint", _below), (numpys, "rand", _almost_one),
+    ]  # fmt: skip
+    draws += [(where, name, _almost_one) for where in (random, numpys) for name in ("random", "uniform")]
     with ExitStack() as stack:
-        for where, name in draws:
+        for where, name, most in draws:
             if where is not None:
-                stack.enter_context(_replaced(where, name, functools.partial(almost_one, getattr(where, name))))
+                stack.enter_context(_replaced(where, name, functools.partial(drawing, getattr(where, name), most)))
         try:
             yield
         finally:
             drawn = _MOST_DRAWN  # another thread, inside as well, may put it back
+
+
+# Each of these is given what was drawn, and what for; None: it is left as it is.
+
+
+def _almost_one_of_tensor(found: Any, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
+    is_single = type(found) is torch.Tensor and found.numel() == 1 and not found.requires_grad
+    return found.fill_(ALMOST_ONE) if is_single else None
+
+
+def _almost_one(found: Any, *args: Any, **kwargs: Any) -> float | None:
+    return ALMOST_ONE if isinstance(found, float) and args in ((), (0, 1)) and not kwargs else None
+
+
+def _last(_found: int, start: int, stop: int | None = None, step: int = 1) -> int:
+    return (range(start) if stop is None else range(start, stop, step))[-1 if step > 0 else 0]
+
+
+def _below(found: Any, low: Any, high: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+    kind: Any = type(found)  # Python's or one of NumPy's
+    return kind((low if high is None else high) - 1) if issubclass(kind, numbers.Integral) else None
+
+
+def _largest(found: Any, *args: Any, **kwargs: Any) -> Any:
+    kind: Any = type(found)
+    given = (*args, *kwargs.values())
+    if not issubclass(kind, numbers.Real) or len(given) > 1:  # with weights it need not be among those that can come
+        return None
+    among = range(int(given[0])) if isinstance(given[0], numbers.Integral) else list(given[0])
+    return kind(max(among)) if all(isinstance(one, numbers.Real) for one in among) else None
 
 
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..model import keycaches
+from ..model import keycaches, randomness
 from ..model.held import tensors_held
 from ..model.modulestate import Beginning, objects_as_now
 
@@ -106,13 +106,19 @@ def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def as_begun(forward: Callable[..., Any], beginning: Beginning) -> Callable[..., Any]:
-    """The forward, to be run and then again: the second time its block is as the first one found it."""
+    """The forward, to be run and then again: the second time its block is as the first one found it, and draws the same random
+    numbers from generators outside of torch."""
     runs = iter((False, True))
+    drawn: randomness.States = (None, None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal drawn
         if not next(runs, True):
-            return forward(*args, **kwargs)
-        with beginning.restored():
+            before = randomness.now()
+            result = forward(*args, **kwargs)
+            drawn = randomness.drawn_since(before)
+            return result
+        with beginning.restored(), randomness.kept(drawn):
             return forward(*args, **kwargs)
 
     return run

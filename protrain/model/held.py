@@ -18,6 +18,8 @@ _WITHOUT_TENSORS = (
     FunctionType, BuiltinFunctionType, MethodType, functools.partial,
 )  # fmt: skip
 
+_PLAIN = (bool, int, float, str, NoneType)
+
 
 def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """A tensor itself, or those that an object has as attributes, as one of a dataclass, and in containers there. Those of
@@ -32,6 +34,16 @@ def tensors_held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dict__"):
         for entry in vars(value).values():
             yield from tensors_held(entry, depth - 1)
+
+
+def held_by_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """What a model's modules hold beside parameters, to be compared with later: plain values, and the shapes of tensors."""
+    return [
+        (name, value if isinstance(value, _PLAIN) else [tensor.shape for tensor in tensors_held(value)])
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name != "_parameters"
+    ]
 
 
 def has_attributes(value: Any) -> bool:

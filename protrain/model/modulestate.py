@@ -270,7 +270,9 @@ class Beginning:
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
         self.hooks = _Hooks(self.modules)
-        self.attributes = [_Attributes(module, []) for module in self.modules]
+        others: list[Any] = []
+        self.attributes = [_Attributes(module, others) for module in self.modules]
+        self.generators = generators(others)
         self.stores = [store for module in self.modules for store in (vars(module), module._buffers)]
         self.tensors = [
             (store, name, held) for store in self.stores for name, held in store.items() if isinstance(held, torch.Tensor)
@@ -291,15 +293,18 @@ class Beginning:
     def restored(self) -> Iterator[None]:
         """Inside, for once, the block is as its forward found it; what is changed there is forgotten."""
         now, hooks = [(store, store.copy()) for store in self.stores], _Hooks(self.modules)
+        drawn = generators(one for one, _ in self.generators)
         try:
             self.hooks.put()
             for one in self.attributes:
                 one.put()
+            put_states(self.generators)
             for store, name, held in self.tensors:
                 store[name] = held
             self.attributes, self.tensors = [], []
             yield
         finally:
+            put_states(drawn)
             _put(now)
             hooks.put()
 

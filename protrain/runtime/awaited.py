@@ -37,12 +37,15 @@ class Awaited:
         self._tell = weakref.WeakMethod(tell)
         self._notes: list[weakref.ref[_Note]] = []
         self._differentiated: set[_Note] = set()  # in this step, by a backward that has a graph of its own
+        self._n_hidden = 0  # forwards of this step whose graphs, if they have any, are not seen
 
     def add(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward of the whole model has returned these."""
         note = _Note(self._differentiated, self._tell)
-        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+        nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(note.backward_comes)
+        self._n_hidden += not nodes
         self._notes = [ref for ref in self._notes if _waits(ref)]
         self._notes.append(weakref.ref(note))
 
@@ -50,14 +53,21 @@ class Awaited:
         """No backward comes for any of them."""
         self._notes.clear()
         self._differentiated.clear()
+        self._n_hidden = 0
 
     def step_made(self) -> None:
         """Graphs of gradients from before it are awaited no more: in torch's loop their backward is an error of versions."""
         self._differentiated.clear()
+        self._n_hidden = 0
 
     def any(self) -> bool:
         """Whether a backward may come for one of them that finds its graph whole."""
         return bool(self._differentiated) or any(_waits(ref) for ref in self._notes)
+
+    def count(self) -> int:
+        """Of forwards whose backward may come. One that returned nothing with a graph may have put it elsewhere, as into the
+        model, and counts until a step is made; one whose graph has died does not."""
+        return self._n_hidden + sum(map(_waits, self._notes))
 
 
 def _waits(ref: weakref.ref[_Note]) -> bool:

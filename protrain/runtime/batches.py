@@ -98,11 +98,16 @@ def elements(shapes: Shapes) -> int:
     return sum(map(math.prod, tensors_of(shapes)))
 
 
+def in_train_mode(model: nn.Module) -> frozenset[int]:
+    """Modules that are, by their order in the model."""
+    return frozenset(n for n, module in enumerate(model.modules()) if module.training)
+
+
 def _flags(model: nn.Module, params: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
     given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     with DisableTorchFunction():  # that of a parameter on disk takes longer
         recording = frozenset(n for n, tensor in enumerate((*params, *given)) if tensor.requires_grad)
-    return Flags(recording, frozenset(n for n, module in enumerate(model.modules()) if module.training))
+    return Flags(recording, in_train_mode(model))
 
 
 class Batches:

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRunError
+from ..model.held import has_attributes, tensors_held
 from ..planner.plans import Arrangement
+from .batches import in_train_mode
 from .carrying import Carrier
 from .foreseeing import Foreseer
 from .homes import Homes
@@ -35,7 +37,7 @@ from .wrapped import Wrapped
 #: Kinds of batches, and needs of each kind, that are remembered; a user who evaluates after each epoch asks for the same again.
 _MOST_KNOWN = 32
 
-#: The mode of a forward that is to come: eval mode, whatever modules are in now.
+#: In the place of modules in train mode, of a forward that is to come: there is none then, whatever modules are in now.
 AS_EVAL = "as eval"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -45,19 +47,21 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Batch:
-    """shapes of its tensors; kind: the model's mode, and what else is given that may change what a forward does, but for
-    fractions."""
+    """shapes of its tensors; kind: which modules are in train mode, and what else is given that may change what a forward does,
+    but for fractions. An object, as of a dataclass, is known by its class and the tensors that it holds, as in training."""
 
     shapes: _Shapes
     kind: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> _Batch | None:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str | frozenset[int]) -> _Batch | None:
         """None where there is no tensor, or anything that a dry run might change, or that is no ordinary batch."""
         leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not has_attributes(leaf) for leaf in leaves):
+            return None
+        tensors = [tensor for leaf in leaves for tensor in tensors_held(leaf)]
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
-        if not tensors or not plain or any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
+        if not tensors or not plain:
             return None
         if inside_transform() or _get_current_dispatch_mode_stack():
             return None
@@ -102,6 +106,11 @@ class Evaluation:
         self._emptied = False
         self._kinds: dict[tuple[Any, ...], _Known] = {}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the arrangement in use is none of training's. Before a plan is made anew for training, `end`."""
+        return self._before is not None
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See that there is room for a forward of this batch.
 
@@ -109,7 +118,7 @@ class Evaluation:
             BudgetError: there is none, not even with every chunk away. Nothing was changed.
             DiskError: a chunk could not be moved; likewise.
         """
-        batch = _Batch.of(args, kwargs, "train" if self._wrapped.model.training else "eval")
+        batch = _Batch.of(args, kwargs, in_train_mode(self._wrapped.model))
         if batch is None or self._has_room(self._known(batch).most_bytes(batch)):
             return
         before = self._homes.arrangement
@@ -134,7 +143,7 @@ class Evaluation:
 
     def need_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What a forward of this batch holds at once, where a step is under way, for which nothing can move; 0: not known."""
-        batch = _Batch.of(args, kwargs, "train" if self._wrapped.model.training else "eval")
+        batch = _Batch.of(args, kwargs, in_train_mode(self._wrapped.model))
         return self._need_bytes(args, kwargs, batch, None) or 0 if batch is not None else 0
 
     def leave_room(self) -> bool:

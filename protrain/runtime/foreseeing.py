@@ -133,7 +133,8 @@ class Foreseer:
             return dry_forward(model, args, kwargs, evaluates=evaluates, round_bytes=_core.rounded_bytes, workspace=workspace)
 
         found = self._measured(foresee, make_room)
-        return found if model.training and not evaluates else found + self._wrapped.beside_fused_bytes
+        trains = not evaluates and all(module.training for module in model.modules())
+        return found if trains else found + self._wrapped.beside_fused_bytes
 
     def _measured(self, foresee: Callable[[Workspace], _Found], make_room: Callable[[], object] | None) -> _Found:
         """What a dry run finds. Where kernels have no memory even with room made, this budget is refused; what would do is
