@@ -90,6 +90,7 @@ class Status:
 
     # No field: figures can be compared, copied and written down, a step's events only be asked for.
     _step = cast("StepTrace | None", None)
+    _measured = cast("Callable[[], Profile | None] | None", None)
 
     def timeline(self) -> Timeline:
         """What the lanes did in the last completed step; ask soon, its events give way to those of later steps.
@@ -105,8 +106,24 @@ class Status:
             )
         return self._step.timeline()
 
+    def profile(self) -> Profile:
+        """What real steps have shown of the batch that decides, and of the machine: what the plans in use come from. `to_json`
+        keeps it, and `protrain plan --profile` plans by it, here or elsewhere.
+
+        Raises:
+            StepError: no plan was made from measured steps yet: two have to be like the largest batch; nor is one where `plan`
+                was given to wrap, or the optimizer has no kernel; or this is a copy of what `status` gave.
+        """
+        found = self._measured() if self._measured is not None else None
+        if found is None:
+            raise StepError(
+                "profile: no plan was made from measured steps yet; call protrain.status(model).profile() after some steps, of a "
+                "model that was wrapped without a plan, with an optimizer that has a kernel"
+            )
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_step"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_measured")}
 
 
 def session_of(model: Any) -> Session:
@@ -640,6 +657,7 @@ def status(model: nn.Module) -> Status:
         predicted_step_seconds=now.step_seconds,
     )
     object.__setattr__(found, "_step", session.clock.step)
+    object.__setattr__(found, "_measured", session.pacer.profile)
     return found
 
 

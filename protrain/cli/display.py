@@ -49,6 +49,7 @@ class Summary:
     fields: dict[str, Any]
     trace: str | None = None
     report: str | None = None
+    save_profile: str | None = None
 
 
 class Display(Protocol):
@@ -260,6 +261,8 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("trace", f"{summary.trace} (ui.perfetto.dev shows it)"))
     if summary.report is not None:
         rows.append(("report", summary.report))
+    if summary.save_profile is not None:
+        rows.append(("profile", summary.save_profile))
     return rows
 
 

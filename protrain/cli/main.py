@@ -78,6 +78,12 @@ def commands() -> None:
     help="Write what compute, disk, updates and waits did in the last three steps, as a Chrome trace for ui.perfetto.dev; "
     "also after Ctrl-C. [default: no trace]",
 )
+@click.option(
+    "--save-profile",
+    type=PathName(),
+    metavar="FILE",
+    help="Write what the steps have shown, so that plan --profile plans by it. [default: nowhere]",
+)
 @report_option("the training")
 def train(**words: Any) -> None:
     """Train a language model on text."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ class Words:
     save_every: int | None = None
     resume: str | None = None
     trace: str | None = None
+    save_profile: str | None = None
     report: str | None = None
 
 
@@ -107,6 +109,8 @@ def prepare(words: Words) -> Setup:
         check_target(words.out)
     if words.trace is not None:
         check_file("--trace", words.trace)
+    if words.save_profile is not None:
+        check_file("--save-profile", words.save_profile)
     check_report(words.report)
     _check_apart(words, files)
     _check_disk(words.disk)
@@ -130,18 +134,20 @@ def _away(plan: dict[str, Any]) -> str:
 
 def _check_apart(words: Words, files: list[Path]) -> None:
     """Whether no file or folder is in the way of another one, which would be found when all is over. Raises CommandError."""
-    trace, report, disk = (Path(os.path.realpath(name)) if name else None for name in (words.trace, words.report, words.disk))
-    if trace is not None and trace == report:
-        raise CommandError(f"--trace {words.trace!r} and --report are one file; give two names")
-    for option, given in (("--trace", words.trace), ("--report", words.report)):
-        if given and os.path.exists(given) and any(os.path.samefile(given, file) for file in files):
+    files_written = (("--trace", words.trace), ("--save-profile", words.save_profile), ("--report", words.report))
+    named = [(option, given, Path(os.path.realpath(given))) for option, given in files_written if given]
+    for number, (option, given, path) in enumerate(named):
+        if other := next((f"{name} {text!r}" for name, text, before in named[:number] if before == path), None):
+            raise CommandError(f"{other} and {option} are one file; give two names")
+        if os.path.exists(given) and any(os.path.samefile(given, file) for file in files):
             raise CommandError(f"{option} {given!r} is the text of --data, which would be gone; give another name")
     if words.out is None:
         return
     out = Path(os.path.realpath(words.out))
-    for option, given, path in (("--trace", words.trace, trace), ("--report", words.report, report)):
-        if path is not None and (path == out or out in path.parents):
+    for option, given, path in named:
+        if path == out or out in path.parents:
             raise CommandError(f"{option} {given!r} is --out or inside of it, a folder of the model alone; give a file elsewhere")
+    disk = Path(os.path.realpath(words.disk)) if words.disk else None
     if disk is not None and out in disk.parents:
         raise CommandError(f"--disk {words.disk!r} is inside of --out, a folder of the model alone; give a folder elsewhere")
 
@@ -316,7 +322,12 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
         raise
     failure: CommandError | None = None
     written: list[str | None] = []
-    for name, write_file in ((words.trace, tracer.write), (words.report, reporter.write if reporter is not None else None)):
+    files: list[tuple[str | None, Callable[[], None] | None]] = [
+        (words.trace, tracer.write),
+        (words.report, reporter.write if reporter is not None else None),
+        (words.save_profile, functools.partial(_save_profile, words.save_profile, model)),
+    ]
+    for name, write_file in files:
         try:
             if write_file is not None:
                 write_file()
@@ -332,6 +343,23 @@ def _train(words: Words, setup: Setup, display: Display) -> None:
     )  # fmt: skip
     if failure is not None:
         raise failure
+
+
+def _save_profile(file: str | None, model: Any) -> None:
+    """Writes --save-profile. Raises CommandError."""
+    import protrain
+    from protrain.base.replacing import write_file
+
+    if file is None:
+        return
+    try:
+        found = protrain.status(model).profile()
+    except protrain.StepError:
+        raise CommandError(
+            f"--save-profile {file!r} was not written: no plan came from measured steps; give more --steps"
+        ) from None
+    with writing("--save-profile", file):
+        write_file(file, found.to_json().encode())
 
 
 def _check_room(words: Words, model: Any) -> None:

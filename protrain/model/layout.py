@@ -69,11 +69,14 @@ class Layout(Chunks):
     entries: tuple[Entry, ...]
     dtype: torch.dtype = torch.float32
 
+    def described(self, block_of: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
+        """The parameters, as `pack` takes them. block_of: for each the number of its block, or -1."""
+        pairs = zip(self.entries, block_of, strict=True)
+        return tuple((e.count * self.dtype.itemsize, block, e.group >= 0) for e, block in pairs)
+
     def within(self, budget_bytes: int, block_of: Sequence[int]) -> Layout:
-        """The same parameters as they would be packed for another budget. block_of: for each the number of its block, or -1."""
-        parameters = [
-            (e.count * self.dtype.itemsize, block, e.group >= 0) for e, block in zip(self.entries, block_of, strict=True)
-        ]
+        """The same parameters as they would be packed for another budget. block_of: as for `described`."""
+        parameters = self.described(block_of)
         found = pack(parameters, chunk_size(parameters, budget_bytes), self.widening)
         entries = tuple(
             replace(e, chunk=chunk, offset_bytes=offset) for e, (chunk, offset) in zip(self.entries, found.places, strict=True)

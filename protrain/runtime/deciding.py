@@ -130,6 +130,11 @@ class Decider:
             found = replace(found, plan=plan)
         return placed(found, wrapped)
 
+    def foretold(self, run: DryRun) -> DryRun:
+        """What a dry run foresaw, with what steps have shown beside it."""
+        beside_bytes = self.unseen_bytes + run.varied_bytes + self._wrapped.widened_bytes + self._wrapped.loose_grads_bytes
+        return replace(run.with_loss(self.loss.more_than(run)), fixed_bytes=run.fixed_bytes + beside_bytes, varies=False)
+
     def smallest_bytes(self, run: DryRun) -> int:
         """The smallest budget, with the chunks of this one and the modes that were given, for what a dry run foresaw alone."""
         smaller = self._wrapped.with_memory(1)

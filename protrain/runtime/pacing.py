@@ -25,8 +25,9 @@ from typing import Any
 from ..device.compute import Accelerator
 from ..dryrun.phases import DryRun
 from ..errors import BudgetError, DeviceError, DiskError
+from ..model.layout import first_blocks
 from ..planner.plans import Plan
-from ..planner.profiles import DEVICE_UPDATE_BYTES_PER_SECOND, Machine, Times
+from ..planner.profiles import DEVICE_UPDATE_BYTES_PER_SECOND, Machine, Profile, Times
 from ..planner.requests import with_memory
 from ..profiling.blockclock import BlockClock
 from ..profiling.calibration import measure_device, measure_machine
@@ -83,6 +84,7 @@ class Pacer:
         self._run: DryRun | None = None
         self._shapes: Shapes | None = None  # of the batch that was planned for
         self._times: Times | None = None
+        self._timed: tuple[Times, Machine] | None = None  # by which the last plan was made
         self._rest_seconds = 0.0
         self._profiled = 0  # steps
         self._passed_over = 0  # steps in a row that were too short to be a profile
@@ -105,6 +107,7 @@ class Pacer:
         """The session's plan was made for this batch from memory alone."""
         self._run, self._shapes = run, shapes
         self._times, self._departure, self._drag_factor, self._disk_factor = None, None, 1.0, 1.0
+        self._timed = None
         self._profiled = self._passed_over = self._departed = self._kept_from = self._next_try = 0
         self._patience = DEPARTED_STEPS
         self._confirm_anew()
@@ -122,6 +125,26 @@ class Pacer:
         self._profiled = min(self._profiled, PROFILED_STEPS - 1)
         self._departed = 0
         self._confirm_anew()
+
+    def profile(self) -> Profile | None:
+        """What the last plan by time was made from, of the batch that decides; None: no step was measured yet."""
+        if self._run is None or self._timed is None:
+            return None
+        run, wrapped, (times, machine) = self._decider.foretold(self._run), self._wrapped, self._timed
+        return Profile(
+            parameters=wrapped.layout.described(first_blocks(wrapped.params, [block for _, block in wrapped.blocks])),
+            n_blocks=len(wrapped.blocks),
+            n_states=wrapped.state_arrays,
+            chunk_bytes=wrapped.layout.chunk_bytes,
+            run=run,
+            times=times,
+            machine=machine,
+            n_passes=wrapped.settings.accumulate,
+            grads_outlive_backward=wrapped.grads_outlive_backward,
+            model=type(wrapped.model).__name__,
+            overhead=wrapped.compute.overhead if wrapped.compute.separate else None,
+            widening=wrapped.layout.widening,
+        )
 
     def after_step(
         self,
@@ -381,6 +404,7 @@ class Pacer:
             now = decider.decide_for_all(run, times=self._times, machine=machine, as_now=True)
         except BudgetError:
             return
+        self._timed = (self._times, machine) if self._times is not None else None
         if machine.disk_read.bytes_per_second > 0:
             try:
                 best = decider.decide_for_all(run, times=self._times, machine=machine)
