@@ -51,6 +51,7 @@ from .profiling.calibration import measure_device, measure_machine
 from .profiling.rehearsal import OtherWayError, RehearsalError, rehearse
 from .profiling.timeline import StepTrace, Timeline
 from .runtime.hooks import KEY
+from .runtime.pacing import Pacer
 from .runtime.wrapped import Settings, Wrapped
 from .session import Session
 from .state import materialise
@@ -90,7 +91,7 @@ class Status:
 
     # No field: figures can be compared, copied and written down, a step's events only be asked for.
     _step = cast("StepTrace | None", None)
-    _measured = cast("Callable[[], Profile | None] | None", None)
+    _pacer = cast("Pacer | None", None)
 
     def timeline(self) -> Timeline:
         """What the lanes did in the last completed step; ask soon, its events give way to those of later steps.
@@ -114,7 +115,7 @@ class Status:
             StepError: no plan was made from measured steps yet: two have to be like the largest batch; nor is one where `plan`
                 was given to wrap, or the optimizer has no kernel; or this is a copy of what `status` gave.
         """
-        found = self._measured() if self._measured is not None else None
+        found = self._pacer.profile() if self._pacer is not None else None
         if found is None:
             raise StepError(
                 "profile: no plan was made from measured steps yet; call protrain.status(model).profile() after some steps, of a "
@@ -123,7 +124,7 @@ class Status:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_measured")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_pacer")}
 
 
 def session_of(model: Any) -> Session:
@@ -657,7 +658,7 @@ def status(model: nn.Module) -> Status:
         predicted_step_seconds=now.step_seconds,
     )
     object.__setattr__(found, "_step", session.clock.step)
-    object.__setattr__(found, "_measured", session.pacer.profile)
+    object.__setattr__(found, "_pacer", session.pacer)
     return found
 
 

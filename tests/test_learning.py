@@ -706,6 +706,29 @@ def test_lengths_that_grow_with_every_step_are_not_all_planned_for_for_ever() ->
     assert known == [[(4, 11)], [(16, 4)]]
 
 
+@pytest.mark.parametrize("share", [1.0, 1.3, 3.0])
+def test_shorter_batches_never_raise_the_peak(share: float) -> None:
+    """They are trained under the plan of the longer one, and take less."""
+    lengths = (48, 48, 48, 48, 31, 7, 40, 1, 48, 16)
+    given = [batches(1, length)[0] for length in lengths]
+    with pytest.raises(protrain.BudgetError) as refused:
+        protrain.plan(Scores(), (given[0],), memory=MIB)
+    memory = int(refused.value.smallest_bytes * share)
+    model: Any = Scores()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=memory)
+    losses, peaks = [], []
+    for ids in given:
+        losses += train(model, optimizer, plain, [ids])
+        peaks.append(protrain.status(model).peak_memory_bytes)
+    plans = protrain.session_of(model).decider.dry_runs
+    protrain.unwrap(model)
+    assert losses == expected(plain, given)
+    assert len(plans) == 1, "each was planned for by the first one"
+    after_long = max(peaks[:4])
+    assert peaks[4:8] == [after_long] * 4
+    assert peaks[-1] <= memory
+
+
 @pytest.mark.parametrize("error", [protrain.DiskError("the disk failed", errno=5), protrain.OutOfMemoryError("no memory")])
 def test_a_dry_run_that_the_machine_fails_says_nothing_of_the_model(error: protrain.Error) -> None:
     """The forward is refused with what it was, homes are where they were, and the next one is foreseen."""

@@ -291,6 +291,34 @@ def test_a_wait_for_what_left_memory_is_counted() -> None:
         protrain.unwrap(model)
 
 
+def test_a_forward_waits_for_writes_where_memory_presses_and_says_so() -> None:
+    """Rather than exceed the budget: what is allocated has room when activations before it are on the disk."""
+    model, optimizer = wrap(["swap"] * N_BLOCKS, memory=64 << 20)
+    try:
+        session = session_of(model)
+
+        def crowd(tensor: torch.Tensor) -> torch.Tensor:
+            squared, saved = tensor * tensor, session.runner.stash.pack(torch.ones(1 << 20))
+            held = session.engine.stats()
+            room = (64 << 20) - held["live_bytes"]
+            assert held["stash_memory_bytes"] >= 4 << 20
+            rest = torch.empty(room + held["stash_memory_bytes"] - (2 << 20), dtype=torch.uint8)
+            del rest, saved
+            return squared
+
+        x = inputs(1)[0]
+        trained(model, optimizer, x)
+        model.layers[1].inner = crowd
+        trained(model, optimizer, x)
+        status = protrain.status(model)
+        assert 0 < status.wait_seconds < status.step_seconds
+        waits = [event for event in status.timeline().events if event.lane == "wait" and event.name == "memory"]
+        assert waits
+        assert status.peak_memory_bytes <= 64 << 20
+    finally:
+        protrain.unwrap(model)
+
+
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
 def test_backward_twice(modes: list[str]) -> None:
     def loop(model: Any, optimizer: Any, _plain: bool) -> list[Any]:
@@ -381,8 +409,27 @@ def _backward_of_a_part(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
+def _retain_the_graph(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    loss = model(x).loss
+    loss.backward(retain_graph=True)
+    del loss
+    optimizer.zero_grad()
+
+
+def _differentiate_twice(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).loss, x, create_graph=True)
+    (slope**2).sum().backward()
+    optimizer.zero_grad()
+
+
+EVENTS = [
+    _drop_the_graph, _fail_in_forward, _fail_in_backward, _backward_of_a_part, _retain_the_graph, _differentiate_twice,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("modes", MIXES, ids=IDS)
-@pytest.mark.parametrize("event", [_drop_the_graph, _fail_in_forward, _fail_in_backward, _backward_of_a_part])
+@pytest.mark.parametrize("event", EVENTS)
 def test_memory_and_disk_space_come_back(modes: list[str], event: Callable[..., None]) -> None:
     model, optimizer = wrap(modes)
     try:
@@ -763,8 +810,8 @@ def test_small_tensors_that_swap_leaves_are_planned_for(modes: str, causal_lm: A
     make, loop = partial(causal_lm, "gpt2", resid_pdrop=0.1, attn_pdrop=0.1), twins.fit(token_batches(2, length=32))
     block_modes = [{"k": "keep", "s": "swap", "c": "checkpoint"}[letter] for letter in modes]
     budget_bytes = 1 << 20
-    for _ in ("states", "a batch"):
-        with pytest.raises(protrain.BudgetError, match="smallest budget that works") as caught:
+    for least in ("for that", "that works"):  # of the states alone, and with a batch
+        with pytest.raises(protrain.BudgetError, match=f"the smallest budget {least} is") as caught:
             run(make, loop, memory=budget_bytes, block_modes=block_modes)
         budget_bytes = caught.value.smallest_bytes
     status = assert_equal(run(make, loop, memory=budget_bytes, block_modes=block_modes), run(make, loop), budget_bytes)

@@ -79,20 +79,26 @@ def refuse(
     what: str,
     overhead: Overhead = NO_OVERHEAD,
     anew: Anew | None = None,
+    *,
+    knows_batch: bool = True,
 ) -> BudgetError:
     """The planner's refusal in the words of the interface.
 
     Args:
         overhead: that it counted, which grows with the budget.
         anew: who asks again in another budget, where chunks hang on it.
+        knows_batch: else it is of the states alone, and what works may be more.
     """
     smallest = overhead.around(error.smallest_bytes - overhead.of(error.budget_bytes))
     if anew is not None:
         smallest = _smallest(anew, error.budget_bytes, smallest)
     needed = min(error.needed_bytes, smallest)  # that was with the chunks of this budget, which others may do better than
+    named = f"{format_bytes(smallest)} ({smallest} bytes)"
+    smallest_text = f"the smallest budget that works is {named}"
+    if not knows_batch:
+        smallest_text = f"the smallest budget for that is {named}, and a batch takes more: protrain.plan(model, batch) tells"
     return BudgetError(
-        f"memory: {what} needs {format_bytes(needed)}, the budget is {format_bytes(error.budget_bytes)}; "
-        f"the smallest budget that works is {format_bytes(smallest)} ({smallest} bytes)",
+        f"memory: {what} needs {format_bytes(needed)}, the budget is {format_bytes(error.budget_bytes)}; {smallest_text}",
         needed_bytes=needed,
         budget_bytes=error.budget_bytes,
         smallest_bytes=smallest,

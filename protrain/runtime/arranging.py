@@ -23,7 +23,7 @@ def first_arrangement(wrapped: Wrapped) -> Arrangement:
         safest = _states_alone(wrapped)
     except BudgetError as error:
         anew = anew_of(wrapped, _states_alone)
-        raise refuse(error, "the model with its largest chunks in turn", anew=anew) from None
+        raise refuse(error, "the model with its largest chunks in turn", anew=anew, knows_batch=False) from None
     everything, budget = _all_in_memory(wrapped), wrapped.settings.memory_bytes
     if safest == everything or (4 * everything.static_bytes <= budget and everything.smallest_bytes <= budget):
         return everything
