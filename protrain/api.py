@@ -51,7 +51,7 @@ from .profiling.calibration import measure_device, measure_machine
 from .profiling.rehearsal import OtherWayError, RehearsalError, rehearse
 from .profiling.timeline import StepTrace, Timeline
 from .runtime.hooks import KEY
-from .runtime.pacing import Pacer
+from .runtime.pacing import Measured
 from .runtime.wrapped import Settings, Wrapped
 from .session import Session
 from .state import materialise
@@ -91,7 +91,7 @@ class Status:
 
     # No field: figures can be compared, copied and written down, a step's events only be asked for.
     _step = cast("StepTrace | None", None)
-    _pacer = cast("Pacer | None", None)
+    _measured = cast("Measured | None", None)
 
     def timeline(self) -> Timeline:
         """What the lanes did in the last completed step; ask soon, its events give way to those of later steps.
@@ -114,17 +114,17 @@ class Status:
         Raises:
             StepError: no plan was made from measured steps yet: two have to be like the largest batch; nor is one where `plan`
                 was given to wrap, or the optimizer has no kernel; or this is a copy of what `status` gave.
+            DiskError, DeviceError, BudgetError: everything was in memory, and what the disk carries cannot be measured now.
         """
-        found = self._pacer.profile() if self._pacer is not None else None
-        if found is None:
+        if self._measured is None:
             raise StepError(
                 "profile: no plan was made from measured steps yet; call protrain.status(model).profile() after some steps, of a "
                 "model that was wrapped without a plan, with an optimizer that has a kernel"
             )
-        return found
+        return self._measured.profile()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_pacer")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_measured")}
 
 
 def session_of(model: Any) -> Session:
@@ -658,7 +658,7 @@ def status(model: nn.Module) -> Status:
         predicted_step_seconds=now.step_seconds,
     )
     object.__setattr__(found, "_step", session.clock.step)
-    object.__setattr__(found, "_pacer", session.pacer)
+    object.__setattr__(found, "_measured", session.pacer.measured())
     return found
 
 

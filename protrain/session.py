@@ -341,8 +341,11 @@ class Session:
         """Before a forward, with no gradients under way: plans are made anew by what the step before has shown. begins: the
         forward is its step's first; modes_before: of the blocks in the one before."""
         if not begins:
-            if self._awaited.count() > self.decider.several.n_waiting:  # else what the last one recorded is gone
+            n_waiting = self._awaited.count()
+            if n_waiting > self.decider.several.n_waiting:  # else what one of them recorded is gone
                 self.fitter.note_several(modes_before)
+            elif n_waiting > 0:
+                self.fitter.note_waiting()
             if self.fitter.must_swap():
                 self.runner.swap_all()
             self._name_budget()

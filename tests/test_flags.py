@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -96,6 +97,33 @@ def test_a_plan_stays_that_has_room_for_other_flags() -> None:
     assert status.peak_memory_bytes <= 30 * MIB
 
 
+def test_steps_with_other_flags_than_the_largest_batch_are_planned_by_time() -> None:
+    """A first phase that takes the most does not come again."""
+    model: Any = Droppings()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=40 * MIB)
+
+    def step(rows: int, on: range) -> protrain.Status:
+        for place, block in enumerate(model.blocks):
+            block.requires_grad_(place in on)
+        model(inputs(1, rows)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return protrain.status(model)
+
+    step(1024, range(4))
+    assert step(512, range(2, 8)).plan.step_seconds == 0
+    for _ in range(12):
+        status = step(512, range(2, 8))
+    protrain.unwrap(model)
+    assert status.plan.step_seconds > 0
+    assert status.peak_memory_bytes <= 40 * MIB
+
+
+@dataclass
+class Given:
+    x: torch.Tensor
+
+
 def test_flags_that_are_all_among_others_need_no_more() -> None:
     """And words are told apart beside them."""
     model = Chain()
@@ -104,6 +132,10 @@ def test_flags_that_are_all_among_others_need_no_more() -> None:
     assert covers(whole, batches.batch_of((x[:4], "a"), {}))
     assert not covers(whole, batches.batch_of((x, "b"), {}))
     assert not covers(whole, batches.batch_of((x.clone().requires_grad_(), "a"), {}))
+    given = Given(x.clone())
+    held = batches.batch_of((given,), {})
+    given.x.requires_grad_()
+    assert not covers(held, batches.batch_of((given,), {}))
     model.blocks[2].requires_grad_(False)
     model.head.eval()
     part = batches.batch_of((x, "a"), {})

@@ -151,8 +151,8 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
         (("times", "phases", 0), [float("inf"), 0.0]),
         (("times", "phases", 0), [-1.0, 0.0]),
         (("machine", "disk_read"), 3),
-        (("version",), 1),
-        (("version",), 3),
+        (("version",), 2),
+        (("version",), 4),
     ],
     ids=repr,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,27 @@ def test_it_plans_for_other_budgets() -> None:
         plan_from_profile(profile, MIB)
 
 
+def test_of_steps_all_in_memory_it_plans_for_less() -> None:
+    """They needed no disk, which is measured when it is asked for."""
+    model, status = trained(200 * MIB)
+    protrain.unwrap(model)
+    assert status.plan.n_persist == status.plan.n_chunks
+    profile = status.profile()
+    plan = plan_from_profile(profile, 24 * MIB)
+    assert plan.n_persist < plan.n_chunks
+    assert plan.step_seconds > status.plan.step_seconds
+
+
+def test_a_status_keeps_no_model_alive() -> None:
+    model, status = trained(24 * MIB)
+    session = weakref.ref(protrain.session_of(model))
+    protrain.unwrap(model)
+    del model
+    gc.collect()
+    assert session() is None
+    assert status.profile().n_blocks == 8
+
+
 def test_where_nothing_was_measured_there_is_none() -> None:
     model, status = trained(24 * MIB, 1)
     with pytest.raises(protrain.StepError, match="no plan was made from measured steps yet"):
@@ -88,5 +111,5 @@ def test_the_command_line_saves_it_and_plans_by_it(tmp_path: Path) -> None:
     assert json.loads(planned.stdout)["step_seconds"] > 0
     done = program.run(tmp_path, "train", *tiny, *words, "--steps", 1, "--save-profile", "none.json")
     assert done.returncode == 1
-    assert "give more --steps" in done.stderr
+    assert "must be two at least" in done.stderr
     assert not (tmp_path / "none.json").exists()

@@ -132,6 +132,7 @@ def test_updates_make_the_requests_that_are_planned_with(
     # What is read ahead in vain, and parameters whose slot another chunk has, are read beside that; in the first step nothing is.
     more = [made["read"][chunk] - 2 * reads for chunk, (reads, _) in enumerate(planned)]
     assert min(more) >= 0, more
+    assert 2 * sum(reads for reads, _ in planned) > sum(made["read"].values()) / 3
 
 
 @pytest.mark.parametrize(

@@ -234,15 +234,15 @@ class Recorder:
         )  # fmt: skip
 
 
-def thinned(steps: Sequence[StepFigures], most: int, field: str = "peak_bytes") -> list[StepFigures]:
-    """About so many of the steps at most, evenly, those among them that are highest in this field; and the highest loss, peak and
-    time of all. A loss that is no number is the highest."""
+def thinned(steps: Sequence[StepFigures], most: int) -> list[StepFigures]:
+    """About so many of the steps at most, evenly; and the highest loss, peak and time of all. A loss that is no number is the
+    highest."""
 
     def size(step: StepFigures, name: str) -> float:
         value: float = getattr(step, name)
         return value if math.isfinite(value) else math.inf
 
-    sizes = [[size(step, name) for name in (field, "loss", "peak_bytes", "seconds")] for step in steps]
+    sizes = [[0.0, *(size(step, name) for name in ("loss", "peak_bytes", "seconds"))] for step in steps]
     return [steps[number] for number in kept([step.step for step in steps], sizes, most)]
 
 

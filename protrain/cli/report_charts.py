@@ -163,7 +163,7 @@ def course(
     steps: Sequence[StepFigures], field: str, planned: str | None, unit: str, scale: float, names: str, width: int = HALF
 ) -> Drawing:
     """A figure over steps, beside what was planned where that is known."""
-    shown = thinned(steps, MOST_POINTS, field)
+    shown = thinned(steps, MOST_POINTS)
     values = [{"step": s.step, "value": getattr(s, field) / scale} for s in shown]
     x = {
         "field": "step", "type": "quantitative", "title": "step",

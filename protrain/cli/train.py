@@ -356,8 +356,10 @@ def _save_profile(file: str | None, model: Any) -> None:
         found = protrain.status(model).profile()
     except protrain.StepError:
         raise CommandError(
-            f"--save-profile {file!r} was not written: no plan came from measured steps; give more --steps"
+            f"--save-profile {file!r} was not written: no plan came from measured steps, of which there must be two at least"
         ) from None
+    except protrain.Error as error:
+        raise CommandError(f"--save-profile {file!r} was not written: {error}") from None
     with writing("--save-profile", file):
         write_file(file, found.to_json().encode())
 

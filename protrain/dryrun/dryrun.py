@@ -350,9 +350,10 @@ def _less_bytes(runs: Sequence[_Run], chunk: int, phase: int) -> int:
 @dataclass
 class _Trial:
     """Of one mode, on a twin of its own. runs: of a step, and where that left the model with other tensors or plain values than
-    it found, of the one behind it; meter: of the first."""
+    it found, of the one behind it; meter: of the first; fixed_bytes, batch_bytes: of the twin, which is gone."""
 
-    twin: Twin
+    fixed_bytes: int
+    batch_bytes: int
     runs: list[_Run] = field(default_factory=list)
     meter: Meter | None = None
 
@@ -369,7 +370,7 @@ def _seen_bytes(tried: dict[str, _Trial], mode: str, n_blocks: int) -> int:
         return 0
     again_bytes = max(segment.peak - segment.entry for segment in blocks)
     in_the_end = other.meter.segments[-1].entry * max(n_blocks, len(blocks)) // len(blocks)
-    return keep.twin.fixed_bytes + max(*(segment.peak for segment in other.meter.segments), in_the_end + again_bytes)
+    return keep.fixed_bytes + max(*(segment.peak for segment in other.meter.segments), in_the_end + again_bytes)
 
 
 def _peaks(run: DryRun) -> tuple[int, int]:
@@ -448,7 +449,7 @@ def dry_run(
 
     def in_mode(mode: str) -> _Trial:
         with without_data(model, args, kwargs, chunk_of_param, round_bytes) as (twin, fake_args, fake_kwargs):
-            trial = _Trial(twin)
+            trial = _Trial(twin.fixed_bytes, twin.batch_bytes)
             fake_blocks = [twin.memo[id(block)] for block in blocks]
             chunks = [(twin.memo[id(p)], chunk_of_param[id(p)]) for p in model.parameters() if id(p) in chunk_of_param]
             compiled = [_whole(twin, part, chunk_of_param, True) for _, part in find_compiled(model)]
@@ -491,13 +492,13 @@ def dry_run(
     if blocks and not find_compiled(model):
         with suppress(Exception):  # then what swapping cannot do without is not known
             swap = in_mode("swap")
-    found = _join(keep.runs[0], recompute.runs[0], swap.runs[0] if swap is not None else None, keep.twin.fixed_bytes)
+    found = _join(keep.runs[0], recompute.runs[0], swap.runs[0] if swap is not None else None, keep.fixed_bytes)
     if len(keep.runs) == len(recompute.runs) == 2:
         third = swap.runs[1] if swap is not None and len(swap.runs) == 2 else None
         with suppress(DryRunError):
-            found = max(found, _join(keep.runs[1], recompute.runs[1], third, keep.twin.fixed_bytes), key=_peaks)
+            found = max(found, _join(keep.runs[1], recompute.runs[1], third, keep.fixed_bytes), key=_peaks)
     varies = answers is not None and answers.varies
-    return replace(found, batch_bytes=keep.twin.batch_bytes, varies=varies)
+    return replace(found, batch_bytes=keep.batch_bytes, varies=varies)
 
 
 def dry_forward(

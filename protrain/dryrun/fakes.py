@@ -236,8 +236,9 @@ def _almost_one(found: Any, *args: Any, **kwargs: Any) -> float | None:
     return ALMOST_ONE if isinstance(found, float) and args in ((), (0, 1)) and not kwargs else None
 
 
-def _last(_found: int, start: int, stop: int | None = None, step: int = 1) -> int:
-    return (range(start) if stop is None else range(start, stop, step))[-1 if step > 0 else 0]
+def _last(_found: int, start: Any, stop: Any = None, step: Any = 1) -> int:
+    start, step = int(start), int(step)  # Python 3.11 takes what is whole, such as 10.0
+    return (range(start) if stop is None else range(start, int(stop), step))[-1 if step > 0 else 0]
 
 
 def _below(found: Any, low: Any, high: Any = None, *_args: Any, **_kwargs: Any) -> Any:
@@ -248,9 +249,12 @@ def _below(found: Any, low: Any, high: Any = None, *_args: Any, **_kwargs: Any) 
 def _largest(found: Any, *args: Any, **kwargs: Any) -> Any:
     kind: Any = type(found)
     given = (*args, *kwargs.values())
-    if not issubclass(kind, numbers.Real) or len(given) > 1:  # with weights it need not be among those that can come
+    # With weights it need not be among those that can come, and of two answers nobody knows which one asks for more.
+    if not issubclass(kind, numbers.Real) or issubclass(kind, bool) or len(given) > 1:
         return None
-    among = range(int(given[0])) if isinstance(given[0], numbers.Integral) else list(given[0])
+    if isinstance(given[0], numbers.Integral):
+        return kind(int(given[0]) - 1)
+    among = list(given[0])
     return kind(max(among)) if all(isinstance(one, numbers.Real) for one in among) else None
 
 

@@ -26,7 +26,7 @@ from ..base.counting import uncounted
 from ..errors import DiskError, OutOfMemoryError
 from ..model import keycaches, randomness
 from ..model.compiled import CALL, eager
-from ..model.held import tensors_held
+from ..model.held import has_attributes, tensors_held
 from . import fakes, handlers
 from .phases import DryRunError, Rounding
 
@@ -200,8 +200,8 @@ def _fake_batch(twin: Twin, args: Any, kwargs: Any, round_bytes: Rounding) -> tu
 
 
 def as_now(leaf: Any) -> Any:
-    """Of an object that has tensors, or a cache, a copy."""
-    if isinstance(leaf, torch.Tensor) or next(tensors_held(leaf), None) is None:
+    """Of an object of the program's, or a cache, a copy."""
+    if isinstance(leaf, torch.Tensor) or not has_attributes(leaf):
         return keycaches.as_now(leaf)
     return copy.copy(leaf)
 

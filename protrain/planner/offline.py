@@ -312,7 +312,7 @@ def _named(
 
 
 def _smallest_disk(profile: Profile, hardware: Hardware, budget: int, host: int, modes: list[str] | None) -> int | None:
-    """Bytes of disk for each device from which on there are plans; None: memory is too small for any."""
+    """Bytes of disk for each device from which on there are plans; None: it is not the disk that is too small."""
 
     def disk_bytes(disk_budget: int) -> int | None:
         try:
@@ -328,7 +328,7 @@ def _smallest_disk(profile: Profile, hardware: Hardware, budget: int, host: int,
         middle = (smallest + refused) // 2
         found = disk_bytes(middle)
         smallest, refused = (smallest, middle) if found is None else (found, refused)
-    return smallest
+    return smallest if smallest is not None and smallest > _disk_budget(hardware) else None
 
 
 def _disk_budget(hardware: Hardware) -> int:

@@ -90,7 +90,7 @@ class Plan:
         """
         try:
             values = parse(text)
-            version = values.pop("version", VERSION) if isinstance(values, dict) else VERSION
+            version = values.pop("version", 1) if isinstance(values, dict) else VERSION
             if type(version) is not int or version != VERSION:
                 raise ValueError(
                     f"its version is {shown(version)}, this protrain reads {VERSION}; plan again, or use the protrain that wrote "

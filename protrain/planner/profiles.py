@@ -20,7 +20,7 @@ from ..optim.footprint import Footprint
 
 #: In the order of csrc/profile/profile.h.
 LANES = ("upload", "offload", "gather", "disk_read", "disk_write", "update")
-VERSION = 2
+VERSION = 3
 MOST_BLOCKS, MOST_STATES = 1 << 16, 64
 #: Of parameters and state at home on a device, where no step has told.
 DEVICE_UPDATE_BYTES_PER_SECOND = 1e11
@@ -158,7 +158,7 @@ class Profile:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, or a parameter of less than none")
         if not 0 <= self.n_states <= MOST_STATES or self.n_passes < 1:
             raise ValueError(f"{self.n_states} arrays of state, {self.n_passes} passes in a step")
-        if self.widening < 1 or self.n_states % self.widening:
+        if not 1 <= self.widening <= MOST_STATES or self.n_states % self.widening:
             raise ValueError(f"{self.n_states} arrays of state, each as wide as {self.widening} of parameters")
         if self.overhead is not None and (min(asdict(self.overhead).values()) < 0 or self.overhead.part == 1):
             raise ValueError(f"an overhead of {self.overhead.fixed_bytes} bytes and one part in {self.overhead.part}")

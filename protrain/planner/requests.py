@@ -85,7 +85,7 @@ def with_requests(
     read_bytes, written_bytes = 2 * total + n_states * sum(updated), (1 + n_states) * sum(updated)
     checksums = machine.checksum_seconds_per_byte * 2 * total / read_bytes
     read = request * (2 * fetches + sum(reads for reads, _ in updates)) / read_bytes
-    write = request * sum(writes for _, writes in updates) / written_bytes if updated else 0.0
+    write = request * sum(writes for _, writes in updates) / written_bytes if written_bytes else 0.0
     disk_read, disk_write = _more(machine.disk_read, read + checksums), _more(machine.disk_write, write)
     of_record = request / _gathered_bytes(record_bytes) if record_bytes else (read + write) / 2
     least = -min(disk_read.drag_seconds_per_byte, disk_write.drag_seconds_per_byte)

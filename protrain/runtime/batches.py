@@ -36,7 +36,7 @@ class Flags:
     training: frozenset[int]
 
     def cover(self, other: Flags) -> bool:
-        """Whether what the other ones have is among these: a step with these takes no less."""
+        """Whether what the other ones have is among these: a step with these is taken to need no less."""
         return self.recording >= other.recording and self.training >= other.training
 
 
@@ -104,7 +104,7 @@ def in_train_mode(model: nn.Module) -> frozenset[int]:
 
 
 def _flags(model: nn.Module, params: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
-    given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    given = [tensor for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) for tensor in tensors_held(leaf)]
     with DisableTorchFunction():  # that of a parameter on disk takes longer
         recording = frozenset(n for n, tensor in enumerate((*params, *given)) if tensor.requires_grad)
     return Flags(recording, in_train_mode(model))

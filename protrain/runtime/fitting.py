@@ -50,6 +50,8 @@ _OTHER_CHUNKS = 2
 #: Blocks swap in the first step of a model whose dry run failed where the budget has no room for as much as this beside chunks,
 #: in times of what was seen where they are recomputed.
 SEEN_TIMES = 2
+#: Batches of which none covers another that are planned for at once: one more takes the place of the first of them.
+MOST_BATCHES = 64
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
 
@@ -121,8 +123,12 @@ class Fitter:
                     f"protrain cannot foresee the memory of this model ({error}); its first step runs with the safest plan",
                     stacklevel=6,
                 )
-        if self._homes.arrangement is before and self._is_same(shapes, run):
-            return None
+        if self._homes.arrangement is before and run is not None:
+            if self._is_same(shapes, run):
+                return None
+            if self._needs_no_more(run):
+                self._add(shapes, run)
+                return None
         try:
             best, largest = self._first(run, args, kwargs), (run, shapes)
             if run is None and not self._has_room_seen(best):
@@ -131,9 +137,6 @@ class Fitter:
                 best, largest = self._decide_measured(run), (None, shapes)
             elif run is not None:
                 best, largest = self._decider.with_others(self._with_first_room(run, best), largest)
-                if largest[0] is self._largest[0] and self._homes.arrangement is before and self._has_room_now(run):
-                    self._add(shapes, run)  # and what was measured of the plan in use stands
-                    return None
             self._carrier.carry_out(best)
         except BaseException:
             self._decider.unseen_bytes, self._decider.first_room_bytes = unseen_bytes, 0
@@ -143,14 +146,18 @@ class Fitter:
         self._add(shapes, run)
         return largest
 
-    def _has_room_now(self, run: DryRun) -> bool:
-        """Whether the arrangement in use, of other batches, has room for what was foreseen of this one."""
+    def _needs_no_more(self, run: DryRun) -> bool:
+        """Whether under the decisions in use this batch takes no more than the one that decided. What was measured of their plan
+        stands then, too."""
+        known = [other.outside_bytes for _, other in self._decider.dry_runs if other is not None]
         now = self._homes.arrangement
+        if self._largest[0] is None or self._decider.measured or run.outside_bytes > max(known, default=0):
+            return False
         try:
             found = self._decider.decide(run, like=now.plan)
         except BudgetError:
             return False
-        return found.needed_bytes - found.static_bytes + now.static_bytes <= self._wrapped.settings.memory_bytes
+        return found.needed_bytes - found.static_bytes + now.static_bytes <= now.needed_bytes
 
     def _go_back_to(self, before: Arrangement) -> None:
         """What chunks left memory for did not come to an end."""
@@ -164,6 +171,8 @@ class Fitter:
         kept = [
             (known, other) for known, other in self._decider.dry_runs if not (covers(shapes, known) and _is_within(other, run))
         ]
+        if len(kept) >= MOST_BATCHES:
+            del kept[next(place for place, (_, other) in enumerate(kept) if other is not self._largest[0])]
         self._decider.dry_runs = [*kept, (shapes, run)]
 
     def _first(self, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arrangement:
@@ -282,6 +291,7 @@ class Fitter:
         """What a program holds now it may let go of before the step is at its highest; returns how much it is."""
         self._decider.several.begin_step()
         self._held_before = self._carrier.held_now_bytes()
+        self._lasting_bytes = min(self._lasting_bytes, max(self._held_before, 0))
         return self._held_before
 
     def _is_whole(self, batches: Iterable[Shapes]) -> bool:
@@ -400,7 +410,7 @@ class Fitter:
         except BudgetError as error:
             more_bytes, known_bytes = self._more_bytes(run), self._decider.unseen_bytes
             self._decider.unseen_bytes = self._refused = 0
-            if not covers(self.batches.batch_of(args, kwargs), self._largest[1]):
+            if not covers(without_words(self.batches.batch_of(args, kwargs)), without_words(self._largest[1])):
                 return self._let_go()
             self._decider.unseen_bytes = max(known_bytes, more_bytes)
             refused = self._refusal(error, run, args, kwargs)
@@ -439,6 +449,11 @@ class Fitter:
         """Another forward of a step begins whose backward comes with that of those before; modes: of the blocks in the last of
         them. What they hold has no room in this step but what its plan leaves; from the next one on it is planned with."""
         self._decider.several.note(self._carrier.waiting_bytes(), self._largest[0], modes)
+
+    def note_waiting(self) -> None:
+        """Another forward begins, and no more wait than waited before; but they may be others, and hold more."""
+        several = self._decider.several
+        several.hold_bytes = max(several.hold_bytes, self._carrier.waiting_bytes())
 
     def must_swap(self) -> bool:
         """Whether forwards wait in the step under way that no plan knows of, and what more of them would hold has no room: then
@@ -653,5 +668,5 @@ class Fitter:
         if "keep" not in self._homes.arrangement.plan.block_modes:
             return False
         foreseen = max((run.fixed_bytes for _, run in self._decider.dry_runs if run is not None), default=0)
-        room = settings.memory_bytes - self._homes.arrangement.needed_bytes + foreseen
+        room = settings.memory_bytes - self._homes.arrangement.needed_bytes + foreseen + self._lasting_bytes
         return self._carrier.held_bytes(room) > room and settings.block_modes is None

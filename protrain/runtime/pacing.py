@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..device.compute import Accelerator
@@ -76,6 +77,29 @@ TELLING_BYTES = 8 << 20
 UPDATE_BYTES_PER_SECOND = 1e10
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What steps have shown, and what measures lanes that they had no use for; nothing of the session."""
+
+    _profile: Profile
+    _measure: Callable[[], Machine]
+
+    def profile(self) -> Profile:
+        """With lanes to the disk, for budgets in which there is something on it.
+
+        Raises:
+            DiskError, DeviceError, BudgetError: they cannot be measured.
+        """
+        found = self._profile.machine
+        if found.disk_read.bytes_per_second > 0:
+            return self._profile
+        machine = replace(
+            self._measure(), step_fixed_seconds=found.step_fixed_seconds,
+            step_update_bytes_per_second=found.step_update_bytes_per_second,
+        )  # fmt: skip
+        return replace(self._profile, machine=machine)
+
+
 class Pacer:
     """Of one session; called on the thread that drives the step."""
 
@@ -85,9 +109,11 @@ class Pacer:
         self._shapes: Shapes | None = None  # of the batch that was planned for
         self._times: Times | None = None
         self._timed: tuple[Times, Machine] | None = None  # by which the last plan was made
+        self._parameters: tuple[tuple[int, int, bool], ...] | None = None  # as a profile has them
         self._rest_seconds = 0.0
         self._profiled = 0  # steps
         self._passed_over = 0  # steps in a row that were too short to be a profile
+        self._not_covered = 0  # steps in a row of batches that the one that decides does not cover
         self._departed = self._steady = 0  # steps in a row that departed, or did not
         self._patience = DEPARTED_STEPS
         self._told, self._told_steps = False, 0
@@ -109,7 +135,7 @@ class Pacer:
         self._times, self._departure, self._drag_factor, self._disk_factor = None, None, 1.0, 1.0
         self._timed = None
         self._profiled = self._passed_over = self._departed = self._kept_from = self._next_try = 0
-        self._patience = DEPARTED_STEPS
+        self._patience, self._not_covered = DEPARTED_STEPS, 0
         self._confirm_anew()
         self._ordered.clear()
         if self._clock.device is not None:
@@ -126,13 +152,16 @@ class Pacer:
         self._departed = 0
         self._confirm_anew()
 
-    def profile(self) -> Profile | None:
+    def measured(self) -> Measured | None:
         """What the last plan by time was made from, of the batch that decides; None: no step was measured yet."""
         if self._run is None or self._timed is None:
             return None
         run, wrapped, (times, machine) = self._decider.foretold(self._run), self._wrapped, self._timed
-        return Profile(
-            parameters=wrapped.layout.described(first_blocks(wrapped.params, [block for _, block in wrapped.blocks])),
+        compute, disk = wrapped.compute, wrapped.settings.disk
+        if self._parameters is None:
+            self._parameters = wrapped.layout.described(first_blocks(wrapped.params, [block for _, block in wrapped.blocks]))
+        profile = Profile(
+            parameters=self._parameters,
             n_blocks=len(wrapped.blocks),
             n_states=wrapped.state_arrays,
             chunk_bytes=wrapped.layout.chunk_bytes,
@@ -142,9 +171,12 @@ class Pacer:
             n_passes=wrapped.settings.accumulate,
             grads_outlive_backward=wrapped.grads_outlive_backward,
             model=type(wrapped.model).__name__,
-            overhead=wrapped.compute.overhead if wrapped.compute.separate else None,
+            overhead=compute.overhead if compute.separate else None,
             widening=wrapped.layout.widening,
         )
+        if isinstance(compute, Accelerator):
+            return Measured(profile, partial(measure_device, compute, disk))
+        return Measured(profile, partial(measure_machine, disk, wrapped.fused))
 
     def after_step(
         self,
@@ -161,6 +193,7 @@ class Pacer:
         if device is not None and (self._run is None or self._wrapped.settings.plan is not None):
             device.running = False
         share = self._share(batches)
+        self._look_at_others(batches, share)
         if self._run is None or share is None or self._wrapped.settings.plan is not None:
             return
         if self._profiled < PROFILED_STEPS:
@@ -201,6 +234,17 @@ class Pacer:
                 self._pause -= 1
             else:
                 self._confirm(self._run, update_seconds, update_bytes, behind_backward)
+
+    def _look_at_others(self, batches: Counter[Shapes], share: float | None) -> None:
+        """Where steps in a row are of batches that the one that decides does not cover, as where other parameters are trained by
+        now, one that does is measured in its place. Plans have room for all of them."""
+        self._not_covered = self._not_covered + 1 if self._run is not None and batches and share is None else 0
+        if self._not_covered < MOST_PASSED_OVER:
+            return
+        for shapes, run in reversed(self._decider.dry_runs):
+            if run is not None and all(covers(shapes, one) for one in batches):
+                self.begin(run, shapes)
+                return
 
     def _confirm_anew(self) -> None:
         self._seen.clear()
