@@ -162,6 +162,12 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     unmade = next((name for name, p in named if nn.parameter.is_lazy(p)), None)
     if unmade is not None:
         raise PlanError(f"model: parameter {unmade} has no shape yet; run the model once on a batch first")
+    classes = ((name, type(p)) for name, p in named if type(p) is not nn.Parameter)
+    if (other := next(classes, None)) is not None:
+        raise PlanError(
+            f"model: parameter {other[0]} is of the class {other[1].__name__}, which it could not be while it is on disk; train an "
+            "nn.Parameter"
+        )
     return named
 
 

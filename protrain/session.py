@@ -662,12 +662,16 @@ class Session:
         """Every chunk is away, for a forward that was not foreseen, until `end_evaluation` or training goes on. Returns whether
         that is new; it cannot be in the middle of a step."""
         with self.turn:
-            return self._may_move() and self.evaluation.leave_room()
+            if not self._may_move():
+                return False
+            changes.adopt(self.values)
+            return self.evaluation.leave_room()
 
     def end_evaluation(self) -> None:
         """What was made room for an evaluation is training's again."""
         with self.turn:
             if self._may_move():
+                changes.adopt(self.values)
                 self.evaluation.end()
 
     def close(self, restore: bool = True, as_given: bool = False) -> None:

@@ -148,7 +148,7 @@ def test_of_very_many_steps_the_highest_stay() -> None:
     assert 400 <= len(few) <= 400 + 6
     assert {1, 12346, 23457, 30000} <= {s.step for s in few}
     steps[777] = step(778, float("nan"), 100)
-    assert 778 in {s.step for s in report.thinned(steps, 400, "loss")}
+    assert 778 in {s.step for s in report.thinned(steps, 400)}
 
 
 def test_a_report_that_cannot_be_made_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -448,9 +448,11 @@ static bool is_as_home(ptn_engine *engine, const chunk *chunk, const void *memor
 }
 
 /* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. A write that has
- * changed no bit, as of a model that clamps its weights in each forward, is none: *same. */
+ * changed no bit, as of a model that clamps its weights in each forward, is none: *same. A parameter that lies in memory may be written
+ * to like any tensor: nothing reads it there but the step that is to be made. */
 static ptn_status check_write(ptn_engine *engine, chunk *chunk, uint32_t array, const void *memory, bool *same) {
   *same = false;
+  if (array == 0 && chunk->home == HOME_MEMORY && !engine->over.device) return PTN_OK;
   ptn_status status = ptn_homes_quiet(engine, "values cannot be written");
   if (status == PTN_OK || array > 0) return status;
   ptn_error error;

@@ -34,7 +34,7 @@ from ..model.compiled import functions_behind, grad_fns
 from ..model.modulestate import ModuleState, objects_as_now
 from ..model.parameters import ChunkTensor, DisableTorchFunction, mark_views
 from ..model.strides import copied_bytes
-from .blockinputs import Input, bring_inputs, copied_inputs, is_leaf, no_leaves, stash_inputs, versions_of
+from .blockinputs import Input, aliases, bring_inputs, copied_inputs, is_leaf, no_leaves, stash_inputs, versions_of
 from .otherhooks import Hooks, pop, push, top
 
 if TYPE_CHECKING:
@@ -243,7 +243,11 @@ class Frame:
                 surroundings.restored(self.surroundings),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
-                args, kwargs = no_leaves(inputs) if self.habits.in_place else inputs
+                if self.habits.in_place:
+                    inputs = no_leaves(inputs)
+                elif not self.habits.compiled:  # which looks at what is a view, and runs no hooks of its own
+                    inputs = aliases(inputs)
+                args, kwargs = inputs
                 ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
                 result = _run_inside(self.runner, self, (self.order.pack_again, unpack), self.forward, args, kwargs)
             if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:

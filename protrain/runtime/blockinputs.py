@@ -90,6 +90,14 @@ def copied_inputs(inputs: Any, views: bool) -> Any:
     return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
+def aliases(inputs: Any) -> Any:
+    """`inputs` such that hooks which are put on their tensors are nobody's: those that a block's forward puts on what it is given
+    are there already, and would run twice. Called where gradients are recorded."""
+    leaves, spec = tree_flatten(inputs)
+    plain = [type(leaf) is torch.Tensor and leaf.requires_grad and leaf.layout == torch.strided for leaf in leaves]
+    return tree_unflatten([leaf.view_as(leaf) if one else leaf for leaf, one in zip(leaves, plain, strict=True)], spec)
+
+
 def no_leaves(inputs: Any) -> Any:
     """`inputs` such that their tensors may be changed in place: autograd allows that to results of operations alone."""
     leaves, spec = tree_flatten(inputs)

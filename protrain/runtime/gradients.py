@@ -231,6 +231,7 @@ class Gradients:
                 self._engine.gradient(number, self._compute.on_device(grad), grad, SPILL)
                 self.taken.add(number)
 
+    @torch.no_grad()
     def clip(self, max_grad_norm: float) -> tuple[torch.Tensor, float]:
         """The global norm and the factor of the gradients, as torch.nn.utils.clip_grad_norm_ computes them of all of the model's
         parameters. Those of parameters that are not the optimizer's are scaled here, as there."""
@@ -315,7 +316,8 @@ def _handed_out() -> bool:
     return False
 
 
+@torch.no_grad()
 def _norm(grad: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient, as clip_grad_norm_ computes it; of a bf16 gradient that of the widened one, which is what the
-    update takes."""
+    """The 2-norm of one gradient, as clip_grad_norm_ computes it, without a graph; of a bf16 gradient that of the widened one,
+    which is what the update takes."""
     return torch._foreach_norm([grad.float()], 2.0)[0]

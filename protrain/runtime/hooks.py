@@ -215,7 +215,9 @@ class ModelHooks:
         self._handles.append(module.register_load_state_dict_pre_hook(check))
         if session.wrapped.master_array:
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
-        self._handles.append(module.register_state_dict_post_hook(fill))
+        handle = module.register_state_dict_post_hook(fill)
+        module._state_dict_hooks.move_to_end(handle.id, last=False)  # hooks of the program see what they would without us
+        self._handles.append(handle)
 
 
 def _put_back(module: nn.Module, names: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from .. import _core
 from ..errors import PlanError, StepError
+from ..model.parameters import ChunkTensor, DisableTorchFunction
 from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, loaded_groups, n_states_of, state_names
 from ..runtime.loads import STATE
 from .values import Values
@@ -41,10 +42,16 @@ class States:
                     yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
 
     def fill_state_dict(self, own: dict[str, int], state_dict: Any, prefix: str) -> None:
-        """Each entry of a module's own parameters, by their names in it, becomes a full tensor; tied parameters share one."""
+        """Each entry of a module's own parameters, by their names in it, becomes a full tensor; tied parameters share one. What
+        a module's own way of saving has made of one stays as it is, with memory of its own."""
         copies = self._copies_in(state_dict)
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
+                entry = state_dict[prefix + leaf]
+                if not _shows_all(entry, self._wrapped.params[number]):
+                    if isinstance(entry, ChunkTensor):
+                        state_dict[prefix + leaf] = entry.detach().clone()
+                    continue
                 copy = copies.get(number)
                 state_dict[prefix + leaf] = copies[number] = self._values.get(number) if copy is None else copy
 
@@ -197,3 +204,13 @@ class States:
                 values.masters_given.add(number)
             step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
             self._engine.set_steps(number, int(step))
+
+
+def _shows_all(entry: Any, p: torch.Tensor) -> bool:
+    """Whether an entry of a state dict is the parameter, or shows all of it as it lies."""
+    if not isinstance(entry, torch.Tensor) or entry.layout is not torch.strided:
+        return False
+    with DisableTorchFunction():
+        same = (entry.shape, entry.stride(), entry.dtype) == (p.shape, p.stride(), p.dtype)
+        same = same and entry.storage_offset() == p.storage_offset()
+        return same and entry.untyped_storage()._cdata == p.untyped_storage()._cdata
