@@ -165,8 +165,8 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     classes = ((name, type(p)) for name, p in named if type(p) is not nn.Parameter)
     if (other := next(classes, None)) is not None:
         raise PlanError(
-            f"model: parameter {other[0]} is of the class {other[1].__name__}, which it could not be while it is on disk; train an "
-            "nn.Parameter"
+            f"model: parameter {other[0]} is of the class {other[1].__name__}, which it could not be while it is on disk; train "
+            "an nn.Parameter"
         )
     return named
 

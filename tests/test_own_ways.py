@@ -1,4 +1,4 @@
-"""What programs do to a model in ways of their own: hooks on a block's inputs, entries of a state dict, values put in a forward."""
+"""What programs do to a model in ways of their own: hooks on a block's inputs, entries of a state dict, values put in."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Saving(Chain):
 
     @staticmethod
     def _in_half(_module: nn.Module, state_dict: dict[str, Any], _prefix: str, _metadata: Any) -> None:
-        for name in state_dict:
-            state_dict[name] = state_dict[name].half()
+        for name, value in list(state_dict.items()):
+            state_dict[name] = value.half()
 
     def forward(self, x: torch.Tensor, *, skip: Any = (), loss: bool = True) -> torch.Tensor:
         return super().forward(x @ self.scale + self.words.weight[0], skip=skip, loss=loss)
