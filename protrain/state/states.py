@@ -47,9 +47,9 @@ class States:
         copies = self._copies_in(state_dict)
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
-                entry = state_dict[prefix + leaf]
+                entry: torch.Tensor = state_dict[prefix + leaf]
                 if not _shows_all(entry, self._wrapped.params[number]):
-                    if isinstance(entry, ChunkTensor):
+                    if issubclass(type(entry), ChunkTensor):
                         state_dict[prefix + leaf] = entry.detach().clone()
                     continue
                 copy = copies.get(number)
