@@ -216,7 +216,8 @@ class ModelHooks:
         if session.wrapped.master_array:
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
         handle = module.register_state_dict_post_hook(fill)
-        module._state_dict_hooks.move_to_end(handle.id, last=False)  # hooks of the program see what they would without us
+        order: Any = module._state_dict_hooks
+        order.move_to_end(handle.id, last=False)  # hooks of the program see what they would without us
         self._handles.append(handle)
 
 
