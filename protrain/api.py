@@ -166,7 +166,7 @@ def _check_model(model: Any) -> list[tuple[str, nn.Parameter]]:
     if (other := next(classes, None)) is not None:
         raise PlanError(
             f"model: parameter {other[0]} is of the class {other[1].__name__}, which it could not be while it is on disk; train "
-            "an nn.Parameter"
+            "a model whose parameters are plain ones, not quantised or distributed"
         )
     return named
 

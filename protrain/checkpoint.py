@@ -170,6 +170,7 @@ def _save(
                 "optimizer": session.wrapped.kind.__name__,
                 "steps": session.steps,
                 "param_groups": groups,
+                "group_of": {e.name: e.group for e in session.layout.entries if e.group >= 0},
                 "param_steps": {
                     e.name: session.engine.steps(e.index) for e in session.layout.entries if e.group >= 0 and own is None
                 },
@@ -273,6 +274,9 @@ def _check_about(about: dict[str, Any]) -> None:
         raise ValueError("param_groups is no list of objects")
     if not isinstance(steps, dict) or not all(map(_is_count, steps.values())):
         raise ValueError("param_steps is no object of counts")
+    group_of = about.get("group_of", {})  # none of older ones
+    if not isinstance(group_of, dict) or not all(map(_is_count, group_of.values())):
+        raise ValueError("group_of is no object of counts")
     state = about.get("torch_random_state")
     if not isinstance(state, str):
         raise ValueError("torch_random_state is no text")
@@ -397,6 +401,13 @@ def _load(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
         raise PlanError(f"{folder} is of {about['optimizer'][:40]} with {len(groups)} groups, the optimizer is another: {own}")
     if (session.foreign is None) != ("optimizer_state" not in about):
         raise PlanError(f"{folder} is of a {about['optimizer']} with a kernel or of one without, the optimizer is the other")
+    group_of = about.get("group_of", {})
+    other = next((e for e in session.layout.entries if e.group >= 0 and group_of.get(e.name, e.group) != e.group), None)
+    if other is not None:
+        raise PlanError(
+            f"{folder}: parameter {other.name} is in group {group_of[other.name]} of the optimizer that was saved, and in group "
+            f"{other.group} of this one, whose options it would have: make the groups as they were"
+        )
     _check_groups(folder, groups, session.wrapped.groups, optimizer.defaults)
     if session.foreign is None:
         for number, (group, saved) in enumerate(zip(session.wrapped.groups, groups, strict=True)):

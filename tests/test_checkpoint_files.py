@@ -746,3 +746,26 @@ def test_an_error_that_is_over_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
     assert protrain.status(model).memory_bytes <= before
     steps(inputs(1))(model, optimizer, False)
     protrain.unwrap(model)
+
+
+def test_groups_that_changed_places_are_refused(tmp_path: Path) -> None:
+    """The options of the one would be the other's, without a word."""
+
+    def grouped(turned: bool) -> tuple[Any, Any]:
+        model: Any = Chain()
+        flat = [p for p in model.parameters() if p.dim() == 1]
+        wide = [p for p in model.parameters() if p.dim() > 1]
+        groups = [{"params": wide, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
+        return protrain.wrap(model, torch.optim.AdamW(groups[::-1] if turned else groups, lr=1e-3), memory=TIGHT)
+
+    model, optimizer = grouped(False)
+    steps(inputs(1))(model, optimizer, False)
+    protrain.save(model, optimizer, tmp_path / "saved")
+    protrain.load(model, optimizer, tmp_path / "saved")
+    protrain.unwrap(model)
+    model, optimizer = grouped(True)
+    with pytest.raises(
+        protrain.PlanError, match=r"parameter .* is in group [01] of the optimizer that was saved, and in group [01]"
+    ):
+        protrain.load(model, optimizer, tmp_path / "saved")
+    protrain.unwrap(model)

@@ -197,3 +197,46 @@ def test_what_has_no_room_is_refused(tmp_path: Path) -> None:
     assert protrain.status(model).peak_memory_bytes <= memory
     assert holds(model, expected)
     protrain.unwrap(model)
+
+
+def routed() -> Any:
+    """Its routers have a buffer that is trained by hand, and saved."""
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            qk_nope_head_dim=8,
+        )
+    )
+
+
+def test_persistent_buffers_have_what_was_saved(tmp_path: Path) -> None:
+    """As scores that a router adds; what a constructor makes of them would route otherwise."""
+    plain = routed()
+    with torch.no_grad():
+        for name, buffer in plain.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(torch.arange(4.0))
+    plain.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model: Any = routed()
+    model, _ = protrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="64MiB", weights=str(tmp_path))
+    found = {name: value.clone() for name, value in model.state_dict().items() if "e_score_correction_bias" in name}
+    protrain.unwrap(model)
+    assert found
+    assert all(torch.equal(value, torch.arange(4.0)) for value in found.values())

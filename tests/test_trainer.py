@@ -842,3 +842,100 @@ def test_gradient_checkpointing_is_taken_over(gpt2: Make, fresh_disk: Path, how:
         return finish(trainer)
 
     assert_twins(scenario)
+
+
+class Reducing:
+    """A subclass's prediction_step, as to save memory."""
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        return loss, logits.argmax(-1), labels
+
+
+class PlainReducing(Reducing, transformers.Trainer):
+    pass
+
+
+class OurReducing(Reducing, ProTrainTrainer):
+    pass
+
+
+def test_what_a_subclass_makes_of_a_prediction_is_made_once(
+    gpt2: Make, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the batch was refused at first, and there was room for it the second time."""
+    refused = []
+
+    def once(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, ProTrainTrainer) and not refused:
+            refused.append(type(inputs))
+            raise protrain.BudgetError("memory: refused", needed_bytes=2, budget_bytes=1, smallest_bytes=2)
+        return real(self, model, inputs, *args, **kwargs)
+
+    real = transformers.Trainer.prediction_step
+    monkeypatch.setattr(transformers.Trainer, "prediction_step", once)
+    found = []
+    for ours in (False, True):
+        trainer = trainer_of(fresh_disk / str(ours), gpt2(), ours, kinds=(PlainReducing, OurReducing))
+        trainer.train()
+        found.append(
+            trainer.predict([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows(4, seed=9)]).predictions
+        )
+    assert refused
+    assert found[0].shape == found[1].shape
+    assert (found[0] == found[1]).all()
+
+
+def test_an_evaluation_gets_what_the_collator_made(gpt2: Make, fresh_disk: Path) -> None:
+    """An object by whose attributes compute_loss may ask."""
+
+    class Asking(ProTrainTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(inputs.input_ids.shape)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def collate(found: Rows) -> Any:
+        return transformers.BatchEncoding({key: torch.stack([row[key] for row in found]) for key in found[0]})
+
+    seen: list[Any] = []
+    trainer = trainer_of(
+        fresh_disk / "asking", gpt2(), True, kinds=(transformers.Trainer, Asking), given={"data_collator": collate}
+    )
+    trainer.train()
+    n_trained = len(seen)
+    trainer.evaluate(rows(2, seed=9))
+    assert len(seen) > n_trained > 0
+
+
+def test_an_optimizer_that_another_trainer_was_given_is_not_begun_anew(gpt2: Make, fresh_disk: Path) -> None:
+    model = gpt2()
+    given = adamw(model)
+    first = trainer_of(fresh_disk / "first", model, True, given={"optimizers": (given, None)})
+    first.train()
+    second = trainer_of(fresh_disk / "second", model, True, given={"optimizers": (given, None)})
+    with pytest.raises(protrain.PlanError, match="wrapped with this very optimizer"):
+        second.train()
+    third = trainer_of(fresh_disk / "third", model, True, given={"optimizers": (first.optimizer, None)})
+    third.train()
+    assert protrain.status(model).steps == 6
+
+
+class StopsInside(transformers.TrainerCallback):
+    """In the middle of a step, of the first training alone."""
+
+    stopped = False
+
+    def on_substep_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.stopped and state.global_step == 2:
+            self.stopped = control.should_training_stop = True
+
+
+def test_a_training_that_was_stopped_inside_of_a_step_is_resumed(gpt2: Make, fresh_disk: Path) -> None:
+    trainer = trainer_of(
+        fresh_disk / "stopped", gpt2(), True, data=rows(24), given={"callbacks": [StopsInside()]}, gradient_accumulation_steps=2,
+        save_strategy="steps", save_steps=1, max_steps=4,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4

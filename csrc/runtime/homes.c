@@ -449,7 +449,7 @@ static bool is_as_home(ptn_engine *engine, const chunk *chunk, const void *memor
 
 /* What writes to a parameter changes it in its slot first: where that is refused the slot is not as its home is. A write that has
  * changed no bit, as of a model that clamps its weights in each forward, is none: *same. A parameter that lies in memory may be written
- * to like any tensor: nothing reads it there but the step that is to be made. */
+ * to like any tensor: no lane touches it there. */
 static ptn_status check_write(ptn_engine *engine, chunk *chunk, uint32_t array, const void *memory, bool *same) {
   *same = false;
   if (array == 0 && chunk->home == HOME_MEMORY && !engine->over.device) return PTN_OK;

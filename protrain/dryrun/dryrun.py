@@ -529,7 +529,8 @@ def dry_forward(
         meter = Meter(round_bytes, twin.not_counted, {}, workspace, 0, KnownValues(twin.stand_ins))
         with own_parametrizations(), nothing_left(twin.model) as meters:
             meters.append(meter)
+            given, named = tree_map(as_now, (fake_args, fake_kwargs))  # objects of its own
             with meter:
-                twin.model(*fake_args, **fake_kwargs)
+                twin.model(*given, **named)
             meter.check_seen()
     return meter.segments[-1].peak

@@ -17,6 +17,7 @@ For other Trainers, such as TRL's: `class ProTrainSFTTrainer(ProTrainMixin, SFTT
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import warnings
@@ -97,8 +98,7 @@ class ProTrainMixin:
                 raise PlanError(
                     "the model was unwrapped and its optimizer state is gone; set trainer.optimizer = None for a fresh optimizer"
                 )
-            if api.find_session(self.model) is not None:  # another Trainer trained it
-                api.unwrap(self.model)
+            self._protrain_unwrap()  # another Trainer trained it
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self._protrain_wrap()
         return self.optimizer
@@ -109,6 +109,22 @@ class ProTrainMixin:
             self._protrain_wrap()
         return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
 
+    def _protrain_unwrap(self) -> None:
+        """A model that was wrapped with another optimizer is an ordinary one again.
+
+        Raises:
+            PlanError: it was wrapped with this very one, whose state would be gone.
+        """
+        session, inner = api.find_session(self.model), _innermost(self.optimizer)
+        if session is None:
+            return
+        if inner is not None and session.wrapped.groups is inner.param_groups:
+            raise PlanError(
+                "optimizers: the model is wrapped with this very optimizer, by another Trainer, say, and its state is in the one "
+                "that wrap made of it: pass that one on, optimizers=(other.optimizer, None), or a fresh one"
+            )
+        api.unwrap(self.model)
+
     def _protrain_wrap(self) -> None:
         accumulate = self.args.gradient_accumulation_steps
         norm = float(self.args.max_grad_norm or 0.0)
@@ -118,8 +134,7 @@ class ProTrainMixin:
             if (session.wrapped.settings.accumulate, session.wrapped.settings.max_grad_norm) != (accumulate, norm):
                 session.change_step(accumulate, norm)
             return
-        if api.find_session(self.model) is not None:  # with an optimizer that another has taken the place of
-            api.unwrap(self.model)
+        self._protrain_unwrap()  # it may have an optimizer that another has taken the place of
         options = dict(self._protrain)
         if takes_bf16(self.args):
             options["precision"] = "bf16"
@@ -127,8 +142,7 @@ class ProTrainMixin:
         if self._protrain_weights is not None:
             options.pop("param_init_fn", None)
             options["weights"] = self._protrain_weights
-        inner = _innermost(self.optimizer)
-        device = self.args.device
+        device, inner = self.args.device, _innermost(self.optimizer)
         with nullcontext() if device.type == "cpu" else device:
             model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
 
@@ -170,6 +184,7 @@ class ProTrainMixin:
         """
         self._protrain_refused, self._protrain_told = None, False
         self._protrain_weights = None  # a model that was made anew is not that of an earlier checkpoint
+        self._protrain_drop_step()  # one that the last training was stopped in
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
@@ -306,7 +321,7 @@ class ProTrainMixin:
         compute = session.wrapped.compute if session is not None else Compute()
         with uncounted():
             random_state = compute.random_state()
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs  # a collator's object is one still
         try:
             found = super().prediction_step(model, given, *args, **kwargs)  # type: ignore[misc]
         except BudgetError as error:
@@ -319,7 +334,7 @@ class ProTrainMixin:
                     needed_bytes=refused[1], budget_bytes=refused[2], smallest_bytes=refused[3],
                 )  # fmt: skip
             compute.set_random_state(random_state)
-            return self.prediction_step(model, inputs, *args, **kwargs)
+            return ProTrainMixin.prediction_step(self, model, inputs, *args, **kwargs)  # not what a subclass makes of it
         with uncounted():
             return tree_map_only(torch.Tensor, torch.Tensor.clone, found)
 

@@ -115,10 +115,14 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def saved_config(model: nn.Module, config: Any) -> Any:
-    """A transformers config to save beside the model's weights: it names their type where that is bf16."""
-    if all(p.dtype == torch.bfloat16 for p in model.parameters()):
-        config = copy.deepcopy(config)
-        config.dtype = torch.bfloat16
+    """A transformers config to save beside the model's weights: it names their type, in which they are read again."""
+    types = {p.dtype for p in model.parameters()}
+    if len(types) != 1:
+        return config
+    config, dtype = copy.deepcopy(config), types.pop()
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    for part in (config, *(part for part in parts if getattr(part, "dtype", None) is not None)):
+        part.dtype = dtype
     return config
 
 

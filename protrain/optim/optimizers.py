@@ -378,7 +378,7 @@ def _refuse_others(inner: torch.optim.Optimizer, session: Session) -> None:
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise StepError(
                 f"optimizer: this {type(optimizer).__name__} is to update parameters of a wrapped model, which the optimizer "
-                "that wrap returned does: use that one (a Trainer takes it as optimizers=(optimizer, None)), or unwrap the model"
+                "that wrap returned does: use that one (of transformers' Trainers ProTrainTrainer takes it), or unwrap the model"
             )
 
     handle = register_optimizer_step_pre_hook(refuse)

@@ -222,6 +222,9 @@ class Frame:
                 "backward, or wrap with block_modes that keep or swap this block"
             )
         inputs = bring_inputs(self.inputs)
+        if not (self.habits.in_place or self.habits.compiled):  # compiled code looks at what is a view, and puts no hooks on
+            with torch.enable_grad():
+                inputs = aliases(inputs)
         before_bytes = self.runner.bytes_in_use()
         now = _random_state(self.compute)
         enabled, dtype, cache = self.autocast
@@ -243,11 +246,7 @@ class Frame:
                 surroundings.restored(self.surroundings),
                 torch.autocast(self.compute.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache),
             ):
-                if self.habits.in_place:
-                    inputs = no_leaves(inputs)
-                elif not self.habits.compiled:  # which looks at what is a view, and runs no hooks of its own
-                    inputs = aliases(inputs)
-                args, kwargs = inputs
+                args, kwargs = no_leaves(inputs) if self.habits.in_place else inputs
                 ends = grad_fns((args, kwargs)) if self.habits.compiled else set()
                 result = _run_inside(self.runner, self, (self.order.pack_again, unpack), self.forward, args, kwargs)
             if self.habits.compiled and [type(node) for node in functions_behind(result, ends)] != self.code:

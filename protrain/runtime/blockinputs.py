@@ -92,10 +92,12 @@ def copied_inputs(inputs: Any, views: bool) -> Any:
 
 def aliases(inputs: Any) -> Any:
     """`inputs` such that hooks which are put on their tensors are nobody's: those that a block's forward puts on what it is given
-    are there already, and would run twice. Called where gradients are recorded."""
+    are there already, and would run twice. Each lies as its tensor does, also where a side is 1, and what is given twice is one
+    still: a block may ask which are the same. Called where gradients are recorded."""
     leaves, spec = tree_flatten(inputs)
-    plain = [type(leaf) is torch.Tensor and leaf.requires_grad and leaf.layout == torch.strided for leaf in leaves]
-    return tree_unflatten([leaf.view_as(leaf) if one else leaf for leaf, one in zip(leaves, plain, strict=True)], spec)
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad]
+    made = {id(leaf): torch.ops.aten.alias.default(leaf) for leaf in plain}
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def no_leaves(inputs: Any) -> Any:

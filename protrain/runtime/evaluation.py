@@ -57,8 +57,7 @@ class _Batch:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str | frozenset[int]) -> _Batch | None:
         """None where there is no tensor, or anything that a dry run might change, or that is no ordinary batch."""
         leaves = tree_leaves((args, kwargs))
-        objects = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
-        if not all(has_attributes(leaf) and next(tensors_held(leaf), None) is not None for leaf in objects):
+        if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not has_attributes(leaf) for leaf in leaves):
             return None
         tensors = [tensor for leaf in leaves for tensor in tensors_held(leaf)]
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)

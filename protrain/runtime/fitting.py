@@ -50,8 +50,6 @@ _OTHER_CHUNKS = 2
 #: Blocks swap in the first step of a model whose dry run failed where the budget has no room for as much as this beside chunks,
 #: in times of what was seen where they are recomputed.
 SEEN_TIMES = 2
-#: Batches of which none covers another that are planned for at once: one more takes the place of the first of them.
-MOST_BATCHES = 64
 #: What a program may hold when a step begins, beside outputs of the one before, for that step still to tell what it takes.
 HELD_BYTES = 1 << 20
 
@@ -151,7 +149,7 @@ class Fitter:
         stands then, too."""
         known = [other.outside_bytes for _, other in self._decider.dry_runs if other is not None]
         now = self._homes.arrangement
-        if self._largest[0] is None or self._decider.measured or run.outside_bytes > max(known, default=0):
+        if self._largest[0] is None or self._decider.measured or not known or run.outside_bytes > max(known):
             return False
         try:
             found = self._decider.decide(run, like=now.plan)
@@ -171,8 +169,6 @@ class Fitter:
         kept = [
             (known, other) for known, other in self._decider.dry_runs if not (covers(shapes, known) and _is_within(other, run))
         ]
-        if len(kept) >= MOST_BATCHES:
-            del kept[next(place for place, (_, other) in enumerate(kept) if other is not self._largest[0])]
         self._decider.dry_runs = [*kept, (shapes, run)]
 
     def _first(self, run: DryRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arrangement:

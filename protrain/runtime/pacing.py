@@ -113,7 +113,8 @@ class Pacer:
         self._rest_seconds = 0.0
         self._profiled = 0  # steps
         self._passed_over = 0  # steps in a row that were too short to be a profile
-        self._not_covered = 0  # steps in a row of batches that the one that decides does not cover
+        #: Of steps in a row, the last ones, their batches, which the one that decides does not cover.
+        self._not_covered: deque[list[Shapes]] = deque(maxlen=MOST_PASSED_OVER)
         self._departed = self._steady = 0  # steps in a row that departed, or did not
         self._patience = DEPARTED_STEPS
         self._told, self._told_steps = False, 0
@@ -135,7 +136,8 @@ class Pacer:
         self._times, self._departure, self._drag_factor, self._disk_factor = None, None, 1.0, 1.0
         self._timed = None
         self._profiled = self._passed_over = self._departed = self._kept_from = self._next_try = 0
-        self._patience, self._not_covered = DEPARTED_STEPS, 0
+        self._patience = DEPARTED_STEPS
+        self._not_covered.clear()
         self._confirm_anew()
         self._ordered.clear()
         if self._clock.device is not None:
@@ -236,13 +238,16 @@ class Pacer:
                 self._confirm(self._run, update_seconds, update_bytes, behind_backward)
 
     def _look_at_others(self, batches: Counter[Shapes], share: float | None) -> None:
-        """Where steps in a row are of batches that the one that decides does not cover, as where other parameters are trained by
-        now, one that does is measured in its place. Plans have room for all of them."""
-        self._not_covered = self._not_covered + 1 if self._run is not None and batches and share is None else 0
-        if self._not_covered < MOST_PASSED_OVER:
+        """Where steps in a row are of batches that the one that decides does not cover, and all that another one does, as where
+        other parameters are trained by now, that is measured in its place. Plans have room for all of them."""
+        if self._run is None or not batches or share is not None:
+            self._not_covered.clear()
+            return
+        self._not_covered.append(list(batches))
+        if len(self._not_covered) < MOST_PASSED_OVER:
             return
         for shapes, run in reversed(self._decider.dry_runs):
-            if run is not None and all(covers(shapes, one) for one in batches):
+            if run is not None and all(covers(shapes, one) for step in self._not_covered for one in step):
                 self.begin(run, shapes)
                 return
 

@@ -291,13 +291,47 @@ def from_weights(session: Session, folder: str) -> None:
     with _filling(session) as filler:
         if lacking is not None or another_form:
             _make_all(filler, folder, found, where, {name: entry.index for entry in entries for name in names[entry.index]})
-            return
-        for number in _by_chunk(session):
-            name = known[number]
-            assert name is not None
-            filler.enter(number)
-            _read_weights(filler, number, where[name], name)
-            filler.leave(number)
+        else:
+            for number in _by_chunk(session):
+                name = known[number]
+                assert name is not None
+                filler.enter(number)
+                _read_weights(filler, number, where[name], name)
+                filler.leave(number)
+    _read_buffers(session.model, where)
+
+
+def _read_buffers(model: nn.Module, where: dict[str, TensorFile]) -> None:
+    """Persistent buffers that a folder has get their values, as running means, or what a router adds to scores; others stay.
+
+    Raises:
+        ValueError: one is of another shape there.
+    """
+    buffers = {
+        f"{prefix}.{leaf}" if prefix else leaf: buffer
+        for prefix, module in model.named_modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }
+    renamed = {one.name: one.source for one in conversions(model, where, buffers) if one.transform is None}
+    prefix = getattr(model, "base_model_prefix", "")
+    for name, buffer in buffers.items():
+        source = next((one for one in (renamed.get(name), *_with_prefix(name, prefix)) if one in where), None)
+        if source is None:
+            continue
+        file = where[source]
+        if file.entries[source].shape != tuple(buffer.shape):
+            saved, ours = file.entries[source].shape, tuple(buffer.shape)
+            raise ValueError(f"weights: buffer {source} in {file.path} has shape {saved}, the model's has {ours}")
+        with torch.no_grad(), uncounted():
+            buffer.copy_(file.read(source))
+
+
+def _with_prefix(name: str, prefix: str) -> list[str]:
+    """A name, and where the model has a base that one without, or with, its prefix."""
+    if not prefix:
+        return [name]
+    return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
 
 
 def _make_all(
@@ -422,9 +456,4 @@ def _names_of(session: Session) -> list[list[str]]:
     for name, p in session.model.named_parameters(remove_duplicate=False):
         names[index[id(p)]].append(name)
     prefix = getattr(session.model, "base_model_prefix", "")
-    for own in names:
-        if prefix:
-            own += [
-                name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}" for name in list(own)
-            ]
-    return names
+    return [own + [other for name in own for other in _with_prefix(name, prefix)[1:]] for own in names]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from ..base.counting import uncounted
 from ..errors import PlanError, StepError
 from ..model.parameters import ChunkTensor, DisableTorchFunction
 from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, loaded_groups, n_states_of, state_names
@@ -47,10 +48,11 @@ class States:
         copies = self._copies_in(state_dict)
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
-                entry: torch.Tensor = state_dict[prefix + leaf]
+                entry: Any = state_dict[prefix + leaf]
                 if not _shows_all(entry, self._wrapped.params[number]):
-                    if issubclass(type(entry), ChunkTensor):
-                        state_dict[prefix + leaf] = entry.detach().clone()
+                    if _shows_some(entry, self._wrapped.params[number]):
+                        with uncounted():
+                            state_dict[prefix + leaf] = entry.detach().clone()
                     continue
                 copy = copies.get(number)
                 state_dict[prefix + leaf] = copies[number] = self._values.get(number) if copy is None else copy
@@ -208,9 +210,16 @@ class States:
 
 def _shows_all(entry: Any, p: torch.Tensor) -> bool:
     """Whether an entry of a state dict is the parameter, or shows all of it as it lies."""
-    if not isinstance(entry, torch.Tensor) or entry.layout is not torch.strided:
+    if not _shows_some(entry, p):
         return False
     with DisableTorchFunction():
         same = (entry.shape, entry.stride(), entry.dtype) == (p.shape, p.stride(), p.dtype)
-        same = same and entry.storage_offset() == p.storage_offset()
-        return same and entry.untyped_storage()._cdata == p.untyped_storage()._cdata
+        return same and entry.storage_offset() == p.storage_offset()
+
+
+def _shows_some(entry: Any, p: torch.Tensor) -> bool:
+    """Whether an entry lies in the parameter's memory, or on the disk."""
+    if not isinstance(entry, torch.Tensor) or entry.layout is not torch.strided:
+        return False
+    with DisableTorchFunction():
+        return isinstance(entry, ChunkTensor) or entry.untyped_storage()._cdata == p.untyped_storage()._cdata
