@@ -293,7 +293,8 @@ def wrap(
         param_init_fn: for parameters on meta: called once for each module that owns parameters, in the order of
             model.modules(), its own tensors materialised before, to initialise them in place.
         weights: for parameters on meta: a folder of safetensors, read slice by slice. What transformers saves in another form, as
-            experts one by one, is made as it makes it, one parameter at a time within the budget.
+            experts one by one, is made as it makes it, one parameter at a time within the budget. Persistent buffers that are
+            there are read too.
 
     Returns:
         The model, the same object, and an `Optimizer` in place of the given one.

@@ -125,7 +125,7 @@ class Bounded(nn.Linear):
     """Puts other values into its weight in each forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=1.0)
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
         return super().forward(x)
 
 
@@ -140,11 +140,11 @@ class Bounding(Chain):
         return super().forward(self.first(x), skip=skip, loss=loss)
 
 
-@pytest.mark.parametrize("memory", [24, 32, 40, 200])
+@pytest.mark.parametrize("memory", [40, 200])
 def test_values_that_a_forward_puts_into_data_are_trained(memory: int) -> None:
     loop = steps(inputs(4))
     status = assert_equal(run(Bounding, loop, memory=memory * MIB), run(Bounding, loop), memory * MIB)
-    assert status.plan.n_persist > 0 or memory < 40
+    assert status.plan.n_persist > 0
     assert status.plan.n_persist < status.plan.n_chunks or memory > 40
 
 

@@ -17,7 +17,6 @@ For other Trainers, such as TRL's: `class ProTrainSFTTrainer(ProTrainMixin, SFTT
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import warnings
@@ -321,7 +320,8 @@ class ProTrainMixin:
         compute = session.wrapped.compute if session is not None else Compute()
         with uncounted():
             random_state = compute.random_state()
-        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs  # a collator's object is one still
+        kind: Any = type(inputs)
+        given = kind(dict(inputs)) if isinstance(inputs, Mapping) else inputs  # as the Trainer makes it anew
         try:
             found = super().prediction_step(model, given, *args, **kwargs)  # type: ignore[misc]
         except BudgetError as error:

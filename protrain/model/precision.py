@@ -91,7 +91,8 @@ def widened_bytes(layout: Layout, max_grad_norm: float | None) -> int:
 def loose_grads_bytes(layout: Layout, params: Sequence[nn.Parameter]) -> int:
     """What gradients of parameters take that are not the optimizer's, and not frozen: they stay in `.grad` until somebody drops
     them, which the optimizer does not."""
-    loose = (entry.count for p, entry in zip(params, layout.entries, strict=True) if entry.group < 0 and p.requires_grad)
+    with DisableTorchFunction():  # that of a parameter on disk takes longer
+        loose = [entry.count for p, entry in zip(params, layout.entries, strict=True) if entry.group < 0 and p.requires_grad]
     return sum(_core.rounded_bytes(count * layout.dtype.itemsize) for count in loose if count)
 
 

@@ -95,7 +95,7 @@ def aliases(inputs: Any) -> Any:
     are there already, and would run twice. Each lies as its tensor does, also where a side is 1, and what is given twice is one
     still: a block may ask which are the same. Called where gradients are recorded."""
     leaves, spec = tree_flatten(inputs)
-    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad]
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.requires_grad and leaf.layout is torch.strided]
     made = {id(leaf): torch.ops.aten.alias.default(leaf) for leaf in plain}
     return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 

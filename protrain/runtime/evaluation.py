@@ -57,7 +57,8 @@ class _Batch:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str | frozenset[int]) -> _Batch | None:
         """None where there is no tensor, or anything that a dry run might change, or that is no ordinary batch."""
         leaves = tree_leaves((args, kwargs))
-        if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not has_attributes(leaf) for leaf in leaves):
+        objects = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
+        if not all(has_attributes(leaf) and _is_flat(leaf) for leaf in objects):
             return None
         tensors = [tensor for leaf in leaves for tensor in tensors_held(leaf)]
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
@@ -75,6 +76,11 @@ class _Batch:
             return math.inf
         pairs = zip(self.shapes, known, strict=True)
         return max(math.prod(max(new / max(old, 1), 1.0) for new, old in zip(*pair, strict=True)) for pair in pairs)
+
+
+def _is_flat(leaf: Any) -> bool:
+    """Whether a copy of an object has nothing in common with it that a forward may change."""
+    return all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in vars(leaf).values())
 
 
 @dataclass

@@ -288,6 +288,7 @@ def from_weights(session: Session, folder: str) -> None:
     if lacking is not None and not found:
         raise ValueError(f"weights: {folder} has no tensor {lacking}")
     another_form = any(one.keeps_name and not all(where[name].is_ours for name, _ in one.sources) for one in found)
+    buffers = _saved_buffers(session.model, where)
     with _filling(session) as filler:
         if lacking is not None or another_form:
             _make_all(filler, folder, found, where, {name: entry.index for entry in entries for name in names[entry.index]})
@@ -298,23 +299,25 @@ def from_weights(session: Session, folder: str) -> None:
                 filler.enter(number)
                 _read_weights(filler, number, where[name], name)
                 filler.leave(number)
-    _read_buffers(session.model, where)
+    for source, buffer in buffers:
+        with torch.no_grad(), uncounted():
+            buffer.copy_(where[source].read(source))
 
 
-def _read_buffers(model: nn.Module, where: dict[str, TensorFile]) -> None:
-    """Persistent buffers that a folder has get their values, as running means, or what a router adds to scores; others stay.
+def _saved_buffers(model: nn.Module, where: dict[str, TensorFile]) -> list[tuple[str, torch.Tensor]]:
+    """Persistent buffers that a folder has, as running means, or what a router adds to scores, each behind its name there.
 
     Raises:
         ValueError: one is of another shape there.
     """
     buffers = {
         f"{prefix}.{leaf}" if prefix else leaf: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for leaf, buffer in module._buffers.items()
         if buffer is not None and leaf not in module._non_persistent_buffers_set
     }
     renamed = {one.name: one.source for one in conversions(model, where, buffers) if one.transform is None}
-    prefix = getattr(model, "base_model_prefix", "")
+    prefix, found = getattr(model, "base_model_prefix", ""), []
     for name, buffer in buffers.items():
         source = next((one for one in (renamed.get(name), *_with_prefix(name, prefix)) if one in where), None)
         if source is None:
@@ -323,8 +326,8 @@ def _read_buffers(model: nn.Module, where: dict[str, TensorFile]) -> None:
         if file.entries[source].shape != tuple(buffer.shape):
             saved, ours = file.entries[source].shape, tuple(buffer.shape)
             raise ValueError(f"weights: buffer {source} in {file.path} has shape {saved}, the model's has {ours}")
-        with torch.no_grad(), uncounted():
-            buffer.copy_(file.read(source))
+        found.append((source, buffer))
+    return found
 
 
 def _with_prefix(name: str, prefix: str) -> list[str]:

@@ -49,7 +49,7 @@ class States:
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
                 entry: Any = state_dict[prefix + leaf]
-                if not _shows_all(entry, self._wrapped.params[number]):
+                if not _shows_all(entry, self._wrapped.params[number], number):
                     if _shows_some(entry, self._wrapped.params[number]):
                         with uncounted():
                             state_dict[prefix + leaf] = entry.detach().clone()
@@ -208,9 +208,9 @@ class States:
             self._engine.set_steps(number, int(step))
 
 
-def _shows_all(entry: Any, p: torch.Tensor) -> bool:
-    """Whether an entry of a state dict is the parameter, or shows all of it as it lies."""
-    if not _shows_some(entry, p):
+def _shows_all(entry: Any, p: torch.Tensor, number: int) -> bool:
+    """Whether an entry of a state dict is the parameter of this number, or shows all of it as it lies."""
+    if not _shows_some(entry, p) or (isinstance(entry, ChunkTensor) and entry._protrain[1] != number):
         return False
     with DisableTorchFunction():
         same = (entry.shape, entry.stride(), entry.dtype) == (p.shape, p.stride(), p.dtype)
@@ -218,7 +218,7 @@ def _shows_all(entry: Any, p: torch.Tensor) -> bool:
 
 
 def _shows_some(entry: Any, p: torch.Tensor) -> bool:
-    """Whether an entry lies in the parameter's memory, or on the disk."""
+    """Whether an entry lies in the parameter's memory, or a parameter's on the disk."""
     if not isinstance(entry, torch.Tensor) or entry.layout is not torch.strided:
         return False
     with DisableTorchFunction():
