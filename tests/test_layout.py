@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -138,17 +139,22 @@ class Several(nn.Module):
         return x
 
 
-def test_values_from_a_function_need_room_for_one_module_at_a_time(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
-    memory = 12 * MIB  # slots of two chunks, the ring, own slots of four more, what is drawn; eight modules have 48 of 1 MiB
+def both_filled(make: Callable[[], nn.Module], memory: int) -> tuple[nn.Module, Any, Any]:
+    """A model in plain torch and a wrapped one with its optimizer, made on meta, whose values come from `fill`."""
     with torch.device("meta"):
-        plain, model = (nn.Sequential(*(Several() for _ in range(8))) for _ in range(2))
+        plain, model = make(), make()
     plain.to_empty(device="cpu")
     torch.manual_seed(3)
     for module in plain.modules():
         fill(module)
     torch.manual_seed(3)
-    model, _ = protrain.wrap(model, adamw(model), memory=memory, param_init_fn=fill)
+    return plain, *protrain.wrap(model, adamw(model), memory=memory, param_init_fn=fill)
+
+
+def test_values_from_a_function_need_room_for_one_module_at_a_time(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DISK", str(disk))
+    memory = 12 * MIB  # slots of two chunks, the ring, own slots of four more, what is drawn; eight modules have 48 of 1 MiB
+    plain, model, _ = both_filled(lambda: nn.Sequential(*(Several() for _ in range(8))), memory)
     session = protrain.api.session_of(model)
     assert session.residency.own_slots == 0
     assert session.engine.held()["slot_bytes"] == sum(session.homes.arrangement.slot_bytes)
@@ -163,17 +169,8 @@ def test_values_from_a_function_where_a_modules_parameters_are_of_both_kinds(
     mib: int, disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROTRAIN_DISK", str(disk))
-    models, memory = [], mib * MIB
-    for _ in range(2):
-        with torch.device("meta"):
-            models.append(nn.Sequential(*(Biased() for _ in range(N_BLOCKS))))
-    plain, model = models
-    plain.to_empty(device="cpu")
-    torch.manual_seed(3)
-    for module in plain.modules():
-        fill(module)
-    torch.manual_seed(3)
-    model, optimizer = protrain.wrap(model, adamw(model), memory=memory, param_init_fn=fill)
+    memory = mib * MIB
+    plain, model, optimizer = both_filled(lambda: nn.Sequential(*(Biased() for _ in range(N_BLOCKS))), memory)
     assert loop(model, optimizer, False) == loop(plain, adamw(plain), True)
     assert protrain.status(model).peak_memory_bytes <= memory
     protrain.unwrap(model)

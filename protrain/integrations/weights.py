@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.held import persistent_buffers
 from ..session import Session
 from ..state.tensorfiles import entries, write_tensors
 
@@ -68,7 +69,6 @@ def adapter_state(session: Session) -> dict[str, torch.Tensor]:
             name = f"{prefix}.{leaf}" if prefix else leaf
             if p is not None and (p.requires_grad or id(p) in embeddings or adapters & set(name.split("."))):
                 found[name] = session.values.get(index[id(p)])
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer.detach().clone()
+        for leaf, buffer in persistent_buffers(module).items():
+            found[f"{prefix}.{leaf}" if prefix else leaf] = buffer.detach().clone()
     return found

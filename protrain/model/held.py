@@ -46,6 +46,12 @@ def held_by_modules(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffers that its state dict has, by their names in it."""
+    own, others = module._buffers, module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in own.items() if buffer is not None and name not in others}
+
+
 def has_attributes(value: Any) -> bool:
     """Whether it is an object of a class of the program's, as of a dataclass: no tensor, no module, no generator, nothing to call
     or that ends something when it goes, no cache, and none of protrain's."""

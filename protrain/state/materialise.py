@@ -18,6 +18,7 @@ from ..base.counting import uncounted
 from ..base.reading import open_file, parse, shown
 from ..base.sizes import MIB
 from ..errors import PlanError
+from ..model.held import persistent_buffers
 from ..model.onmeta import become
 from ..model.parameters import DisableTorchFunction, release
 from ..model.precision import has_master, write_master
@@ -313,8 +314,7 @@ def _saved_buffers(model: nn.Module, where: dict[str, TensorFile]) -> list[tuple
     buffers = {
         f"{prefix}.{leaf}" if prefix else leaf: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
+        for leaf, buffer in persistent_buffers(module).items()
     }
     renamed = {one.name: one.source for one in conversions(model, where, buffers) if one.transform is None}
     prefix, found = getattr(model, "base_model_prefix", ""), []

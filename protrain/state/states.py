@@ -12,6 +12,7 @@ import torch
 from .. import _core
 from ..base.counting import uncounted
 from ..errors import PlanError, StepError
+from ..model.held import persistent_buffers
 from ..model.parameters import ChunkTensor, DisableTorchFunction
 from ..optim.optimizers import ADAM_STATE, Group, check_arrays, hyper_of, loaded_groups, n_states_of, state_names
 from ..runtime.loads import STATE
@@ -37,8 +38,8 @@ class States:
                 if p is not None and id(p) not in seen:
                     seen.add(id(p))
                     yield f"{prefix}.{leaf}" if prefix else leaf, self._values.get(index[id(p)])
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and leaf not in module._non_persistent_buffers_set and id(buffer) not in seen:
+            for leaf, buffer in persistent_buffers(module).items():
+                if id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield f"{prefix}.{leaf}" if prefix else leaf, buffer.detach().clone()
 
@@ -49,13 +50,24 @@ class States:
         for leaf, number in own.items():
             if prefix + leaf in state_dict:
                 entry: Any = state_dict[prefix + leaf]
-                if not _shows_all(entry, self._wrapped.params[number], number):
+                if not self._shows_all(entry, number):
                     if _shows_some(entry, self._wrapped.params[number]):
                         with uncounted():
                             state_dict[prefix + leaf] = entry.detach().clone()
                     continue
                 copy = copies.get(number)
                 state_dict[prefix + leaf] = copies[number] = self._values.get(number) if copy is None else copy
+
+    def _shows_all(self, entry: Any, number: int) -> bool:
+        """Whether an entry of a state dict is the parameter, or shows all of it as it lies."""
+        p = self._wrapped.params[number]
+        if entry is p or issubclass(type(entry), ChunkTensor):
+            return entry is p or self._values.residency.shows(entry, number)
+        if not _shows_some(entry, p):
+            return False
+        with DisableTorchFunction():
+            same = (entry.shape, entry.stride(), entry.dtype) == (p.shape, p.stride(), p.dtype)
+            return same and entry.storage_offset() == p.storage_offset() and not entry.is_conj() and not entry.is_neg()
 
     def _copies_in(self, state_dict: Any) -> MutableMapping[int, torch.Tensor]:
         """Of parameters by number, as long as somebody has them: nothing of them is in the state dict but its entries, which a
@@ -206,15 +218,6 @@ class States:
                 values.masters_given.add(number)
             step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
             self._engine.set_steps(number, int(step))
-
-
-def _shows_all(entry: Any, p: torch.Tensor, number: int) -> bool:
-    """Whether an entry of a state dict is the parameter of this number, or shows all of it as it lies."""
-    if not _shows_some(entry, p) or (isinstance(entry, ChunkTensor) and entry._protrain[1] != number):
-        return False
-    with DisableTorchFunction():
-        same = (entry.shape, entry.stride(), entry.dtype) == (p.shape, p.stride(), p.dtype)
-        return same and entry.storage_offset() == p.storage_offset()
 
 
 def _shows_some(entry: Any, p: torch.Tensor) -> bool:

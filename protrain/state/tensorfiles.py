@@ -24,6 +24,7 @@ from torch import nn
 from .. import _core
 from ..base.reading import open_file, parse, shown
 from ..errors import DiskError, PlanError
+from ..model.held import persistent_buffers
 
 SHARD_BYTES = 5 * 10**9
 SLICE_BYTES = 4 << 20
@@ -84,11 +85,7 @@ def entries(model: nn.Module) -> list[Entry]:
     found: list[Entry] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):  # no state_dict: it would copy the whole model
-        saved = {
-            **module._parameters,
-            **{name: module._buffers[name] for name in module._buffers if name not in module._non_persistent_buffers_set},
-        }
-        for name, tensor in saved.items():
+        for name, tensor in {**module._parameters, **persistent_buffers(module)}.items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 path = f"{prefix}.{name}" if prefix else name
