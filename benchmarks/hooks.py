@@ -9,7 +9,8 @@ on the thread that is timed; where they are not handed back from memory it waits
 given beside the whole, as they depend on the bytes, on whether a cache has them, and on the disk.
 
 Then the blocks of two models are run, swapped, and what they save is counted by these kinds: the average over a block follows.
-What an operation saves it has just computed or read.
+What an operation saves it has just computed or read. A record also lets memory go: where results that were computed before are
+all kept, the next ones lie in memory that caches do not hold, and that may cost more than the hooks do.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ KINDS: dict[str, tuple[Callable[[], list[torch.Tensor]], Callable[[torch.Tensor]
 }
 
 
+RECORDS = {"stashed, one record": 1}  # in a round
+
 #: Models of two blocks whose activations are large enough to be stashed.
 MODELS = {"GPT-2": Shape("gpt2", 128, 2, 2, 256), "Llama": Shape("llama", 128, 2, 2, 256)}
 
@@ -133,7 +136,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = torch.nn.Linear(8, 8)
     with tempfile.TemporaryDirectory() as folder:
-        model, _ = protrain.wrap(model, torch.optim.AdamW(model.parameters(), fused=True), memory="256MiB", disk=folder)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = protrain.wrap(model, optimizer, memory="256MiB", disk=folder)  # nothing counts once it is dropped
         engine = session_of(model).engine
         engine.use_account(True)
         ours = _core.SavedTensors(engine, None, lambda packed: packed, LEAST_BYTES)
@@ -148,12 +152,15 @@ def main() -> None:
         }
         for name, (make, operation) in KINDS.items():
             given = make()
-            pairs = []
+            pairs, began = [], engine.stats()
             for _ in range(words.rounds + 20):
                 empty_seconds, before = seconds(empty, given, operation, engine), engine.stats()
                 our_seconds, after = seconds((ours.pack, ours.unpack), given, operation, engine), engine.stats()
                 sums, waits = (after[key] - before[key] for key in ("disk_checksum_ns", "stash_wait_ns"))
                 pairs.append((empty_seconds * 1e9, our_seconds * 1e9, (our_seconds - empty_seconds) * 1e9, sums, waits))
+            made = (after["stash_record_count"] - began["stash_record_count"]) / (words.rounds + 20)
+            if made != RECORDS.get(name, N_TENSORS if name.startswith(OF_ITS_OWN) else 0):
+                raise RuntimeError(f"{name}: {made} records a round")
             keys = "empty_hooks_ns", "our_hooks_ns", "above_empty_ns", "checksums_ns", "waited_ns"
             columns = zip(*pairs[20:], strict=True)
             found = {key: round(statistics.median(each) / N_TENSORS) for key, each in zip(keys, columns, strict=True)}

@@ -1,11 +1,13 @@
 """Does anything grow? Many steps with mixed block modes and changing sequence lengths, memory and disk looked at after each.
 
     python benchmarks/soak.py --steps 300 --out benchmarks/results/soak.json
+    python benchmarks/soak.py --steps 300 --memory 96MiB --out benchmarks/results/soak_planned.json
 
 A GPT-2 of four blocks, one of each mode. After the lengths have all been seen once, resident memory and the store's file stay
-where they are: the record has both as their lowest and highest in the first and in the last third of the steps. Their plan is the
-one that the first steps of a training of its own end with, as plans change with the machine's load. Ends with status 1 where the
-last third's highest lies above the first third's: at all in the file, by more than SLACK_BYTES in memory.
+where they are: the record has both as their lowest and highest in the first and in the last third of the steps. Their plan is
+the one that the first steps of a training of its own end with, as plans change with the machine's load. With --memory nobody
+says how: the planner's plans are used, in a budget of that size, and the record says how many there were. Ends with status 1
+where the last third's highest lies above the first third's: at all in the file, by more than SLACK_BYTES in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gc
 import json
 import os
 import tempfile
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -60,15 +63,24 @@ def grown(resident: list[int], disk: list[int], third: int) -> list[str]:
     return found
 
 
-def train(folder: str, steps: int, plan: protrain.Plan | None) -> tuple[list[int], list[int], protrain.Status]:
-    """Bytes of resident memory and of the store's file after each step of a training, and how it ends."""
+@dataclass
+class Soaked:
+    """Of a training, in bytes after each step; and how it ended."""
+
+    resident: list[int]
+    disk: list[int]
+    n_plans: int
+    status: protrain.Status
+
+
+def train(folder: str, steps: int, memory: str, plan: protrain.Plan | None, modes: list[str] | None) -> Soaked:
+    """One training of a session of its own."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=256, n_layer=len(MODES), n_head=4)
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    resident, disk = [], []
-    modes = MODES if plan is None else None
-    model, optimizer = protrain.wrap(model, optimizer, memory="1GiB", disk=folder, plan=plan, block_modes=modes)
+    resident, disk, plans = [], [], set()
+    model, optimizer = protrain.wrap(model, optimizer, memory=memory, disk=folder, plan=plan, block_modes=modes)
     for step in range(steps):
         ids = torch.randint(0, 512, (4, LENGTHS[step % len(LENGTHS)]))
         model(input_ids=ids, labels=ids).loss.backward()
@@ -77,25 +89,35 @@ def train(folder: str, steps: int, plan: protrain.Plan | None) -> tuple[list[int
         gc.collect()
         resident.append(resident_bytes())
         disk.append(store_file_bytes(os.path.realpath(folder)))
+        now = protrain.status(model).plan
+        plans.add((now.n_persist, now.n_buffer, now.block_modes))
     status = protrain.status(model)
     protrain.unwrap(model)
-    return resident, disk, status
+    return Soaked(resident, disk, len(plans), status)
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--steps", type=int, default=300)
+    words.add_argument("--memory", metavar="SIZE", help="the planner's own plans in this budget, in place of one of each mode")
     words.add_argument("--out", help="also write the record there")
     given = words.parse_args()
     if given.steps < 6 * len(LENGTHS):
         words.error(f"--steps {given.steps} is too few to compare thirds; give {6 * len(LENGTHS)} or more")
     with tempfile.TemporaryDirectory(dir=os.environ.get("PROTRAIN_DISK")) as folder:
-        _, _, first = train(folder, len(LENGTHS), None)
-        resident, disk, status = train(folder, given.steps, first.plan)
+        if given.memory:
+            found = train(folder, given.steps, given.memory, None, None)
+        else:
+            first = train(folder, len(LENGTHS), "1GiB", None, MODES)
+            found = train(folder, given.steps, "1GiB", first.status.plan, None)
     third = given.steps // 3
+    resident, disk, status = found.resident, found.disk, found.status
     record = {
-        "command": f"python benchmarks/soak.py --steps {given.steps}",
-        "block_modes": MODES,
+        "command": f"python benchmarks/soak.py --steps {given.steps}" + (f" --memory {given.memory}" if given.memory else ""),
+        "block_modes": status.plan.block_modes,
+        "n_plans": found.n_plans,
+        "budget_mib": round(status.budget_bytes / MIB, 1),
+        "peak_mib": round(status.peak_memory_bytes / MIB, 1),
         "lengths": LENGTHS,
         "disk_write_mib_per_step": round(status.disk_write_bytes / status.steps / MIB, 1),
         "resident_first_third": spread(resident[len(LENGTHS) : third]),

@@ -164,6 +164,21 @@ def test_steps_that_depart_are_planned_again_and_that_is_said_once(
     protrain.unwrap(model)
 
 
+def test_steps_that_are_faster_are_told_of_too(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch)
+    (ids,) = token_batches(1)
+    clock.block_seconds = 0.1
+    for _ in range(pacing.PROFILED_STEPS):
+        step(model, optimizer, ids)
+    clock.block_seconds = 0.02
+    for _ in range(pacing.DEPARTED_STEPS - 1):
+        step(model, optimizer, ids)
+    with pytest.warns(UserWarning, match=r"steps took 0\.02\d s where 0\.1\d\d s were planned, for 5 steps"):
+        step(model, optimizer, ids)
+    assert protrain.status(model).plan.step_seconds == pytest.approx(0.02, rel=0.01)
+    protrain.unwrap(model)
+
+
 def test_where_the_last_step_that_departs_shows_nothing_the_next_is_a_profile(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

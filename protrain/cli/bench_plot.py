@@ -12,7 +12,8 @@ from protrain.cli.words import MIB
 if TYPE_CHECKING:
     from protrain.cli.bench_activations import Measured
 
-# Colours that readers with any colour vision tell apart, markers for print in grey; on which side of its point a label stands.
+# Colours that readers with any colour vision tell apart, markers for print in grey; on which side of its point a mix's label
+# stands. That of a pure mode stands to the left, where no other point is.
 _LOOKS = {
     "keep": ("#222222", "o", "right"),
     "swap": ("#0072B2", "s", "right"),
@@ -86,9 +87,10 @@ def _points(axes: Any, mode: str, measured: list[Measured]) -> None:
         color=colour, marker=marker, linestyle="none", capsize=3, elinewidth=1, label=mode,
     )  # fmt: skip
     for m, rate in zip(measured, rates, strict=True):
+        right = side == "right" and (mode == "keep" or m.name != mode)
         axes.annotate(
-            m.name.removeprefix(f"{mode} "), (m.activation_peak_bytes / MIB, rate), xytext=(8 if side == "right" else -8, height),
-            textcoords="offset points", ha="left" if side == "right" else "right", fontsize=9, color=colour, zorder=5,
+            m.name.removeprefix(f"{mode} "), (m.activation_peak_bytes / MIB, rate), xytext=(8 if right else -8, height),
+            textcoords="offset points", ha="left" if right else "right", fontsize=9, color=colour, zorder=5,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
 

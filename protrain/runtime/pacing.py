@@ -384,8 +384,8 @@ class Pacer:
             self._ordered.append((planned, share, step))
 
     def _tell(self, planned: float, taken: float) -> None:
-        """Once in a session, where steps are slower: that they are faster is nobody's trouble."""
-        if not self._told and taken > planned:
+        """Once in a session."""
+        if not self._told:
             self._told = True
             warnings.warn(
                 f"protrain: steps took {taken:.3f} s where {planned:.3f} s were planned, for {self._told_steps} steps; they were "

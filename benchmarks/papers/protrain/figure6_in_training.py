@@ -3,11 +3,11 @@
     python -m benchmarks.papers.protrain.figure6_in_training --out benchmarks/results
 
 Nobody plans beforehand: a model is wrapped with a budget, its first steps are the profile, the next ones confirm the plan, and
-what `status` then foretells is compared with the steps after them, in the same process. What it foretold before it was confirmed
-is beside it, where the plan stayed. So there is no rehearsal between, and no other moment of the machine
-(figure6_prediction_error.py has both). Twelve models and batches, three budgets each. The peak is that of all steps, and what was
-foretold the highest of the plans that they ran by. Where the machine's cores were moved between the steps that a plan follows
-from and those that it is compared with (placement.py), the training is made again.
+what `status` then foretells is compared with the steps after them, in the same process. What it foretold before it was
+confirmed is beside it, where the plan stayed. So there is no rehearsal between, and no other moment of the machine
+(figure6_prediction_error.py has both). Thirteen models and batches, three budgets each. The peak is that of all steps, and what
+was foretold the highest of the plans that they ran by. Where the machine's cores were moved between the steps that a plan
+follows from and those that it is compared with (placement.py), the training is made again.
 """
 
 from __future__ import annotations

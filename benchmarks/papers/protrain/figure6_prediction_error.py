@@ -4,7 +4,7 @@
 
 For each model and batch one process plans for three budgets, and three carry the plans out. How fast a machine is changes
 within seconds, so they take turns, in rounds: the planner rehearses the model anew and foretells with that what the plans take,
-then each of the others makes some steps. What counts is the middle of the ratios. --all: twelve models and batches instead of
+then each of the others makes some steps. What counts is the middle of the ratios. --all: thirteen models and batches instead of
 three. On a GPU plans are by memory alone, so only peaks are compared there.
 """
 
@@ -45,6 +45,7 @@ ALL_SHAPES = (
     Shape("encoder", 512, 6, 4, 128),
     Shape("gpt2", 768, 6, 2, 512, dropout=0.1),
     Shape("gpt2", 768, 4, 2, 512, 16384, dropout=0.1),
+    Shape("gpt2", 128, 12, 8, 256, dropout=0.1),
 )
 GPU_SHAPES = (Shape("gpt2", 1600, 24, 4, 1024, 50257), Shape("llama", 2048, 16, 2, 1024, 32000))
 
