@@ -157,6 +157,29 @@ def test_a_training_in_which_cores_were_moved_is_made_again(
     assert len(made) == 1 + sum(found)
 
 
+@pytest.mark.parametrize(
+    ("kept", "forecasts", "expected"),
+    [
+        (28, [1.0] * 28, (1.0, 24.0)),
+        (28, [1.0] * 21 + [2.0] * 7, (1.0, 24.0)),  # what is foretold in the midst of the steps that count is not for them
+        (5, [1.0] * 23 + [3.0] * 5, (3.0, 27.0)),  # homes move in the first step by a plan
+        (1, [1.0] * 27 + [3.0], (1.0, 24.0)),  # no step was made by the last plan
+    ],
+)
+def test_a_forecast_is_set_beside_steps_behind_it(kept: int, forecasts: list[float], expected: tuple[float, float]) -> None:
+    n_persist = [0] * (28 - kept) + [1] * kept
+    plans = [
+        {"n_persist": n, "n_buffer": 2, "block_modes": ["keep"], "step_seconds": seconds, "peak_bytes": 10}
+        for n, seconds in zip(n_persist, forecasts, strict=True)
+    ]
+    found = {
+        "plans": plans, "step_seconds": [float(number) for number in range(1, 29)], "peak_bytes": 10, "budget_bytes": 11,
+        "copy_seconds": [1.0] * 28, "n_trainings": 1,
+    }  # fmt: skip
+    case = figure6_in_training.case_of(TINY, found)
+    assert (case["planned_seconds"], case["step_seconds"]) == expected
+
+
 # ---- taking turns ----
 
 

@@ -76,15 +76,20 @@ def steady(copy_seconds: list[float]) -> bool:
     return all(same_state(one, other) for one, other in combinations(parts, 2))
 
 
+def decisions(plan: dict[str, Any]) -> tuple[Any, ...]:
+    """What a plan decides; plans that differ in their forecasts alone are one."""
+    return tuple(plan[name] for name in ("n_persist", "n_buffer", "block_modes"))
+
+
 def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
-    """Steps behind those that a plan follows from, and one in which homes may have moved."""
-    plan, first = found["plans"][-1], found["plans"][PROFILED_STEPS - 1]
-    same = [None for _ in takewhile(lambda other: other == plan, reversed(found["plans"]))]
-    by_last = len(same) - 1  # it was made at the end of the first of them
-    seconds = found["step_seconds"][-min(MEASURED_STEPS, max(by_last, 1)) :]
+    """The last steps by one plan, but for one in which homes may have moved, beside what was foretold before them."""
+    plans, first = found["plans"], found["plans"][PROFILED_STEPS - 1]
+    in_force = plans[:-1]  # in each step but the first
+    same = [None for _ in takewhile(lambda other: decisions(other) == decisions(in_force[-1]), reversed(in_force))]
+    n_steps = min(MEASURED_STEPS, max(len(same) - 1, 1))
+    plan, seconds = plans[-n_steps - 1], found["step_seconds"][-n_steps:]
     ratios = [plan["step_seconds"] / taken for taken in seconds]
-    decided = ("n_persist", "n_buffer", "block_modes")
-    stayed = all(one[name] == first[name] for one in found["plans"][PROFILED_STEPS:] for name in decided)
+    stayed = all(decisions(one) == decisions(first) for one in plans[PROFILED_STEPS:])
     planned_bytes = max(other["peak_bytes"] for other in found["plans"])
     return {
         "case": shape.name,
@@ -98,6 +103,8 @@ def case_of(shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": found["peak_bytes"],
         "peak_ratio": planned_bytes / found["peak_bytes"],
         "copy_seconds": found["copy_seconds"],
+        "planned_seconds_of_each": [one["step_seconds"] for one in plans],
+        "step_seconds_of_each": found["step_seconds"],
         "n_trainings": found["n_trainings"],
     }
 
@@ -132,7 +139,7 @@ def body(record: dict[str, Any]) -> str:
     before = [abs(case["first_step_ratio"] - 1) for case in record["cases"] if case["first_step_ratio"] is not None]
     about = (
         f"Three budgets for each model: {', '.join(map(str, planned.SHARES))} of what training in memory takes, or the smallest "
-        f"that works. Ratios: foretold by `status` in the end, to the median of {record['steps']} later steps, "
+        f"that works. Ratios: foretold by `status` before the last {record['steps']} steps, to their median, "
         "in brackets from quartile to quartile; and foretold to counted peak of all steps."
     )
     if before:
