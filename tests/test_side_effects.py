@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,7 +22,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from twins import adamw, assert_equal, run
 
 import protrain
+from protrain.api import session_of
 from protrain.model import modulestate, strides
+
+AMPLE = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +286,83 @@ class InNamespace(InObject):
     kind = SimpleNamespace
 
 
+@dataclasses.dataclass(slots=True)
+class InSlots:
+    x: torch.Tensor
+    depth: int
+    seen: list[int]
+    counts: torch.Tensor
+
+
+class InObjectWithSlots(InObject):
+    kind = InSlots
+
+
+class FirstSeen(Block):
+    """Given a set that it adds to."""
+
+    def forward(self, x: torch.Tensor, seen: set[int]) -> torch.Tensor:  # type: ignore[override]
+        new = id(self) not in seen
+        seen.add(id(self))
+        return super().forward(x if new else 0.5 * x)
+
+
+class InSet(Chain):
+    block = FirstSeen
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        seen: set[int] = set()
+        for block in self.blocks:
+            x = block(x, seen)
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+class Anneals(Block):
+    """By a number of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = np.float64(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature = self.temperature * 0.9
+        return super().forward(x * float(self.temperature))
+
+
+class RegistersOnce(Block):
+    """A buffer, where it had none, and a hook on a parameter."""
+
+    handle: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = self.up.weight.register_hook(lambda gradient: gradient * 0.5)
+        if "before" not in self._buffers:
+            self.register_buffer("before", x.detach().mean(0), persistent=False)
+            return super().forward(x)
+        return super().forward(x + self.before)
+
+
+class ForcesCounted(Block):
+    """Asks for a gradient in its forward, behind a buffer that it has changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(torch.tanh(self.up(y)).square().sum(), y, create_graph=True)
+        return super().forward(x) + 0.1 * force * self.calls
+
+
 class Net(Chain):
     """A U-Net."""
 
@@ -326,6 +407,11 @@ MODELS = {
     "a list that it is given": Net,
     "an object that it is given": InObject,
     "a namespace that it is given": InNamespace,
+    "an object with slots that it is given": InObjectWithSlots,
+    "a set that it is given": InSet,
+    "a number of NumPy's": chain_of(Anneals),
+    "what it registers once": chain_of(RegistersOnce),
+    "a gradient that it asks for": chain_of(ForcesCounted),
 }
 
 
@@ -334,6 +420,76 @@ MODELS = {
 def test_a_recomputed_block_sees_what_its_forward_saw(make: Callable[[], nn.Module], mode: str) -> None:
     loop = seeded(steps(inputs(4)))
     assert_equal(run(make, loop, memory=2 * TIGHT, block_modes=[mode] * 8), run(make, loop), 2 * TIGHT)
+
+
+class Adapted(Block):
+    """One of two modules adapts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.active = self.one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.tanh(self.active(x)))
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap", "swap"])
+def test_a_module_that_was_exchanged_since_is_there_in_the_recomputation(mode: str) -> None:
+    def two(model: Any, optimizer: Any, _plain: bool) -> list[float]:
+        losses = []
+        for x in inputs(3):
+            for block in model.blocks:
+                block.active = block.one
+            first = model(x)
+            for block in model.blocks:
+                block.active = block.other
+            loss = first + model(2 * x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    make = chain_of(Adapted)
+    assert_equal(run(make, two, memory=AMPLE, block_modes=[mode] * 8), run(make, two), AMPLE)
+
+
+class FailsOnce(Block):
+    """Behind a change of its input, which is in the graph of the blocks before."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu_(x)
+        if self.fails:
+            raise MemoryError
+        return super().forward(x)
+
+
+class FromAResult(Chain):
+    block = FailsOnce
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * self.head.bias.add(1))
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_a_forward_that_fails_behind_a_change_of_its_input_leaves_no_graph(mode: str) -> None:
+    model: Any = FromAResult()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=AMPLE, block_modes=[mode] * 8)
+    steps(inputs(1))(model, optimizer, False)
+    held = []
+    for _ in range(3):
+        model.blocks[7].fails = True
+        with pytest.raises(MemoryError):
+            model(inputs(1)[0])
+        model.blocks[7].fails = False
+        optimizer.zero_grad()
+        gc.collect()
+        held.append(session_of(model).engine.held()["live_bytes"])
+    assert held[0] == held[2]
+    protrain.unwrap(model)
 
 
 def test_an_object_whose_tensor_is_changed_in_place_is_an_error_once_and_then_exact() -> None:

@@ -400,6 +400,20 @@ def test_initialised_by_a_function(make: Callable[[], nn.Module], fill: Any, pre
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("memory", [TIGHT, 1 << 30])
+def test_a_function_that_leaves_parameters_without_values_is_refused(memory: int) -> None:
+    def skip(module: nn.Module) -> None:
+        if not isinstance(module, nn.LayerNorm):
+            module.reset_parameters()  # type: ignore[operator]
+
+    model = on_meta(Chain)
+    with pytest.raises(protrain.PlanError, match=r"left blocks\.0\.norm_in\.bias, .* and \d+ more without values"):
+        protrain.wrap(model, adamw(model), memory=memory, param_init_fn=skip)
+    assert all(p.is_meta for p in model.parameters())
+    model, _ = protrain.wrap(model, adamw(model), memory=memory, param_init_fn=lambda module: module.reset_parameters())
+    protrain.unwrap(model)
+
+
 def test_a_function_that_replaces_parameters_is_refused() -> None:
     def replace(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -376,7 +376,9 @@ class ProTrainMixin:
         super()._load_best_model()  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        path, schedule = (os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if checkpoint is None:
+            return
+        path, schedule = (os.path.join(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if self._protrain_session() is None or not os.path.isfile(path) or not os.path.isfile(schedule):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import random
 from collections.abc import Iterator
@@ -52,12 +53,34 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in own.items() if buffer is not None and name not in others}
 
 
-def has_attributes(value: Any) -> bool:
+def has_attributes(value: Any, slots: bool = False) -> bool:
     """Whether it is an object of a class of the program's, as of a dataclass: no tensor, no module, no generator, nothing to call
-    or that ends something when it goes, no cache, and none of protrain's."""
+    or that ends something when it goes, no cache, and none of protrain's. slots: also one that has them in slots."""
     others = (torch.Tensor, random.Random, *_WITHOUT_TENSORS)
     return (
-        hasattr(value, "__dict__")
+        (hasattr(value, "__dict__") or (slots and bool(slot_names(type(value)))))
         and not (isinstance(value, others) or callable(value) or hasattr(type(value), "__del__") or is_cache(value))
         and not type(value).__module__.startswith("protrain.")
     )
+
+
+def slot_names(kind: type) -> list[str]:
+    """Those of a class's `__slots__`, and its bases', that instances keep values in; kept with the class."""
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined,no-any-return]
+
+
+class Attributes:
+    """An object's attributes, those in slots among them, as a dict would have them."""
+
+    __slots__ = ("_names", "_object")
+
+    def __init__(self, value: Any) -> None:
+        self._object, self._names = value, slot_names(type(value))
+
+    def items(self) -> list[tuple[str, Any]]:
+        """What has a value."""
+        found = [(name, getattr(self._object, name)) for name in self._names if hasattr(self._object, name)]
+        return [*found, *getattr(self._object, "__dict__", {}).items()]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._object, name, value)  # also where its class is frozen

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..base.entries import put_entries
-from .held import has_attributes
+from .held import Attributes, has_attributes
 from .parameters import DisableTorchFunction
 from .randomness import generators, put_states
 
@@ -50,7 +50,7 @@ _Entries = tuple[dict[Any, Any], dict[Any, Any]]  # a store, and what stood in i
 
 
 class _Tensor:
-    """A buffer, or an attribute, as forward found it; store: the dict that has it.
+    """A buffer, or an attribute, as forward found it; store: what has it.
 
     held: it itself, until forward is over; then what a recomputation gets, None where that is the copy. before: the copy, where
     forward may have written to it.
@@ -58,7 +58,7 @@ class _Tensor:
 
     __slots__ = ("before", "compared", "held", "leaf", "store", "trained", "version")
 
-    def __init__(self, store: dict[str, Any], leaf: str, held: torch.Tensor, copied: bool, compared: bool) -> None:
+    def __init__(self, store: dict[str, Any] | Attributes, leaf: str, held: torch.Tensor, copied: bool, compared: bool) -> None:
         self.store, self.leaf, self.trained = store, leaf, held.requires_grad
         self.held: torch.Tensor | None = held
         self.version = None if held.is_inference() else held._version
@@ -88,7 +88,7 @@ class _Tensor:
         Raises:
             RuntimeError: forward left it alone, and it was changed in place since.
         """
-        if self._is_written():
+        if self.before is None and self._is_written():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a block is "
                 f"recomputed, and its tensor {self.leaf} was changed after its forward began; wrap with block_modes that keep "
@@ -126,6 +126,7 @@ class _Attributes:
                 self.begun[key] = _copied(value)
                 self.containers.append(key)
             else:
+                self.begun[key] = value  # it itself: what it holds is its own
                 others.append(value)
 
     def put(self) -> None:
@@ -171,7 +172,7 @@ class ModuleState:
         self.large = large
         self.attributes: list[_Attributes] = []
         self.tensors: list[tuple[str, _Tensor]] = []
-        #: Each module's parameters and buffers: what they were.
+        #: Each module's parameters, buffers and modules: what they were.
         self.registered: list[_Entries] = []
         named = list(block.named_modules())
         self.modules = [module for _, module in named]
@@ -181,11 +182,11 @@ class ModuleState:
         self.tried = False  # a recomputation has begun, which may have changed the copies
         with torch.no_grad(), DisableTorchFunction():
             for name, module in named:
-                if parameters := module._parameters:
-                    self.registered.append((parameters, parameters.copy()))
-                    self.trained.extend([(p, p.requires_grad) for p in parameters.values() if p is not None])
-                if buffers := module._buffers:
-                    self.registered.append((buffers, buffers.copy()))
+                parameters, buffers, modules = module._parameters, module._buffers, module._modules
+                self.registered.append((parameters, parameters.copy()))
+                self.registered.append((buffers, dict.fromkeys(buffers)))  # `tensors` has what they were, without graphs
+                self.registered.append((modules, modules.copy()))
+                self.trained.extend([(p, p.requires_grad) for p in parameters.values() if p is not None])
                 attributes = _Attributes(module, others)
                 self.attributes.append(attributes)
                 found = [(buffers, leaf, held) for leaf, held in buffers.items() if held is not None]
@@ -201,8 +202,8 @@ class ModuleState:
     def _take_trained(self, made: Any, compared: bool) -> None:
         """What is to be differentiated through is put into a copy of an object when forward runs again. It is large and rarely
         changed in place: copied where it is known to be. Other tensors of objects are what they are by then."""
-        store = vars(made)
-        for leaf, held in list(store.items()):
+        store = Attributes(made)
+        for leaf, held in store.items():
             if type(held) is torch.Tensor and held.requires_grad:
                 path = f"{type(made).__name__}.{leaf}"
                 self.tensors.append((path, _Tensor(store, leaf, held, path in self.large, compared)))
@@ -240,6 +241,8 @@ class ModuleState:
         now, hooks = [(store, store.copy()) for store in stores], _Hooks(self.modules)
         drawn = generators(one for one, _ in self.generators)
         switched: list[tuple[nn.Parameter, bool]] = []
+        with DisableTorchFunction():
+            own_hooks = [(p, frozenset(p._backward_hooks or ())) for p, _ in self.trained]
         try:
             for one in self.attributes:
                 one.put()
@@ -257,6 +260,10 @@ class ModuleState:
             with DisableTorchFunction():
                 for p, trained in switched:
                     p.requires_grad_(trained)
+                for p, known in own_hooks:
+                    if (on := p._backward_hooks) is not None:
+                        for key in [key for key in on if key not in known]:
+                            del on[key]  # forward had put it on
             put_states(drawn)
             _put(now)
             hooks.put()
@@ -310,18 +317,24 @@ class Beginning:
 
 
 def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-    """A forward's arguments with a copy of each object among them, and the copies: with attributes, and containers in them, of
-    their own. Those that cannot be copied stay what they are."""
+    """A forward's arguments with a copy of each object and set among them, and the objects' copies: with attributes, and
+    containers in them, of their own. Those that cannot be copied stay what they are."""
     made: dict[int, Any] = {}
+    sets: dict[int, Any] = {}
     for leaf in leaves:
-        if id(leaf) not in made and has_attributes(leaf):
+        if type(leaf) is set:
+            sets.setdefault(id(leaf), leaf.copy())
+        elif id(leaf) not in made and has_attributes(leaf, slots=True):
             with suppress(Exception), torch.no_grad(), DisableTorchFunction():
                 other = copy.copy(leaf)
                 if other is not leaf and type(other) is type(leaf):
-                    copied = {name: _copied(value) for name, value in vars(other).items() if type(value) is not torch.Tensor}
-                    vars(other).update(copied)
+                    attributes = Attributes(other)
+                    for name, value in attributes.items():
+                        if type(value) is not torch.Tensor and (copied := _copied(value)) is not value:
+                            attributes[name] = copied
                     made[id(leaf)] = other
-    return [made.get(id(leaf), leaf) for leaf in leaves], list(made.values())
+    known = made | sets
+    return [known.get(id(leaf), leaf) for leaf in leaves], list(made.values())
 
 
 def _put(stores: list[_Entries]) -> None:

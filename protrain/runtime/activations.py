@@ -200,6 +200,11 @@ class Frame:
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
 
+    def give_up(self) -> None:
+        """Forward failed. What it had changed in place by then has it in its graph, and must not be held by it."""
+        self.given, self.given_versions = None, []
+        self.inputs, self.versions, self.caches, self.state, self.changed = None, [], [], None, True
+
     # ---- recomputation ----
 
     def recompute(self) -> None:
@@ -347,8 +352,12 @@ def run_checkpointed(
     """
     runner.stash.block, runner.stash.compiled = number, runner.habits[number].compiled
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
-    result = _run_block(runner, number, frame, (frame.order.pack, frame.order.unpack), forward, args, kwargs)
-    frame.settle(result)
+    try:
+        result = _run_block(runner, number, frame, (frame.order.pack, frame.order.unpack), forward, args, kwargs)
+        frame.settle(result)
+    except BaseException:
+        frame.give_up()
+        raise
     return result
 
 

@@ -44,6 +44,7 @@ class Filler:
         self.left = [set(members) for members in session.layout.members]
         self.open = session.residency.filling
         self.written: set[int] = set()
+        self.unset: set[int] = set()  # came on meta, and have no values yet
         self._originals: dict[int, dict[int, torch.Tensor]] = {}  # of chunks that are not written yet
 
     def enter(self, number: int) -> None:
@@ -61,6 +62,7 @@ class Filler:
             make_real(session, chunk)
             session.residency.bind(chunk)
             with torch.no_grad(), DisableTorchFunction():
+                self.unset.update(i for i, original in originals.items() if original.device.type == "meta")
                 for i, original in originals.items():
                     if original.device.type != "meta":
                         session.params[i].data.copy_(original)
@@ -223,6 +225,12 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
                 filler.drop_own_slots()
                 _initialise(filler, module, own, index, param_init_fn)
         filler.drop_own_slots()
+        if unset := sorted(session.layout.entries[number].name for number in filler.unset):
+            more = f" and {len(unset) - 3} more" if len(unset) > 3 else ""
+            raise PlanError(
+                f"param_init_fn left {', '.join(unset[:3])}{more} without values: it is called with each module that has parameters "
+                f"of its own, and gives all of them values in place"
+            )
 
 
 def _initialise(
@@ -237,12 +245,14 @@ def _initialise(
         for number in own:
             filler.lend(number)
         empty = _empty_buffers(module, filler.session.wrapped.compute.device)
+        _fill_unset(filler, own)
         param_init_fn(module)
         _check_kept(module, index)
         for leaf in empty:
             buffer = module._buffers[leaf]
             if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().all()):
                 raise PlanError(f"param_init_fn left the buffer {leaf} of a {type(module).__name__} without values")
+        filler.unset.difference_update([number for number in own if not _is_unset(filler.session.params[number])])
         for number in own:
             filler.take_back(number)
     except BaseException:
@@ -251,6 +261,19 @@ def _initialise(
         raise
     for number in own:
         filler.leave(number)
+
+
+def _fill_unset(filler: Filler, own: list[int]) -> None:
+    """What has no values yet is NaN, by which it is known afterwards."""
+    with torch.no_grad(), DisableTorchFunction():
+        for number in filler.unset.intersection(own):
+            filler.session.params[number].data.fill_(torch.nan)
+
+
+def _is_unset(p: nn.Parameter) -> bool:
+    with torch.no_grad(), DisableTorchFunction():
+        data = p.data
+        return data.numel() > 0 and bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
 
 
 def _check_kept(module: nn.Module, known: dict[int, int]) -> None:
