@@ -385,7 +385,14 @@ def _budgets(compute: Compute, memory: int | str | None, host_memory: int | str 
     """In bytes: of what computes, and of the host beside it."""
     budget = compute.default_memory_bytes() if memory is None else parse_bytes(memory)
     if host_memory is not None:
-        return budget, parse_bytes(host_memory, "host_memory")
+        host_bytes = parse_bytes(host_memory, "host_memory")
+        if not compute.separate:
+            warnings.warn(
+                f"protrain: host_memory is {host_memory!r}, and not used: the model is on a CPU, where host and device are one; "
+                f"memory is the budget of both",
+                stacklevel=3,
+            )
+        return budget, host_bytes
     return budget, default_memory_bytes() if compute.separate else 0
 
 

@@ -586,13 +586,15 @@ class Session:
         self.wrapped.compute.count(self.engine, False)
 
     def zero_grad(self) -> None:
-        """Drop all gradients, and the step under way; one that has made none yet goes on, unless something was refused in it."""
+        """Drop all gradients, and the step under way; one that has made none yet goes on, unless something was refused in it, or
+        no backward can come any more."""
         with self.turn:
             self._note_commit()
             if self.marks.refused_bytes:
                 release_failed_backward()
                 self._awaited.forget()
-            if self._under_way() or self.marks.refused_bytes:
+            dropped = self._began is not None and self._awaited.count() == 0
+            if self._under_way() or self.marks.refused_bytes or dropped:
                 self.forget()
                 self._graphs = self._awaited.any()
             self.gradients.drop()

@@ -997,6 +997,21 @@ def test_what_is_allocated_after_a_refused_batch_is_the_users(wrapped: Any) -> N
     assert state_of(model) == state_of(plain_after(3))
 
 
+def test_what_is_allocated_after_a_forward_that_nobody_wants_is_the_users(wrapped: Any) -> None:
+    model, optimizer = wrapped
+    loss = model(inputs(3)[2])
+    optimizer.zero_grad()  # a backward comes yet
+    loss.backward()
+    optimizer.zero_grad()
+    del loss
+    model(inputs(3)[2])
+    optimizer.zero_grad()
+    after = [torch.zeros(TIGHT // 4) for _ in range(4)]  # four budgets
+    del after
+    steps(inputs(3)[2:])(model, optimizer, False)
+    assert state_of(model) == state_of(plain_after(3))
+
+
 def test_a_write_that_is_refused_changes_nothing(wrapped: Any) -> None:
     """While gradients wait parameters on disk cannot be written; what the operation left in a slot is not read."""
     model, optimizer = wrapped

@@ -495,7 +495,8 @@ def test_the_state_of_a_wrapped_optimizer_has_names_and_no_values(make: Callable
 
     refused: list[Callable[[], Any]] = [
         lambda: entry[name].shape, lambda: entry.pop(name), set_value, set_entry, optimizer.state.clear,
-        lambda: setattr(optimizer, "state", {}),
+        lambda: setattr(optimizer, "state", {}), lambda: float(entry[name]), lambda: len(entry[name]), lambda: 2 * entry[name],
+        lambda: entry[name] + 1, lambda: entry[name] > 1, lambda: entry[name][0],
     ]  # fmt: skip
     for call in refused:
         with pytest.raises(

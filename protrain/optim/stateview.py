@@ -39,6 +39,17 @@ class _Value:
         return "<in state_dict()>"
 
 
+def _refuse(*_: Any) -> Any:
+    refuse_state()
+
+
+for _name in (
+    "float", "int", "index", "bool", "len", "iter", "getitem", "setitem", "neg", "abs", "lt", "le", "gt", "ge",
+    *(side + name for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")),
+):  # fmt: skip
+    setattr(_Value, f"__{_name}__", _refuse)
+
+
 class _Entry(MutableMapping[str, Any]):
     """Of one parameter."""
 

@@ -228,8 +228,8 @@ def from_function(session: Session, param_init_fn: Callable[[nn.Module], Any]) -
         if unset := sorted(session.layout.entries[number].name for number in filler.unset):
             more = f" and {len(unset) - 3} more" if len(unset) > 3 else ""
             raise PlanError(
-                f"param_init_fn left {', '.join(unset[:3])}{more} without values: it is called with each module that has parameters "
-                f"of its own, and gives all of them values in place"
+                f"param_init_fn left {', '.join(unset[:3])}{more} without values: it is called with each module that has "
+                f"parameters of its own, and gives all of them values in place"
             )
 
 
