@@ -296,6 +296,25 @@ def test_saved_twice_it_leaves_once(device: StandIn, fresh_disk: Path) -> None:
     protrain.unwrap(model)
 
 
+def test_who_counts_changes_apart_has_a_record_apart(device: StandIn, fresh_disk: Path) -> None:
+    model, _ = swapping(fresh_disk)
+    session = protrain.session_of(model)
+    hooks, engine = session.runner.stash, session.engine
+    engine.stash_begin()
+    before = engine.stats()["stash_record_count"]
+    x = torch.randn(512, 256)
+    saved = [hooks.pack(x), hooks.pack(x.t())]
+    assert engine.stats()["stash_record_count"] == before + 1
+    x.data.add_(1)  # counted by nobody
+    want = x.clone()
+    saved.append(hooks.pack(x.data))
+    assert engine.stats()["stash_record_count"] == before + 2
+    del x
+    assert torch.equal(hooks.unpack(saved[2]), want)
+    del saved
+    protrain.unwrap(model)
+
+
 def test_what_somebody_has_is_not_brought(device: StandIn, fresh_disk: Path) -> None:
     model, _ = swapping(fresh_disk)
     stash, stats = stash_of(model)

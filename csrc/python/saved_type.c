@@ -243,7 +243,12 @@ static PyObject *pack_over_device(const saved_tensors_object *self, PyObject *te
     return keep(self, tensor);
   int counts = facts->lazy ? 0 : counts_alone(self, tensor, facts);
   if (counts <= 0) return counts < 0 ? NULL : keep(self, tensor);
-  PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, NULL);
+  void *tensor_itself = tensor_of(self, tensor);
+  bool joint = lies_with_others(self, tensor_itself, facts);
+  PyObject *counter = PyLong_FromVoidPtr(joint ? NULL : (void *)ptn_torch_counter_of(tensor_itself));
+  if (!counter) return NULL;
+  PyObject *found = PyObject_CallFunctionObjArgs(self->stash_tensor, tensor, counter, NULL);
+  Py_DECREF(counter);
   if (found != Py_None) return found; /* also NULL */
   Py_DECREF(found);
   return keep(self, tensor);

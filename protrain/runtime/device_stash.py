@@ -129,7 +129,7 @@ class DeviceStash:
         self.window_bytes = 64 * MIB
         self.closed = False
         self._static: set[int] = set()
-        self._known: weakref.WeakValueDictionary[tuple[int, int], Record] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[int, int, int], Record] = weakref.WeakValueDictionary()
         self._order: dict[int, weakref.ref[Record]] = {}  # by place: the last tensor that was saved of it
         self._place = 0
         # What copies read from, or write to without anybody's having asked; the core's record lives until they end.
@@ -143,8 +143,9 @@ class DeviceStash:
 
     # ---- saving ----
 
-    def pack(self, tensor: torch.Tensor) -> Stashed | None:
-        """What autograd keeps of a tensor; None: the tensor itself.
+    def pack(self, tensor: torch.Tensor, counter: int = 0) -> Stashed | None:
+        """What autograd keeps of a tensor; None: the tensor itself. counter: tells who counts its changes, who may be another one
+        for each of several tensors over one memory.
 
         Raises:
             DiskError, DeviceError: it cannot leave, or what left before it could not.
@@ -153,7 +154,7 @@ class DeviceStash:
             if tensor._is_zerotensor() or tensor.device != self._compute.device:
                 return None  # it takes no memory here
             storage = tensor.untyped_storage()
-            key = storage._cdata, tensor._version
+            key = storage._cdata, counter, tensor._version
             size = storage.nbytes()
             if not self.least_bytes <= size <= self.pool_bytes or size > MOST_PARTS * tensor.nbytes or key[0] in self._static:
                 return None
