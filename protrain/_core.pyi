@@ -257,8 +257,8 @@ class SavedTensors:
 
     What saved_parameter returns for a tensor in memory that lives on is packed as it is, and given to unpack_parameter again;
     None means that it is no parameter on disk. saved_parameter is None where there is none. Over a device stash_tensor is asked
-    for plain tensors that lie in no chunk, in the same way, with a number that tells who counts their changes; None means that the
-    tensor is kept.
+    for plain tensors that lie in no chunk, in the same way, with a number that tells who counts their changes; None means that
+    the tensor is kept.
     """
 
     block: int
