@@ -83,4 +83,8 @@ class Attributes:
         return [*found, *getattr(self._object, "__dict__", {}).items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._object, name, value)  # also where its class is frozen
+        own = getattr(self._object, "__dict__", {})
+        if name in own:
+            own[name] = value
+        else:
+            object.__setattr__(self._object, name, value)  # also where its class is frozen
