@@ -17,7 +17,7 @@ import gc
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -63,8 +63,7 @@ def grown(resident: list[int], disk: list[int], third: int) -> list[str]:
     return found
 
 
-@dataclass
-class Soaked:
+class Soaked(NamedTuple):
     """Of a training, in bytes after each step; and how it ended."""
 
     resident: list[int]
