@@ -97,11 +97,11 @@ class Clock:
         self._ns += round(seconds * 1e9)
 
 
-def clocked(gpt2: Any, patch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.optim.Optimizer, Clock]:
+def clocked(gpt2: Any, patch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Clock]:
     """A small model with room for all, whose second block takes as long as the clock says."""
     model, clock = gpt2(layers=2, hidden=64), Clock(patch)
     clock.slow(model.transformer.h[1])
-    return *protrain.wrap(model, adamw(model), memory="1GiB"), clock
+    return *protrain.wrap(model, adamw(model), memory="1GiB", **options), clock
 
 
 def test_planning_is_no_part_of_what_a_step_takes(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +179,23 @@ def test_steps_that_are_faster_are_told_of_too(gpt2: Any, token_batches: Any, mo
     protrain.unwrap(model)
 
 
+def test_steps_of_fewer_passes_depart_from_nothing(gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, clock = clocked(gpt2, monkeypatch, accumulate=2)
+    clock.block_seconds = 0.05
+    (ids,) = token_batches(1)
+    for _ in range(pacing.PROFILED_STEPS):
+        loss_of(model, ids).backward()
+        step(model, optimizer, ids)
+    planned = protrain.status(model).plan.step_seconds
+    assert planned == pytest.approx(0.1, rel=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2 * pacing.DEPARTED_STEPS):
+            step(model, optimizer, ids)
+    assert protrain.status(model).plan.step_seconds == planned
+    protrain.unwrap(model)
+
+
 def test_where_the_last_step_that_departs_shows_nothing_the_next_is_a_profile(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +209,8 @@ def test_where_the_last_step_that_departs_shows_nothing_the_next_is_a_profile(
     monkeypatch.setattr(pacing.Pacer, "_observe", lambda *_: False)
     step(model, optimizer, ids)
     monkeypatch.setattr(pacing.Pacer, "_observe", observe)
-    step(model, optimizer, ids)
+    with pytest.warns(UserWarning, match="they were measured and planned again"):
+        step(model, optimizer, ids)
     assert protrain.status(model).plan.step_seconds == pytest.approx(0.1, rel=0.01)
     protrain.unwrap(model)
 

@@ -210,9 +210,9 @@ class Pacer:
                     self._plan(self._run, update_seconds, update_bytes)
                 if device is not None:
                     device.running = self._profiled < PROFILED_STEPS
-                    if self._departure is not None:
-                        self._tell(*self._departure)
-                        self._departure = None
+                if self._departure is not None:
+                    self._tell(*self._departure)
+                    self._departure = None
             return
         if self._next_try > 0:
             self._next_try -= 1
@@ -221,6 +221,8 @@ class Pacer:
                 if device is not None:
                     device.running = True
         planned = self._homes.arrangement.plan.step_seconds
+        if self._clock.step is not None and len(self._clock.step.passes) != self._wrapped.settings.accumulate:
+            planned = 0.0  # of a step with more or fewer passes nothing was foretold
         if device is not None:
             self._watch(device, planned, share)
         elif planned > 0 and self._departs(planned, step_seconds, share):
@@ -230,7 +232,7 @@ class Pacer:
                 self._plan(self._run, update_seconds, update_bytes)
                 self._tell(planned, step_seconds)
             else:  # the next one that shows what blocks take
-                self._profiled = PROFILED_STEPS - 1
+                self._profiled, self._departure = PROFILED_STEPS - 1, (planned, step_seconds)
         elif planned > 0 and not self._departed and share == 1.0:
             if self._pause > 0:
                 self._pause -= 1
