@@ -442,14 +442,13 @@ static void widen(search *at) {
   }
 }
 
-/* Everything in memory, all of it fits, and nothing moves then: the modes given are no others. */
+/* Everything in memory that may be, and all of it fits: no chunk moves then, and nothing at all where modes are not given. */
 static bool is_ample(search *at, ptn_mode *modes) {
   const ptn_plan_request *request = at->request;
   ptn_fit *fit = at->trials.fit;
   if (request->n_ranks > 1) return false;
   for (uint32_t i = 0; i < request->n_blocks; i++) {
-    if (request->modes && request->modes[i] != PTN_KEEP) return false;
-    modes[i] = PTN_KEEP;
+    modes[i] = request->modes ? request->modes[i] : PTN_KEEP;
   }
   if (at->trials.most_persist < request->n_chunks) return false;
   ptn_fit_compose(fit, modes);
