@@ -17,8 +17,8 @@
  * blocks, each of its own kind, on lanes that are always busy), what it has found by climbing from several sides; by how much
  * more memory may be slower then is measured (docs/decisions/0007-plans-by-time.md). Where
  * everything fits in memory that is taken whatever the forecasts: nothing moves then, and forecasts of moving are not as certain
- * as that. It costs at most its own updates in step(). Among several ranks gradients move in any case, and each rank updates all
- * that stays: there it is one candidate of many.
+ * as that; beside modes that are given no chunk moves. It costs at most its own updates in step(). Among several ranks gradients
+ * move in any case, and each rank updates all that stays: there it is one candidate of many.
  *
  * The number of persistent chunks is the most that fits beside modes and window; of few chunks any number, of many also some
  * fewer, for persistent chunks are updated in step(), others behind backward.
