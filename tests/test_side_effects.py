@@ -720,6 +720,90 @@ def test_what_others_set_for_a_forward_is_there_in_its_recomputation(key: str, m
     assert_equal(run(make, loop, **options), run(make, loop), 1 << 30)
 
 
+class Leaves(Block):
+    """What it computes last, in a buffer and in an object, which hold its graph. in_place: changes what it is given."""
+
+    fails = in_place = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", None)
+        self.held = SimpleNamespace(last=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu_(x) if self.in_place else x
+        if self.fails:
+            raise MemoryError
+        y = super().forward(x)
+        self.last, self.held.last = y.mean(0), y
+        return y
+
+
+class Leaving(Chain):
+    block = Leaves
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * self.head.bias.add(1))
+
+
+@pytest.mark.filterwarnings("ignore:protrain cannot foresee")
+@pytest.mark.parametrize("kind", ["dropped", "forward fails", "settling fails"])
+def test_nothing_stays_of_forwards_that_are_dropped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Leaves, "in_place", kind != "dropped")
+    model: Any = Leaving()
+    wrapped, optimizer = protrain.wrap(model, adamw(model), memory=1 << 30, block_modes=["checkpoint"] * 8)
+    x = inputs(1, rows=512)[0]
+    try:
+        if kind == "dropped":
+            steps([x])(wrapped, optimizer, False)
+        if kind == "settling fails":
+            monkeypatch.setattr(modulestate.ModuleState, "settle", fail)
+        model.blocks[7].fails = kind == "forward fails"
+        live = []
+        for _ in range(3):
+            with contextlib.suppress(MemoryError):
+                wrapped(x)
+            for block in model.blocks:
+                block.held = SimpleNamespace(last=None)
+            optimizer.zero_grad()
+            gc.collect()
+            live.append(session_of(wrapped).engine.held()["live_bytes"])
+        assert live[2] == live[1]
+    finally:
+        protrain.unwrap(wrapped)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap"])
+def test_what_a_forward_that_ended_early_has_left_is_differentiated_through(mode: str) -> None:
+    """As by hooks that look for features, and need no more than these."""
+
+    class FoundError(Exception):
+        pass
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _plain: bool) -> list[Any]:
+        figures, found = [], []
+
+        def ends(_module: nn.Module, _given: Any, y: torch.Tensor) -> None:
+            found.append(y.square().mean())
+            raise FoundError
+
+        for x in inputs(2):
+            handle = model.blocks[3].up.register_forward_hook(ends)
+            with pytest.raises(FoundError):
+                model(x)
+            handle.remove()
+            found[-1].backward()
+            figures.append(found[-1].item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures + steps(inputs(1))(model, optimizer, False)
+
+    assert_equal(run(Chain, loop, memory=1 << 30, block_modes=[mode] * 8), run(Chain, loop), 1 << 30)
+
+
 def test_what_others_change_in_place_after_a_forward_is_an_error_in_its_recomputation() -> None:
     model = chain_of(Conditioned)()
     wrapped, _ = protrain.wrap(model, adamw(model), memory=1 << 30, block_modes=["checkpoint"] * 8)

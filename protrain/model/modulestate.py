@@ -25,11 +25,12 @@ from torch import nn
 
 from ..base.entries import put_entries
 from .held import Attributes, has_attributes
-from .parameters import DisableTorchFunction
+from .parameters import ChunkTensor, DisableTorchFunction
 from .randomness import generators, put_states
 
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = frozenset((dict, collections.OrderedDict, collections.defaultdict, collections.Counter))
+_TENSORS = frozenset((torch.Tensor, ChunkTensor))
 _CONTAINERS = _DICTS | {list, set, collections.deque}
 #: How deep containers in containers are looked for: some hold themselves.
 _DEPTH = 8
@@ -102,9 +103,10 @@ class _Tensor:
 
 
 class _Attributes:
-    """Of one module, what forward began with: plain values, copies of containers. tensors: names of those it has."""
+    """Of one module, what forward began with: values as they are, copies of containers. tensors: names of those it has; objects:
+    of what may hold others."""
 
-    __slots__ = ("begun", "containers", "keys", "own", "tensors")
+    __slots__ = ("begun", "containers", "keys", "objects", "own", "tensors")
 
     def __init__(self, module: nn.Module, others: list[Any]) -> None:
         """others: gets objects of other classes."""
@@ -112,6 +114,7 @@ class _Attributes:
         self.keys = tuple(own)
         self.tensors: list[str] = []
         self.containers: list[str] = []
+        self.objects: list[str] = []
         self.begun: dict[str, Any] = {"training": module.training}
         for key in itertools.filterfalse(_TORCHS.__contains__, self.keys):
             value = own[key]
@@ -127,7 +130,19 @@ class _Attributes:
                 self.containers.append(key)
             else:
                 self.begun[key] = value  # it itself: what it holds is its own
+                self.objects.append(key)
                 others.append(value)
+
+    def settle(self) -> None:
+        """Forward is over: objects go in which it left what it computed. They would hold its graph, and that, by the tensors it
+        saved, them."""
+        for key in self.objects:
+            value = self.begun[key]
+            held = getattr(value, "__dict__", {}).values()
+            if _TENSORS.isdisjoint(map(type, held)) and not isinstance(value, torch.Tensor):
+                continue
+            if any(getattr(one, "grad_fn", None) is not None for one in (value, *held)):
+                del self.begun[key]
 
     def put(self) -> None:
         """They stand again, containers as new copies: what runs then may fail, and run again."""
@@ -212,6 +227,8 @@ class ModuleState:
     def settle(self) -> None:
         """Forward is over: copies of tensors that it did not write to go."""
         with torch.no_grad(), DisableTorchFunction():
+            for one in self.attributes:
+                one.settle()
             for path, tensor in self.tensors:
                 if tensor.settle():
                     self.lost = path

@@ -174,8 +174,8 @@ class Frame:
 
     # ---- forward ----
 
-    def settle(self, result: Any) -> None:
-        """Forward is over: copies of what it left alone go."""
+    def settle(self, result: Any, failed: bool) -> None:
+        """Forward is over: copies of what it left alone go. failed: it has not come to its end."""
         if self.inputs is None:  # it has asked for what it had saved
             self.given, self.given_versions = None, []
             return
@@ -196,12 +196,12 @@ class Frame:
         if in_place and not self.copied:
             # They have this forward in their graph: they would hold the frame, and it them, for ever.
             self.inputs, self.versions, self.changed = None, [], True
-        if in_place or self.habits.in_place is None:
+        if in_place or (self.habits.in_place is None and not failed):
             self.habits.in_place = in_place
         self.given, self.given_versions = None, []
 
     def give_up(self) -> None:
-        """Forward failed. What it had changed in place by then has it in its graph, and must not be held by it."""
+        """Settling failed. What forward had changed in place has it in its graph, and must not be held by it."""
         self.given, self.given_versions = None, []
         self.inputs, self.versions, self.caches, self.state, self.changed = None, [], [], None, True
 
@@ -352,12 +352,16 @@ def run_checkpointed(
     """
     runner.stash.block, runner.stash.compiled = number, runner.habits[number].compiled
     frame = Frame(runner, number, forward, args, kwargs, runner.stash if stash_inputs else None)
+    result, failed = None, True
     try:
         result = _run_block(runner, number, frame, (frame.order.pack, frame.order.unpack), forward, args, kwargs)
-        frame.settle(result)
-    except BaseException:
-        frame.give_up()
-        raise
+        failed = False
+    finally:  # one that fails may have changed its inputs, or left somebody what is differentiated through
+        try:
+            frame.settle(result, failed)
+        except BaseException:
+            frame.give_up()
+            raise
     return result
 
 
