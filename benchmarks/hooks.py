@@ -63,18 +63,18 @@ def separate() -> list[torch.Tensor]:
     return [torch.ones(LEAST_BYTES // 4)[:1].requires_grad_() for _ in range(N_TENSORS)]
 
 
-OF_ITS_OWN = "stashed, a record each"
+ONE_RECORD, OF_ITS_OWN = "stashed, one record", "stashed, a record each"
+IN_NO_CACHE = f"{OF_ITS_OWN}, in no cache"
 #: What operations are given, and the operation: sin saves that, relu its result.
 KINDS: dict[str, tuple[Callable[[], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]] = {
     "kept, a leaf": (leaves_of_one, torch.sin),
     "kept, a result": (results_of_one, torch.sin),
-    "stashed, one record": (shared, torch.sin),
+    ONE_RECORD: (shared, torch.sin),
     OF_ITS_OWN: (whole, torch.relu),
-    f"{OF_ITS_OWN}, in no cache": (separate, torch.sin),
+    IN_NO_CACHE: (separate, torch.sin),
 }
-
-
-RECORDS = {"stashed, one record": 1}  # in a round
+#: How many records a round makes of each kind.
+RECORDS = {ONE_RECORD: 1, OF_ITS_OWN: N_TENSORS, IN_NO_CACHE: N_TENSORS}
 
 #: Models of two blocks whose activations are large enough to be stashed.
 MODELS = {"GPT-2": Shape("gpt2", 128, 2, 2, 256), "Llama": Shape("llama", 128, 2, 2, 256)}
@@ -93,7 +93,7 @@ def saved_by_block(shape: Shape) -> dict[str, int]:
         records = engine.stats()["stash_record_count"]
         saved = pack(tensor)
         if getattr(saved, "stashed", False):
-            counts[OF_ITS_OWN if engine.stats()["stash_record_count"] > records else "stashed, one record"] += 1
+            counts[OF_ITS_OWN if engine.stats()["stash_record_count"] > records else ONE_RECORD] += 1
         else:
             counts["kept, a leaf" if tensor.is_leaf else "kept, a result"] += 1
         return saved
@@ -159,7 +159,7 @@ def main() -> None:
                 sums, waits = (after[key] - before[key] for key in ("disk_checksum_ns", "stash_wait_ns"))
                 pairs.append((empty_seconds * 1e9, our_seconds * 1e9, (our_seconds - empty_seconds) * 1e9, sums, waits))
             made = (after["stash_record_count"] - began["stash_record_count"]) / (words.rounds + 20)
-            if made != RECORDS.get(name, N_TENSORS if name.startswith(OF_ITS_OWN) else 0):
+            if made != RECORDS.get(name, 0):
                 raise RuntimeError(f"{name}: {made} records a round")
             keys = "empty_hooks_ns", "our_hooks_ns", "above_empty_ns", "checksums_ns", "waited_ns"
             columns = zip(*pairs[20:], strict=True)

@@ -88,9 +88,8 @@ def train(folder: str, steps: int, memory: str, plan: protrain.Plan | None, mode
         gc.collect()
         resident.append(resident_bytes())
         disk.append(store_file_bytes(os.path.realpath(folder)))
-        now = protrain.status(model).plan
-        plans.add((now.n_persist, now.n_buffer, now.block_modes))
-    status = protrain.status(model)
+        status = protrain.status(model)
+        plans.add((status.plan.n_persist, status.plan.n_buffer, status.plan.block_modes))
     protrain.unwrap(model)
     return Soaked(resident, disk, len(plans), status)
 

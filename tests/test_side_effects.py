@@ -307,17 +307,6 @@ class FirstSeen(Block):
         return super().forward(x if new else 0.5 * x)
 
 
-class InSet(Chain):
-    block = FirstSeen
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
-        seen: set[int] = set()
-        for block in self.blocks:
-            x = block(x, seen)
-        y: torch.Tensor = self.head(x)
-        return y.square().mean()
-
-
 class Anneals(Block):
     """By a number of NumPy's."""
 
@@ -333,11 +322,9 @@ class Anneals(Block):
 class RegistersOnce(Block):
     """A buffer, where it had none, and a hook on a parameter."""
 
-    handle: Any = None
-
     def __init__(self) -> None:
         super().__init__()
-        self.handle = None
+        self.handle: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.handle is None:
@@ -363,22 +350,32 @@ class ForcesCounted(Block):
         return super().forward(x) + 0.1 * force * self.calls
 
 
-class Net(Chain):
+class InContainer(Chain):
+    """Blocks are given one container of `kind`, beside what the one before has made."""
+
+    kind: Callable[[], Any]
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        given = type(self).kind()
+        for block in self.blocks:
+            x = block(x, given)
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+class Net(InContainer):
     """A U-Net."""
 
-    block = Skips
+    block, kind = Skips, list
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks[4:]:
             block.puts = False
 
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
-        left: list[torch.Tensor] = []
-        for block in self.blocks:
-            x = block(x, left)
-        y: torch.Tensor = self.head(x)
-        return y.square().mean()
+
+class InSet(InContainer):
+    block, kind = FirstSeen, set
 
 
 def chain_of(kind: type[Block]) -> Callable[[], Chain]:
@@ -455,7 +452,7 @@ def test_a_module_that_was_exchanged_since_is_there_in_the_recomputation(mode: s
     assert_equal(run(make, two, memory=AMPLE, block_modes=[mode] * 8), run(make, two), AMPLE)
 
 
-class FailsOnce(Block):
+class FailsBehindAChange(Block):
     """Behind a change of its input, which is in the graph of the blocks before."""
 
     fails = False
@@ -468,7 +465,9 @@ class FailsOnce(Block):
 
 
 class FromAResult(Chain):
-    block = FailsOnce
+    """What the first block is given is in a graph, and may be changed in place."""
+
+    block = FailsBehindAChange
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x * self.head.bias.add(1))
@@ -739,11 +738,8 @@ class Leaves(Block):
         return y
 
 
-class Leaving(Chain):
+class Leaving(FromAResult):
     block = Leaves
-
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x * self.head.bias.add(1))
 
 
 @pytest.mark.filterwarnings("ignore:protrain cannot foresee")

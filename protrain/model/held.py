@@ -58,8 +58,8 @@ def has_attributes(value: Any, slots: bool = False) -> bool:
     or that ends something when it goes, no cache, and none of protrain's. slots: also one that has them in slots."""
     others = (torch.Tensor, random.Random, *_WITHOUT_TENSORS)
     return (
-        (hasattr(value, "__dict__") or (slots and bool(slot_names(type(value)))))
-        and not (isinstance(value, others) or callable(value) or hasattr(type(value), "__del__") or is_cache(value))
+        not (isinstance(value, others) or callable(value) or hasattr(type(value), "__del__") or is_cache(value))
+        and (hasattr(value, "__dict__") or (slots and bool(slot_names(type(value)))))
         and not type(value).__module__.startswith("protrain.")
     )
 
