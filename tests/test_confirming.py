@@ -261,6 +261,23 @@ def test_steps_that_did_not_run_as_simulated_confirm_nothing(
     protrain.unwrap(model)
 
 
+@pytest.mark.parametrize("order", ["the same", "another"])
+def test_what_was_measured_stands_while_blocks_run_in_its_order(order: str, gpt2: Any, token_batches: Any) -> None:
+    """A plan that is made anew from memory, of the same batch: its dry run may have gone another way through the model."""
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=28 * MIB)
+    for ids in token_batches(pacing.PROFILED_STEPS):
+        step(model, optimizer, ids)
+    pacer = session_of(model).pacer
+    times, run, shapes = pacer._times, pacer._run, pacer._shapes
+    if order == "another":
+        assert [phase.block for phase in run.phases[1:3]] == [0, 1]
+        run = replace(run, phases=(run.phases[0], run.phases[2], run.phases[1], *run.phases[3:]))
+    pacer.foresaw(run, shapes)
+    assert (pacer._times, pacer._profiled) == ((times, pacing.PROFILED_STEPS - 1) if order == "the same" else (None, 0))
+    protrain.unwrap(model)
+
+
 def test_a_plan_that_cannot_be_carried_out_leaves_the_profile_as_it_was(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,18 @@ import pytest
 
 from protrain.dryrun.phases import DryRun, Phase
 from protrain.planner.profiles import Machine, Speed
-from protrain.profiling.observed import ACTIVATIONS, PARAMETERS, READ, UPDATING, WRITE, DiskWork, disk_work, drag_seconds, observe
+from protrain.profiling.observed import (
+    ACTIVATIONS,
+    PARAMETERS,
+    READ,
+    UPDATING,
+    WRITE,
+    DiskWork,
+    disk_work,
+    drag_seconds,
+    observe,
+    without_drag,
+)  # fmt: skip
 from protrain.profiling.timeline import BACKWARD, COMPUTE, FORWARD, KINDS, RECOMPUTE, WAIT, Pass, Raw
 
 
@@ -47,6 +58,29 @@ def test_a_block_that_was_kept_would_be_recomputed_as_far_as_it_was_counted(agai
 def test_a_block_that_was_recomputed_took_what_it_took() -> None:
     events = [event(1, 5, FORWARD), event(7, 8, BACKWARD), event(8, 10, RECOMPUTE), event(10, 12, BACKWARD)]
     assert observed(events, 13, run_of(ONE, (750, 0, 0)))[3] == (3.0, 2.0)
+
+
+def test_recomputation_is_no_compute_where_blocks_ran_in_another_order() -> None:
+    """As where a model drops some: which phase took what is not known then, but that much was computed twice is."""
+    events = [event(1, 5, FORWARD, 1), event(7, 8, BACKWARD, 1), event(8, 10, RECOMPUTE, 1), event(10, 12, BACKWARD, 1)]
+    found = observed(events, 13, run_of(ONE, (500, 0, 0)))
+    assert sum(compute for compute, _ in found) == pytest.approx(13.0 - 2.0)
+    assert found[3] == (pytest.approx(11.0 / 5), pytest.approx(11.0 / 5 / 2))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_lanes_cost_is_a_part_of_what_was_computed(recomputed: bool) -> None:
+    """Recomputation that a plan did without took no time, so it lost none."""
+    again = [event(8, 10, RECOMPUTE)] if recomputed else []
+    events = [event(1, 5, FORWARD), event(7, 8, BACKWARD), *again, event(10, 12, BACKWARD)]
+    waits = [(12 * 10**9, 13 * 10**9, 0, 0, WAIT, PARAMETERS)]
+    found = observe([*events, *waits], [Pass(0, 13 * 10**9)], 0, 15 * 10**9, run_of(ONE, (500, 0, 0)))
+    assert found is not None
+    assert (found.computed_seconds, found.rest_seconds) == (12.0, 2.0)
+    for lost, scale in ((0.0, 1.0), (3.0, 0.75), (9.0, 0.5)):
+        scaled = without_drag(found, lost).phases
+        assert scaled == tuple((compute * scale, again * scale) for compute, again in found.times.phases)
+    assert sum(map(sum, found.times.phases)) == pytest.approx(12.0 + (0.0 if recomputed else 2.0))
 
 
 def test_a_block_that_is_used_twice_recomputes_each_of_its_forwards() -> None:

@@ -12,6 +12,7 @@ import struct
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -340,6 +341,39 @@ def test_a_sweep_goes_from_the_smallest_budget_to_where_all_is_kept() -> None:
     assert [row[0] for row in table] == [size_text(plan.budget_bytes) for plan in plans]
     assert table[0][5] == f"{first.n_persist}/{first.n_chunks}"
     assert table[-1][-5:] == ["6", "0", "0", "0", "nothing"]
+
+
+@pytest.mark.parametrize("part", [16, 32])
+def test_a_sweep_over_a_device_ends_where_all_is_kept(part: int) -> None:
+    """A part of every budget is not for tensors there, and so of every peak."""
+    profile = dataclasses.replace(over_device(profile_of()), overhead=Overhead(2 * MIB, part))
+    plans = sweep.sweep(lambda budget: plan_from_profile(profile, budget, host_budget_bytes=64 * MIB))
+    first, last = plans[0], plans[-1]
+    with pytest.raises(BudgetError):
+        plan_from_profile(profile, first.budget_bytes - 4096, host_budget_bytes=64 * MIB)
+    assert first.n_persist < first.n_chunks
+    assert (last.n_persist, set(last.block_modes)) == (last.n_chunks, {"keep"})
+    assert last.peak_bytes <= last.budget_bytes < 1.08 * last.peak_bytes
+    for a, b in pairwise(plans):
+        assert a.budget_bytes < b.budget_bytes
+        assert 0 < b.step_seconds <= 1.01 * a.step_seconds
+
+
+def test_a_sweep_has_chunks_of_the_size_that_its_smallest_budget_asks_for() -> None:
+    """Smaller chunks have a smaller budget, which asks for smaller ones yet."""
+    asked = []
+
+    def profile_for(budget: int) -> Any:
+        asked.append(budget)
+        return SimpleNamespace(chunk_bytes=next(size for size in (100, 50, 25) if size <= budget // 4 or size == 25))
+
+    def planned(profile: Any, budget: int) -> Plan:
+        if budget < 3 * profile.chunk_bytes:
+            raise BudgetError("", needed_bytes=0, budget_bytes=budget, smallest_bytes=3 * profile.chunk_bytes)
+        return plan_of(["keep"], None, peak_bytes=budget, budget_bytes=budget)
+
+    assert plan_command.profile_for_sweep(plan_command.Source("", ("", ""), profile_for, planned, 1000), 1000).chunk_bytes == 25
+    assert asked == [1000, 300, 150, 75]
 
 
 def test_the_smallest_budget_is_found_where_refusals_do_not_name_it() -> None:

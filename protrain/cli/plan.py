@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from protrain.planner.profiles import Profile
 
 GIB = 1 << 30
+#: Smaller chunks have a smaller budget, which may ask for chunks of yet another size.
+MOST_PROFILES = 4
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,25 @@ def _sweep(words: Words, own: PlanWords, source: Source) -> Profile:
     ceiling = source.ceiling_bytes or sweep.ENDLESS_BYTES
     with naming(*source.numbers_from), status_line(words.as_json) as say:
         say("reading the profile" if own.profile else "measuring the model and the machine")
-        first = source.profile_for(source.budget_bytes)
-        profile = source.profile_for(sweep.smallest_budget(lambda budget: source.plan(first, budget), ceiling))
+        profile = profile_for_sweep(source, ceiling)
         say("planning")
         plans = sweep.sweep(lambda budget: source.plan(profile, budget), ceiling)
     if not words.as_json:
         _say_age(source)
     sweep.show(f"{source.title}, chunks of {size_text(profile.chunk_bytes)}", plans, words.as_json, own.out)
+    return profile
+
+
+def profile_for_sweep(source: Source, ceiling_bytes: int) -> Profile:
+    """With chunks of the size that the smallest budget asks for which works with them."""
+    from protrain.cli import sweep
+
+    profile, chunk_bytes = source.profile_for(source.budget_bytes), 0
+    for _ in range(MOST_PROFILES):
+        if profile.chunk_bytes == chunk_bytes:
+            break
+        chunk_bytes = profile.chunk_bytes
+        profile = source.profile_for(sweep.smallest_budget(functools.partial(source.plan, profile), ceiling_bytes))
     return profile
 
 
@@ -325,4 +339,5 @@ def _from_hardware(words: Words, own: PlanWords, setup: Setup, hardware: Hardwar
 def _states(profile: Profile) -> str:
     size = sum(size for size, *_ in profile.parameters)
     trained = sum(size for size, _, is_trained in profile.parameters if is_trained)
-    return f"{size_text(size + (1 + profile.n_states) * trained)} of states"
+    optimizer_state = sum(profile.footprint.state_bytes) if profile.footprint else profile.n_states * trained
+    return f"{size_text(size + trained + optimizer_state)} of states"

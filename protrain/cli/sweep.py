@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from protrain.planner.plans import Plan
 
 N_BUDGETS = 12
-ENDLESS_BYTES = 1 << 50
+#: More than any device has, and no more than the planner takes for a step.
+ENDLESS_BYTES = 1 << 45
 #: Looking for the smallest budget ends when it is known to one part in so many.
 FINENESS = 256
 TABLE_CHARACTERS = 110
@@ -45,11 +46,27 @@ def sweep(plan_for: Callable[[int], Plan], ceiling_bytes: int = ENDLESS_BYTES, c
 
 
 def enough_budget(plan_for: Callable[[int], Plan], ceiling_bytes: int) -> int:
-    """A budget that has the ceiling's plan, little above the smallest that has; at most a sixteenth above its peak."""
-    wanted = plan_for(ceiling_bytes).peak_bytes
-    budget, most = wanted, min(wanted + wanted // 16, ceiling_bytes)
-    while budget < most and plan_for(budget).peak_bytes < wanted:
+    """A budget that has the ceiling's plan, little above the smallest that has; at most a sixteenth above its peak. Of a device's
+    budget a part is not for tensors, so that its peak is lower in a smaller one."""
+    from protrain.errors import BudgetError
+
+    wanted, budget = plan_for(ceiling_bytes), ceiling_bytes
+
+    def same(found: Plan) -> bool:
+        return (found.n_persist, found.n_buffer, found.block_modes) == (wanted.n_persist, wanted.n_buffer, wanted.block_modes)
+
+    tried = wanted
+    while same(tried) and tried.peak_bytes < budget:
+        budget = tried.peak_bytes
+        try:
+            tried = plan_for(budget)
+        except BudgetError:  # of another tier
+            break
+    most = min(budget + budget // 16, ceiling_bytes)
+    while budget < most and not same(tried):
         budget += budget // FINENESS + 1
+        with contextlib.suppress(BudgetError):
+            tried = plan_for(budget)
     return min(budget, most)
 
 

@@ -216,11 +216,14 @@ class DryRun:
         """Of each phase, nothing recomputed: what it computes, the bytes it reads and writes, and its operations."""
         return [(phase.flops, phase.moved_bytes, phase.operations) for phase in self.phases]
 
+    def same_phases(self, other: DryRun) -> bool:
+        """Whether blocks run in the same order, forward and backward."""
+        own, others = ([(phase.block, phase.backward) for phase in run.phases] for run in (self, other))
+        return own == others
+
     def computes_as(self, other: DryRun) -> bool:
         """Whether phase for phase the same operations run, whatever chunks their parameters lie in."""
-        return self.counted() == other.counted() and [(phase.block, phase.backward) for phase in self.phases] == [
-            (phase.block, phase.backward) for phase in other.phases
-        ]
+        return self.counted() == other.counted() and self.same_phases(other)
 
     def recomputed(self) -> dict[int, tuple[int, int, int]]:
         """Number of a block's backward -> what recomputation computes there, the bytes it reads and writes, and its operations:

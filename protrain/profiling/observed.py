@@ -18,10 +18,11 @@ from .timeline import COMPUTE, FORWARD, KINDS, LANES, RECOMPUTE, WAIT, Interval,
 
 @dataclass(frozen=True)
 class Observed:
-    """Of one step: seconds of each phase, a mean over its passes, and what it took beside passes and waits (updates of chunks in
-    memory among it)."""
+    """Of one step: seconds of each phase, a mean over its passes; how long compute had work in these; and what it took beside
+    passes and waits (updates of chunks in memory among it)."""
 
     times: Times
+    computed_seconds: float
     rest_seconds: float
 
 
@@ -44,12 +45,12 @@ def observe(events: Sequence[Raw], passes: Sequence[Pass], begin_ns: int, end_ns
         return None
     waits = waits_of(events, begin_ns, end_ns)
     computed = sorted(event for event in events if event[4] == COMPUTE and event[0] >= begin_ns)
-    found = [_phases(computed, waits, one, run) or _divided(waits, one, run) for one in whole]
+    found = [_phases(computed, waits, one, run) or _divided(computed, waits, one, run) for one in whole]
     sums = [tuple(sum(values) / len(found) for values in zip(*of_phase, strict=True)) for of_phase in zip(*found, strict=True)]
     inside = [(float(one.forward_ns), float(one.over_ns)) for one in whole]
-    outside = (end_ns - begin_ns) - length(inside)
-    waited_outside = length(waits) - length(both(waits, inside))
-    return Observed(Times(tuple((a, b) for a, b in sums)), max(outside - waited_outside, 0.0) / 1e9)
+    waited_inside = length(both(waits, inside))
+    rest = (end_ns - begin_ns) - length(inside) - (length(waits) - waited_inside)
+    return Observed(Times(tuple((a, b) for a, b in sums)), (length(inside) - waited_inside) / 1e9, max(rest, 0.0) / 1e9)
 
 
 def _phases(computed: list[Raw], waits: list[Interval], one: Pass, run: DryRun) -> list[tuple[float, float]] | None:
@@ -99,8 +100,10 @@ def _with_recomputation(found: list[tuple[float, float]], run: DryRun) -> list[t
     ]
 
 
-def _divided(waits: list[Interval], one: Pass, run: DryRun) -> list[tuple[float, float]]:
-    span = [(float(one.forward_ns), float(one.over_ns))]
+def _divided(computed: list[Raw], waits: list[Interval], one: Pass, run: DryRun) -> list[tuple[float, float]]:
+    """What was recomputed is no phase's compute, and of which phase it is not known."""
+    again = union((float(event[0]), float(event[1])) for event in computed if event[5] == RECOMPUTE)
+    span = without([(float(one.forward_ns), float(one.over_ns))], again)
     seconds = (length(span) - length(both(waits, span))) / 1e9
     weights = [ordinary_seconds(phase.flops, phase.moved_bytes, phase.operations) for phase in run.phases]
     total = sum(weights) or 1.0
@@ -179,11 +182,11 @@ def _taken_seconds(requests: dict[int, list[Interval]], machine: Machine) -> flo
     return (length(reads) + length(writes) + (machine.disk_overlap - 2) * together) / 1e9
 
 
-def without_drag(times: Times, lost_seconds: float, n_passes: int) -> Times:
-    """The times as they would be with no lane beside compute; at most half of them can have been lost."""
-    total = n_passes * sum(compute + again for compute, again in times.phases)
-    scale = max(1.0 - lost_seconds / total, 0.5) if total > 0 else 1.0
-    return Times(tuple((compute * scale, again * scale) for compute, again in times.phases))
+def without_drag(found: Observed, lost_seconds: float) -> Times:
+    """The times as they would be with no lane beside compute; at most half of what it computed can have been lost. Times of
+    recomputation that there was not are no part of that, but lose as much."""
+    scale = max(1.0 - lost_seconds / found.computed_seconds, 0.5) if found.computed_seconds > 0 else 1.0
+    return Times(tuple((compute * scale, again * scale) for compute, again in found.times.phases))
 
 
 def of_whole(times: Times, share: float) -> Times:

@@ -144,9 +144,9 @@ class Pacer:
             self._clock.device.running = True
 
     def foresaw(self, run: DryRun | None, shapes: Shapes) -> None:
-        """A plan was made anew from memory. Of the batch that was planned for what was measured stands: the next step that is
-        leads to a plan by time."""
-        if shapes != self._shapes or run is None:
+        """A plan was made anew from memory. Of the batch that was planned for what was measured stands, where its blocks run in the
+        same order still: the next step that is leads to a plan by time."""
+        if shapes != self._shapes or run is None or self._run is None or not run.same_phases(self._run):
             self.begin(run, shapes)
             return
         self._run = run
@@ -412,7 +412,7 @@ class Pacer:
             return False
         rest = max(found.rest_seconds - update_seconds, 0.0)
         lost = drag_seconds(events, step.passes, with_memory(machine, run.counted()))
-        times = of_whole(without_drag(found.times, lost, len(step.passes)), share)
+        times = of_whole(without_drag(found, lost), share)
         self._rest_seconds = rest if self._times is None else min(rest, self._rest_seconds)
         self._times = times if self._times is None else least(self._times, times)
         return True

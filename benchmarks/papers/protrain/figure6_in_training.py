@@ -137,14 +137,10 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def body(record: dict[str, Any]) -> str:
     before = [abs(case["first_step_ratio"] - 1) for case in record["cases"] if case["first_step_ratio"] is not None]
-    if "step_seconds_of_each" in record["cases"][0]:
-        when = f"before the last {record['steps']} steps, to their median"
-    else:  # a record of before December 2026: a forecast of the last step's end is beside that step itself
-        when = f"in the end, to the median of {record['steps']} later steps"
     about = (
         f"Three budgets for each model: {', '.join(map(str, planned.SHARES))} of what training in memory takes, or the smallest "
-        f"that works. Ratios: foretold by `status` {when}, "
-        "in brackets from quartile to quartile; and foretold to counted peak of all steps."
+        f"that works. Ratios: foretold by `status` before the last {record['steps']} steps, to their median, in brackets from "
+        "quartile to quartile; and foretold to counted peak of all steps."
     )
     if before:
         within = sum(error <= planned.STEP_WITHIN for error in before)
