@@ -144,7 +144,7 @@ class Pacer:
             self._clock.device.running = True
 
     def foresaw(self, run: DryRun | None, shapes: Shapes) -> None:
-        """A plan was made anew from memory. Of the batch that was planned for what was measured stands, where its blocks run in the
+        """A plan was made anew from memory. What was measured of the batch that was planned for stands, where blocks run in the
         same order still: the next step that is leads to a plan by time."""
         if shapes != self._shapes or run is None or self._run is None or not run.same_phases(self._run):
             self.begin(run, shapes)
