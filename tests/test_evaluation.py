@@ -465,6 +465,29 @@ def test_what_a_user_keeps_of_an_evaluation_is_named(gpt2: Any, token_batches: A
     assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
 
 
+def test_outputs_that_an_evaluation_collects_are_named(gpt2: Any, token_batches: Any) -> None:
+    """Not the batch, which has room without them."""
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    kept: list[torch.Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                kept.append(model(input_ids=large).logits)
+
+    with pytest.raises(protrain.BudgetError, match=r"earlier forwards are still in memory.*drop what holds them") as refused:
+        evaluate()
+    assert 0 < len(kept) < 10
+    assert refused.value.smallest_bytes > BUDGET
+    kept.clear()
+    with torch.no_grad():
+        model(input_ids=large)
+    train(model, optimizer, ids)
+
+
 def test_room_that_could_not_be_made_is_made_when_it_is_asked_for_again(
     gpt2: Any, token_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,15 +320,21 @@ class Anneals(Block):
 
 
 class RegistersOnce(Block):
-    """A buffer, where it had none, and a hook on a parameter."""
+    """A buffer, where it had none, and hooks on a parameter and behind its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.handle: Any = None
+        self.handles: list[Any] = []
+        self.behind = 0
+
+    def _count(self, _parameter: torch.Tensor) -> None:
+        self.behind += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.handle is None:
-            self.handle = self.up.weight.register_hook(lambda gradient: gradient * 0.5)
+        if not self.handles:
+            self.handles.append(self.up.weight.register_hook(lambda gradient: gradient * 0.5))
+            self.handles.append(self.down.weight.register_post_accumulate_grad_hook(self._count))
+        x = x * (1 + 0.1 * self.behind)
         if "before" not in self._buffers:
             self.register_buffer("before", x.detach().mean(0), persistent=False)
             return super().forward(x)
@@ -420,15 +426,19 @@ def test_a_recomputed_block_sees_what_its_forward_saw(make: Callable[[], nn.Modu
 
 
 class Adapted(Block):
-    """One of two modules adapts what it is given."""
+    """One of two modules, and of two functions, adapts what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(256, 256), nn.Linear(256, 256)
-        self.active = self.one
+        self.choose(0)
+
+    def choose(self, number: int) -> None:
+        self.active = (self.one, self.other)[number]
+        self.function = (nn.functional.silu, nn.functional.softsign)[number]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.tanh(self.active(x)))
+        return super().forward(self.function(self.active(x)))
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "checkpoint_swap", "swap"])
@@ -437,10 +447,10 @@ def test_a_module_that_was_exchanged_since_is_there_in_the_recomputation(mode: s
         losses = []
         for x in inputs(3):
             for block in model.blocks:
-                block.active = block.one
+                block.choose(0)
             first = model(x)
             for block in model.blocks:
-                block.active = block.other
+                block.choose(1)
             loss = first + model(2 * x)
             loss.backward()
             optimizer.step()
@@ -450,6 +460,33 @@ def test_a_module_that_was_exchanged_since_is_there_in_the_recomputation(mode: s
 
     make = chain_of(Adapted)
     assert_equal(run(make, two, memory=AMPLE, block_modes=[mode] * 8), run(make, two), AMPLE)
+
+
+class Whitens(Block):
+    """By statistics which the kernel writes past their version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("middle", torch.zeros(256))
+        self.register_buffer("spread", torch.ones(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.batch_norm(x, self.middle, self.spread, training=self.training))
+
+
+def test_statistics_that_a_later_forward_changes_are_an_error_in_the_recomputation() -> None:
+    model: Any = chain_of(Whitens)()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=AMPLE, block_modes=["checkpoint"] * 8)
+    try:
+        steps(inputs(1))(model, optimizer, False)
+        model.eval()
+        loss = model(inputs(1)[0])
+        model.train()
+        loss = loss + model(3 * inputs(1)[0])
+        with pytest.raises(RuntimeError, match="recomputed, and its tensor middle was changed after its forward began"):
+            loss.backward()
+    finally:
+        protrain.unwrap(model)
 
 
 class FailsBehindAChange(Block):

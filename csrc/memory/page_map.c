@@ -20,7 +20,7 @@ static _Atomic size_t range_count;
 
 static ptn_status cover(uintptr_t begin, size_t bytes) {
   uintptr_t last = (begin + bytes - 1) >> PTN_MAP_LEAF_BITS;
-  if (last >= PTN_MAP_ROOT_COUNT) return ptn_fail(PTN_MEMORY, "the system maps addresses above 2^47, which the page map lacks");
+  if (last >= PTN_MAP_ROOT_COUNT) return ptn_fail(PTN_MEMORY, "the system maps addresses above 2^48, which the page map lacks");
   for (uintptr_t number = begin >> PTN_MAP_LEAF_BITS; number <= last; number++) {
     if (ptn_map_root[number]) continue;
     void *leaf;

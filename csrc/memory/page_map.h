@@ -1,11 +1,11 @@
 /* From an address to what lies there, in O(1): blocks carry no header, so that they can be pages a disk writes directly.
  *
- * Two levels over 47 bits of address: a root with one entry for each GiB, a leaf with one word for each page and, behind them,
- * one for each granule of 64 KiB. Leaves are mapped with the ranges the arena reserves and touched where pages are in use: 8.5
- * bytes for a page at worst. A page's word is a pointer, its lowest bit set where it points to a slab, 0 where nothing is known.
- * A granule's word tells of its first byte only, so that a large block is written into the map in a moment; it points to a
- * stretch, and may be of a time that is past. Read and written under the arena's lock, but for the word of a block's first page,
- * which whoever holds the block may read at any time.
+ * Two levels over 48 bits of address, the most that systems give unasked: a root with one entry for each GiB, a leaf with one
+ * word for each page and, behind them, one for each granule of 64 KiB. Leaves are mapped with the ranges the arena reserves and
+ * touched where pages are in use: 8.5 bytes for a page at worst. A page's word is a pointer, its lowest bit set where it points
+ * to a slab, 0 where nothing is known. A granule's word tells of its first byte only, so that a large block is written into the
+ * map in a moment; it points to a stretch, and may be of a time that is past. Read and written under the arena's lock, but for
+ * the word of a block's first page, which whoever holds the block may read at any time.
  */
 #ifndef PTN_MEMORY_PAGE_MAP_H
 #define PTN_MEMORY_PAGE_MAP_H
@@ -18,7 +18,7 @@
 #include "base/status.h"
 
 #define PTN_MAP_LEAF_BITS 30
-#define PTN_MAP_ROOT_COUNT ((size_t)1 << (47 - PTN_MAP_LEAF_BITS))
+#define PTN_MAP_ROOT_COUNT ((size_t)1 << (48 - PTN_MAP_LEAF_BITS))
 #define PTN_MAP_SLAB ((uintptr_t)1)
 #define PTN_MAP_LEAF_PAGES (((size_t)1 << PTN_MAP_LEAF_BITS) / PTN_PAGE_BYTES)
 #define PTN_MAP_GRANULE_BYTES ((uintptr_t)64 << 10)

@@ -47,6 +47,8 @@ ptn_engine *ptn_python_engine(PyObject *object);
 ptn_engine *ptn_python_behind_stream(PyObject *object);
 /* The same for the driving thread. */
 ptn_engine *ptn_python_drive(PyObject *object);
+/* Whether the calling thread is the driving one. */
+bool ptn_python_drives(PyObject *object);
 /* The driving thread comes by between two operations (ptn_engine_share); an Engine that is closed has nothing to share. */
 void ptn_python_share(PyObject *engine);
 /* Of an Engine that ptn_python_engine gave the engine of: */

@@ -106,9 +106,11 @@ PyObject *ptn_python_region_of(PyObject *object, PyObject *arguments) {
   return ptn_python_region(state->region_type, ptn_engine_region(engine, chunk));
 }
 
-/* Of values that are read or written: who reads them, for a checkpoint beside a step, does not drive that. */
+/* Of values that are read or written: who reads them, for a checkpoint beside a step, does not drive that, and its stream is none
+ * of the step's. */
 static ptn_engine *engine_of_values(PyObject *object, int write) {
-  return write ? ptn_python_drive(object) : ptn_python_behind_stream(object);
+  if (write) return ptn_python_drive(object);
+  return ptn_python_drives(object) ? ptn_python_behind_stream(object) : ptn_python_engine(object);
 }
 
 PyObject *ptn_python_transfer(PyObject *object, PyObject *arguments) {

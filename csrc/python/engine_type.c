@@ -60,11 +60,15 @@ static void end(engine_object *self) {
   (void)ptn_error_restore(&error);
 }
 
+static bool is_driver(const engine_object *self) {
+  return pthread_equal(atomic_load_explicit(&self->driver, memory_order_relaxed), pthread_self()) != 0;
+}
+
 /* Called by the arena, wherever torch allocates: other threads than the driver might be waited for by one that holds the GIL. */
 static ptn_status relieve(void *context, uint64_t missing_bytes, bool must, bool *freed) {
   engine_object *self = context;
   (void)missing_bytes;
-  if (!pthread_equal(atomic_load_explicit(&self->driver, memory_order_relaxed), pthread_self())) return PTN_OK;
+  if (!is_driver(self)) return PTN_OK;
   self->calls++;
   ptn_engine *engine = self->engine;
   ptn_status status = PTN_OK;
@@ -175,6 +179,8 @@ ptn_engine *ptn_python_drive(PyObject *object) {
   if (engine) atomic_store_explicit(&((engine_object *)object)->driver, pthread_self(), memory_order_relaxed);
   return engine;
 }
+
+bool ptn_python_drives(PyObject *object) { return is_driver((const engine_object *)object); }
 
 /* ---- construction ---- */
 

@@ -66,10 +66,9 @@ static ptn_status make_device_states(ptn_engine *engine, chunk *chunk) {
 
 static void drop_device(ptn_engine *engine, chunk *chunk) {
   engine_device *over = &engine->over;
-  ptn_region_release(chunk->params);
+  ptn_homes_set_params(engine, chunk, NULL);
   ptn_device_give(over->device, over->account, chunk->states, block_bytes(engine, chunk, false));
   ptn_device_give(over->device, over->account, chunk->master, block_bytes(engine, chunk, true));
-  chunk->params = NULL;
   chunk->states = chunk->master = NULL;
 }
 
@@ -154,7 +153,9 @@ static ptn_status move_array(ptn_engine *engine, const chunk *chunk, place from,
 static ptn_status make_home(ptn_engine *engine, chunk *chunk, home_kind to, bool extra) {
   if (to == HOME_DISK) return ptn_homes_reserve(engine, chunk);
   if (to == HOME_HOST) return make_host(engine, chunk, extra);
-  PTN_TRY(ptn_region_create(engine->over.device, engine->over.account, chunk->param_bytes, &chunk->params));
+  ptn_region *region;
+  PTN_TRY(ptn_region_create(engine->over.device, engine->over.account, chunk->param_bytes, &region));
+  ptn_homes_set_params(engine, chunk, region);
   ptn_status status = PTN_OK;
   if (extra || !chunk->zero_state) status = make_device_block(engine, chunk, false);
   if (status == PTN_OK && (extra || !chunk->zero_master)) status = make_device_block(engine, chunk, true);
@@ -293,7 +294,7 @@ void ptn_over_count(const ptn_engine *engine, ptn_engine_stats *out) {
     const chunk *chunk = &engine->chunks[i];
     uint64_t array = engine->widening * chunk->param_bytes;
     out->host_bytes += chunk->host[0].bytes + chunk->host[1].bytes + chunk->sum_pinned.bytes;
-    if (chunk->home == HOME_MEMORY) out->device_bytes += chunk->params->bytes;
+    if (chunk->params) out->device_bytes += chunk->params->bytes;
     out->device_bytes += (chunk->states ? engine->n_states * array : 0) + (chunk->master ? array : 0);
   }
   for (uint32_t i = 0; i < engine->n_slots; i++) out->device_bytes += engine->slots[i].region->bytes;

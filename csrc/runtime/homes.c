@@ -32,6 +32,14 @@ ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what) {
   return PTN_OK;
 }
 
+void ptn_homes_set_params(ptn_engine *engine, chunk *chunk, ptn_region *region) {
+  ptn_lock(&engine->mutex);
+  ptn_region *before = chunk->params;
+  chunk->params = region;
+  ptn_unlock(&engine->mutex);
+  ptn_region_release(before);
+}
+
 void ptn_homes_release(ptn_engine *engine, chunk *chunk) {
   ptn_store_release(engine->store, &chunk->extents[0]);
   ptn_store_release(engine->store, &chunk->extents[1]);
@@ -83,7 +91,7 @@ ptn_status ptn_engine_to_memory(ptn_engine *engine, uint32_t number, bool with_s
     return status;
   }
   ptn_homes_release(engine, chunk);
-  chunk->params = region;
+  ptn_homes_set_params(engine, chunk, region);
   chunk->home = HOME_MEMORY;
   return PTN_OK;
 }
@@ -107,10 +115,9 @@ ptn_status ptn_engine_to_disk(ptn_engine *engine, uint32_t number) {
       release_new(engine, chunk, before);
       return status;
     }
-    ptn_region_release(chunk->params);
+    ptn_homes_set_params(engine, chunk, NULL);
     ptn_states_free(chunk);
     ptn_states_arrived(engine, chunk);
-    chunk->params = NULL;
   }
   chunk->home = HOME_DISK;
   return PTN_OK;
@@ -129,7 +136,9 @@ static ptn_status new_slot(ptn_engine *engine, slot *slot, uint64_t bytes) {
 static ptn_status make_slot(ptn_engine *engine, uint64_t bytes) {
   slot *slot = &engine->slots[engine->n_slots];
   PTN_TRY(new_slot(engine, slot, bytes));
+  ptn_lock(&engine->mutex);
   engine->n_slots++;
+  ptn_unlock(&engine->mutex);
   return PTN_OK;
 }
 
@@ -159,12 +168,15 @@ void ptn_engine_drop_slots(ptn_engine *engine) {
   ptn_residency_settle(engine);
   ptn_unlock(&engine->mutex);
   ptn_over_finish(engine);
-  for (uint32_t i = 0; i < engine->n_slots; i++) {
+  ptn_lock(&engine->mutex); /* who asks for figures finds them whole, or not at all */
+  uint32_t n_slots = engine->n_slots;
+  engine->n_slots = 0;
+  for (uint32_t i = 0; i < engine->n_chunks; i++) engine->chunks[i].slot = -1;
+  ptn_unlock(&engine->mutex);
+  for (uint32_t i = 0; i < n_slots; i++) {
     if (engine->over.device) ptn_upload_drop_slot(engine, &engine->slots[i]);
     else ptn_region_release(engine->slots[i].region);
   }
-  engine->n_slots = 0;
-  for (uint32_t i = 0; i < engine->n_chunks; i++) engine->chunks[i].slot = -1;
 }
 
 ptn_status ptn_engine_own_slot(ptn_engine *engine, uint32_t number) {

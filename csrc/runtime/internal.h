@@ -296,6 +296,8 @@ void ptn_residency_settle(ptn_engine *engine); /* locked: waits until no load is
 ptn_status ptn_homes_transfer(ptn_engine *engine, uint64_t offset, char *memory, uint64_t bytes, bool write);
 ptn_status ptn_homes_reserve(ptn_engine *engine, chunk *chunk);
 void ptn_homes_release(ptn_engine *engine, chunk *chunk);
+/* Its parameters in memory, in the place of others or of none, which are given back: under the lock, as somebody may ask for figures. */
+void ptn_homes_set_params(ptn_engine *engine, chunk *chunk, ptn_region *region);
 ptn_status ptn_homes_quiet(ptn_engine *engine, const char *what); /* PTN_STEP in the middle of a step */
 
 /* states.c: of chunks at home in memory, on the CPU; on the driving thread */

@@ -88,12 +88,12 @@ def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], 
 
 
 def as_given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The forward, to be run with these arguments, and then again: lists, dicts, caches of keys and objects among them,
+    """The forward, to be run with these arguments, and then again: lists, dicts, sets, caches of keys and objects among them,
     which it may change, are as they were."""
     leaves, spec = tree_flatten((args, kwargs))
     leaves, caches = keycaches.copied(leaves)
     leaves, objects = objects_as_now(leaves)
-    if not caches and not objects and not any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+    if not caches and not objects and not any(isinstance(value, list | dict | set) for value in (*args, *kwargs.values())):
         return forward
     runs = iter((False, True))
 

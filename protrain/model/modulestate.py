@@ -54,17 +54,20 @@ class _Tensor:
     """A buffer, or an attribute, as forward found it; store: what has it.
 
     held: it itself, until forward is over; then what a recomputation gets, None where that is the copy. before: the copy, where
-    forward may have written to it.
+    forward may have written to it. seen: the copy of one number for each channel, to which forward did not write: a batch norm
+    that runs later may, past its version.
     """
 
-    __slots__ = ("before", "compared", "held", "leaf", "store", "trained", "version")
+    __slots__ = ("before", "compared", "held", "leaf", "of_channels", "seen", "store", "trained", "version")
 
     def __init__(self, store: dict[str, Any] | Attributes, leaf: str, held: torch.Tensor, copied: bool, compared: bool) -> None:
         self.store, self.leaf, self.trained = store, leaf, held.requires_grad
         self.held: torch.Tensor | None = held
         self.version = None if held.is_inference() else held._version
         self.compared = compared and held.layout is torch.strided
+        self.of_channels = self.compared and held.ndim == 1 and held.is_floating_point() and not self.trained
         self.before: torch.Tensor | None = held.detach().clone() if copied else None
+        self.seen: torch.Tensor | None = None
 
     def settle(self) -> bool:
         """Forward is over; whether there is no copy of what it wrote to.
@@ -76,7 +79,7 @@ class _Tensor:
         if self._is_written() or not (self.before is None or (self.compared and torch.equal(self.before, self.held))):
             self.held = None
             return self.before is None
-        self.before = None
+        self.seen, self.before = self.before if self.of_channels else None, None
         self.held = without_graph(self.held)
         return False
 
@@ -89,7 +92,8 @@ class _Tensor:
         Raises:
             RuntimeError: forward left it alone, and it was changed in place since.
         """
-        if self.before is None and self._is_written():
+        later = self.seen is not None and self.held is not None and not torch.equal(self.seen, self.held)
+        if later or (self.before is None and self._is_written()):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a block is "
                 f"recomputed, and its tensor {self.leaf} was changed after its forward began; wrap with block_modes that keep "
@@ -119,9 +123,7 @@ class _Attributes:
         for key in itertools.filterfalse(_TORCHS.__contains__, self.keys):
             value = own[key]
             kind = type(value)
-            if kind is FunctionType:  # most of them are ours
-                continue
-            if kind in _SCALARS:
+            if kind in _SCALARS or kind is FunctionType:
                 self.begun[key] = value
             elif kind is torch.Tensor:
                 self.tensors.append(key)
@@ -259,7 +261,7 @@ class ModuleState:
         drawn = generators(one for one, _ in self.generators)
         switched: list[tuple[nn.Parameter, bool]] = []
         with DisableTorchFunction():
-            own_hooks = [(p, frozenset(p._backward_hooks or ())) for p, _ in self.trained]
+            own_hooks = [(p, _hooks_of(p)) for p, _ in self.trained]
         try:
             for one in self.attributes:
                 one.put()
@@ -278,9 +280,8 @@ class ModuleState:
                 for p, trained in switched:
                     p.requires_grad_(trained)
                 for p, known in own_hooks:
-                    if (on := p._backward_hooks) is not None:
-                        for key in [key for key in on if key not in known]:
-                            del on[key]  # forward had put it on
+                    if _hooks_of(p) != known:  # forward had put them on
+                        _drop_hooks(p, known)
             put_states(drawn)
             _put(now)
             hooks.put()
@@ -352,6 +353,19 @@ def objects_as_now(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
                     made[id(leaf)] = other
     known = made | sets
     return [known.get(id(leaf), leaf) for leaf in leaves], list(made.values())
+
+
+def _hooks_of(p: nn.Parameter) -> tuple[Any, ...]:
+    """Keys of the hooks on its gradient, and of those behind that."""
+    return (*(p._backward_hooks or ()), *(p._post_accumulate_grad_hooks or ()))
+
+
+def _drop_hooks(p: nn.Parameter, known: tuple[Any, ...]) -> None:
+    """Others than these go."""
+    for store in (p._backward_hooks, p._post_accumulate_grad_hooks):
+        if store:
+            for key in store.keys() - set(known):
+                del store[key]
 
 
 def _put(stores: list[_Entries]) -> None:

@@ -71,6 +71,29 @@ class Carrier:
             anew = anew_of(self._wrapped, arranged)
             raise refuse(error, "a forward of this batch", self._wrapped.compute.overhead, anew) from None
 
+    def with_room_beside_held(self, need_bytes: int) -> Arrangement:
+        """The same for a forward that needs so much beside what is in memory now.
+
+        Raises:
+            HeldError: without that there would be room.
+            BudgetError: not even then.
+        """
+        held = self.held_bytes(0)
+        try:
+            return self.with_room(held + need_bytes)
+        except BudgetError as error:
+            refused = error
+        try:
+            self.with_room(need_bytes)
+        except BudgetError:
+            raise refused from None
+        raise HeldError(
+            f"{format_bytes(held)} of earlier forwards are still in memory, beside which this one has no room: it needs "
+            f"{format_bytes(refused.smallest_bytes)}, the budget is {format_bytes(refused.budget_bytes)}; drop what holds them "
+            f"(outputs, losses, graphs), or save them",
+            needed_bytes=refused.needed_bytes, budget_bytes=refused.budget_bytes, smallest_bytes=refused.smallest_bytes,
+        )  # fmt: skip
+
     def emptied(self) -> Arrangement:
         """Nothing stays in memory but what is in use; as it is where the states take less there than away."""
         away = all_away(self._wrapped)

@@ -121,7 +121,7 @@ class Evaluation:
         """See that there is room for a forward of this batch.
 
         Raises:
-            BudgetError: there is none, not even with every chunk away. Nothing was changed.
+            BudgetError: there is none, not even with every chunk away, or not beside what is held. Nothing was changed.
             DiskError: a chunk could not be moved; likewise.
         """
         batch = _Batch.of(args, kwargs, in_train_mode(self._wrapped.model))
@@ -130,7 +130,7 @@ class Evaluation:
         before = self._homes.arrangement
         need_bytes = self._need_bytes(args, kwargs, batch, self.leave_room)
         if need_bytes is not None and (self._homes.arrangement is not before or not self._has_room(need_bytes)):
-            self._change(self._carrier.with_room(self._carrier.held_bytes(0) + need_bytes))
+            self._change(self._carrier.with_room_beside_held(need_bytes))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See that a forward of this batch will have room in eval mode, as far as a dry run can tell. Between two steps.
