@@ -25,6 +25,8 @@ from .base.sizes import (
     check_folder,
     default_disk_folder,
     default_memory_bytes,
+    format_bytes,
+    free_memory_bytes,
     measuring_bytes,
     parse_bytes,
     warn_above_limit,
@@ -345,6 +347,8 @@ def wrap(
     in_host, name = (host_memory, "host_memory") if compute.separate else (memory, "memory")
     if in_host is not None:
         warn_above_limit(host_budget if compute.separate else budget, name, stacklevel=2)
+    if not compute.separate:
+        _warn_together(budget)
 
     wrapped = Wrapped(
         model, layout, [p for _, p in named], blocks, kind_of(optimizer), optimizer.param_groups,
@@ -394,6 +398,21 @@ def _budgets(compute: Compute, memory: int | str | None, host_memory: int | str 
             )
         return budget, host_bytes
     return budget, default_memory_bytes() if compute.separate else 0
+
+
+def _warn_together(budget_bytes: int) -> None:
+    """Where models are wrapped already, each has a budget of its own, and may fill it."""
+    others = [session for session in list(_open) if not (session.closed or session.wrapped.compute.separate)]
+    theirs = sum(session.wrapped.settings.memory_bytes for session in others)
+    free_bytes = free_memory_bytes() + sum(session.engine.held()["live_bytes"] for session in others)
+    if others and theirs + budget_bytes > free_bytes:
+        wrapped = "the model that is" if len(others) == 1 else f"the {len(others)} models that are"
+        warnings.warn(
+            f"protrain: memory is {format_bytes(budget_bytes)} for this model and {format_bytes(theirs)} for {wrapped} wrapped "
+            f"already, together above the {format_bytes(free_bytes)} that are free for them: the kernel ends this process where "
+            f"they take more; give each memory, so that all fit, or unwrap what is not trained any more",
+            stacklevel=3,
+        )
 
 
 def _close_unfinished(session: Session, error: BaseException) -> None:

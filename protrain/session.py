@@ -152,9 +152,20 @@ class Session:
         with self.turn, keycaches.dropped(kwargs, of_no_use) as dropping:
             try:
                 self.values.loads.check("forward")
+                if self._is_beside_backward():
+                    raise StepError(
+                        "forward while another thread's backward uses parameters on disk: let it end first; where it has failed, "
+                        "call optimizer.zero_grad()"
+                    )
                 return self._run_model(forward, args, kwargs)
             finally:
                 self._caches_are_of_no_use &= not dropping.read_again
+
+    def _is_beside_backward(self) -> bool:
+        """Whether another thread runs a backward, for which chunks are in use. Over a device torch runs backward on a thread of
+        its own, and nobody can tell."""
+        by_another = not self.wrapped.compute.separate and self.residency.held_by_another()
+        return by_another and not self.clock.is_backward_over()
 
     def _is_training(self) -> bool:
         """Whether a forward that begins now is taken for one of training. One in eval mode may be, in which `from_pretrained`
@@ -166,12 +177,13 @@ class Session:
         return self.model.training or self._trains_in_eval is True or kwargs.get("labels") is not None
 
     def _run_model(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        training, stashing = self._is_training(), self.runner.stashing
+        training, stashing, graphs, begun = self._is_training(), self.runner.stashing, self._graphs, False
         self.runner.depth += 1
         try:
             if not training:
                 with counted(self.engine, self.wrapped.compute):
                     self.begin_forward(args, kwargs)
+                    begun = True
                     if self.runner.depth == 1 and self._began is not None and not torch.is_grad_enabled():
                         return self._run_in_step(forward, args, kwargs)
                     output = forward(*args, **kwargs)
@@ -179,6 +191,7 @@ class Session:
                         self._awaited.add(output_tensors(output))
                     return output
             self.begin_forward(args, kwargs)
+            begun = True
             self.engine.stash_begin()
             self._settle_stash()
             self.runner.stashing = True
@@ -197,6 +210,7 @@ class Session:
                     self.clock.watch_model(largest)
             return output
         except BaseException:
+            self._graphs = self._graphs if begun else graphs
             self.runner.forget()
             if self.gradients.passes:
                 self.engine.unuse_all()
@@ -218,7 +232,8 @@ class Session:
         self.driver = threading.get_ident()
         self._note_commit()
         self.wrapped.compute.count(self.engine, True)
-        self.residency.release_nodes()
+        if not self._is_beside_backward():
+            self.residency.release_nodes()
         self.homes.settle()
         changes.check_parameters(self.wrapped)
         if torch.is_grad_enabled():
@@ -517,7 +532,7 @@ class Session:
             self.foreign.step(scale)
         else:
             all_passes = gradients.passes >= gradients.wanted
-            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken), steps=self.steps)
+            self.updates.make(in_memory, scale, all_passes=all_passes, taken=bool(gradients.taken))
         return norm
 
     def _note_commit(self) -> bool:
@@ -596,6 +611,7 @@ class Session:
             dropped = self._began is not None and self._awaited.count() == 0
             if self._under_way() or self.marks.refused_bytes or dropped:
                 self.forget()
+            if not self._under_way():  # also where a forward failed
                 self._graphs = self._awaited.any()
             self.gradients.drop()
 
@@ -611,7 +627,8 @@ class Session:
         Raises:
             StepError: one is.
         """
-        if self._under_way():
+        made_none = self.gradients.passes == 0 and not self.engine.has_gradients() and self.clock.is_backward_over()
+        if self._under_way() and not made_none:  # a backward is over that made none, as one to the inputs alone
             raise StepError(f"{what} in the middle of a step: call optimizer.step() or optimizer.zero_grad() first")
 
     def change_step(self, accumulate: int, max_grad_norm: float | None) -> None:

@@ -465,6 +465,49 @@ def test_what_a_user_keeps_of_an_evaluation_is_named(gpt2: Any, token_batches: A
     assert protrain.status(model).plan.n_persist == protrain.status(model).plan.n_chunks
 
 
+@pytest.mark.parametrize("fails", ["refused", "in a block", "in a block, gradients dropped"])
+def test_room_is_made_behind_a_training_forward_that_failed(fails: str, gpt2: Any, token_batches: Any) -> None:
+    (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)
+    (huge,) = token_batches(1, batch=8 * HUGE, vocabulary=2000)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=BUDGET)
+    train(model, optimizer, ids)
+    want = evaluate(model, large)
+    if fails == "refused":
+        with pytest.raises(protrain.BudgetError):
+            train(model, optimizer, huge)
+    else:
+        handle = model.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, ids)
+        handle.remove()
+    if "dropped" in fails or fails == "refused":
+        optimizer.zero_grad()
+        assert evaluate(model, large) == want
+    train(model, optimizer, ids)
+    evaluate(model, large)
+    protrain.unwrap(model)
+
+
+@pytest.mark.parametrize("first", ["fp32", "bf16"])
+def test_what_autocast_holds_is_foreseen(first: str, gpt2: Any, token_batches: Any, foreseen: list[int]) -> None:
+    """Of one batch: with casts of all parameters, which are held until the context ends, and without."""
+    (ids,) = token_batches(1, batch=8, vocabulary=2000)
+    model = gpt2()
+    contexts: dict[str, Any] = {"fp32": suppress, "bf16": partial(torch.autocast, "cpu", torch.bfloat16)}
+
+    def forward(kind: str) -> float:
+        with torch.no_grad(), contexts[kind]():
+            return loss_of(model, ids).item()
+
+    want = {kind: forward(kind) for kind in contexts}
+    model, _ = protrain.wrap(model, adamw(model), memory=18 * MIB)
+    for kind in (first, "bf16", "fp32"):
+        assert forward(kind) == want[kind]
+    assert len(set(foreseen)) == 2
+    protrain.unwrap(model)
+
+
 def test_outputs_that_an_evaluation_collects_are_named(gpt2: Any, token_batches: Any) -> None:
     """Not the batch, which has room without them."""
     (ids,), (large,) = token_batches(1, batch=1, vocabulary=2000), token_batches(1, batch=LARGE, vocabulary=2000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,6 +183,36 @@ def test_skipped_steps_and_late_rates(gpt2: Any, token_batches: Any) -> None:
         return figures
 
     assert_equal(run(gpt2, loop, memory=TIGHT), run(gpt2, loop), TIGHT)
+
+
+def test_late_rates_of_a_loop_that_goes_on_from_a_checkpoint(gpt2: Any, token_batches: Any, tmp_path: Path) -> None:
+    """Whose first step has the rate that the one before had: only the second shows that rates are set behind backward."""
+    batches, rates = token_batches(6), [1e-3, 5e-4, 5e-4, 5e-4, 2e-4, 1e-4]
+
+    def loop(model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
+        losses = []
+        for ids, rate in list(zip(batches, rates, strict=True))[begin:end]:
+            loss = loss_of(model, ids)
+            loss.backward()
+            losses.append(loss.item())
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    plain = gpt2()
+    want = loop(plain, adamw(plain), 0, 6)
+    model = gpt2()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT)
+    found = loop(model, optimizer, 0, 3)
+    protrain.save(model, optimizer, tmp_path / "saved")
+    protrain.unwrap(model)
+    again = gpt2(seed=9)
+    again, optimizer = protrain.wrap(again, adamw(again), memory=TIGHT)
+    protrain.load(again, optimizer, tmp_path / "saved")
+    assert found + loop(again, optimizer, 3, 6) == want
+    protrain.unwrap(again)
 
 
 def test_evaluation_between_backward_and_step(gpt2: Any, token_batches: Any) -> None:

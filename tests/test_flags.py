@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Block, Chain, inputs
+from nets import Block, Chain, inputs, steps
 from torch import nn
 from twins import MIB, adamw, assert_equal, run
 
@@ -130,6 +130,11 @@ def test_flags_that_are_all_among_others_need_no_more() -> None:
     batches, x = Batches(model, list(model.parameters())), inputs(1)[0]
     whole = batches.batch_of((x, "a"), {})
     assert covers(whole, batches.batch_of((x[:4], "a"), {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = batches.batch_of((x, "a"), {})
+        assert covers(cast, batches.batch_of((x[:4], "a"), {}))
+    assert not covers(whole, cast)
+    assert not covers(cast, whole)
     assert not covers(whole, batches.batch_of((x, "b"), {}))
     assert not covers(whole, batches.batch_of((x.clone().requires_grad_(), "a"), {}))
     given = Given(x.clone())
@@ -144,3 +149,48 @@ def test_flags_that_are_all_among_others_need_no_more() -> None:
     model.blocks[2].requires_grad_(True)
     assert covers(whole, batches.batch_of((x, "a"), {}))
     assert not covers(part, batches.batch_of((x, "a"), {}))
+
+
+class Grows(Chain):
+    """As many blocks as it has by now."""
+
+    n_blocks = 2
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, skip=range(self.n_blocks, 8))
+
+
+def test_a_model_that_grows_by_an_attribute_is_planned_for_anew() -> None:
+    """No word of the batch says so, and what was foreseen of it has no room for the blocks that run now."""
+    model: Any = Grows()
+    batches = inputs(6, rows=2048)
+    model, optimizer = protrain.wrap(model, adamw(model), memory=72 * MIB)
+    train = steps(batches[:2])
+    train(model, optimizer, False)
+    assert "checkpoint" not in protrain.status(model).plan.block_modes[:2]
+    model.n_blocks = 8
+    with pytest.raises(protrain.BudgetError):
+        train(model, optimizer, False)
+    optimizer.zero_grad()
+    steps(batches[2:])(model, optimizer, False)
+    protrain.unwrap(model)
+
+
+def test_a_gradient_of_the_input_alone_is_no_step_under_way() -> None:
+    """As for a saliency map, between two steps."""
+    model: Any = Chain()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=200 * MIB)
+    train = steps(inputs(1))
+    train(model, optimizer, False)
+    model.eval()
+    x = inputs(1)[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x), x)
+    assert gradient.isfinite().all()
+    model.train()
+    model.blocks[0].compile(backend="eager")
+    model(x.detach()).backward()
+    with pytest.raises(protrain.StepError, match="in the middle of a step"):
+        model.blocks[1].compile(backend="eager")
+    optimizer.zero_grad()
+    train(model, optimizer, False)
+    protrain.unwrap(model)

@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from twins import MIB, adamw, assert_equal, bits, fit, run
 
 import protrain
+from protrain import api
 from protrain.api import session_of
 from protrain.base.counting import counted, uncounted
 from protrain.model.blocks import find_blocks
@@ -333,6 +334,24 @@ def test_parameters_of_groups_that_change_after_wrap_are_refused(change: str) ->
     one[:], other[:] = was
     steps(inputs(1))(model, optimizer, False)
     protrain.unwrap(model)
+
+
+def test_models_whose_budgets_are_more_than_there_is_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "free_memory_bytes", lambda: 100 * MIB)
+    one, other, third = Chain(), Chain(), Chain()
+    one, optimizer = protrain.wrap(one, adamw(one), memory=60 * MIB)
+    with pytest.warns(UserWarning, match=r"60.0+ MiB for this model and 60.0+ MiB for the model that is wrapped already"):
+        other, _ = protrain.wrap(other, adamw(other), memory=60 * MIB)
+    with pytest.warns(UserWarning, match=r"for the 2 models that are wrapped already, together above the 1"):
+        third, _ = protrain.wrap(third, adamw(third), memory=60 * MIB)
+    protrain.unwrap(other)
+    protrain.unwrap(third)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        third, _ = protrain.wrap(third, adamw(third), memory=40 * MIB)  # what the first one holds of its own is no less for it
+    steps(inputs(1))(one, optimizer, False)
+    for model in (one, third):
+        protrain.unwrap(model)
 
 
 def test_wrapping_twice_is_refused(wrapped: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import TIGHT, Chain, both, inputs, steps
+from nets import TIGHT, Block, Chain, both, inputs, steps
 from twins import adamw, bits
 
 import protrain
@@ -108,6 +108,61 @@ def test_blocks_at_once_are_refused(mode: str, fresh_disk: Path) -> None:
     optimizer.zero_grad()
     found += steps(batches[1:])(model, optimizer, False)
     assert found == want
+    protrain.unwrap(model)
+
+
+class Meets(torch.autograd.Function):
+    """x @ w.T, in whose backward somebody comes between what is asked for and its use."""
+
+    comes: Callable[[], Any] | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        if Meets.comes is not None:
+            Meets.comes()
+        return grad @ w, grad.T @ x
+
+
+class Met(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(Meets.apply(self.norm_in(x), self.up.weight)))  # type: ignore[no-untyped-call]
+
+
+class Meeting(Chain):
+    block = Met
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap", "checkpoint"])
+def test_a_forward_leaves_what_another_threads_backward_uses(
+    mode: str, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = inputs(3)
+    plain: Any = Meeting()
+    want = steps(batches)(plain, adamw(plain), True)
+    model: Any = Meeting()
+    model, optimizer = protrain.wrap(model, adamw(model), memory=TIGHT, disk=fresh_disk, block_modes=[mode] * 8)
+    refused = []
+
+    def evaluate() -> Any:
+        with torch.no_grad():
+            return model(batches[0])
+
+    found = steps(batches[:1])(model, optimizer, False)  # a dry run, which the other thread would wait for
+    monkeypatch.setattr(Meets, "comes", lambda: refused.extend(in_threads(1, evaluate)))
+    found += steps(batches[1:])(model, optimizer, False)
+    assert found == want
+    errors = [one for one in refused if isinstance(one, Exception)]
+    assert len(refused) == 8 * (len(batches) - 1)
+    assert all(isinstance(error, protrain.StepError) and "another thread's backward" in str(error) for error in errors)
+    assert len(errors) == (0 if mode == "keep" else 14)  # where it is kept the node has copies, and one chunk is in memory
+    monkeypatch.setattr(Meets, "comes", None)
+    assert in_threads(1, evaluate)[0].isfinite()
     protrain.unwrap(model)
 
 

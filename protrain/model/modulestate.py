@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _core
 from ..base.entries import put_entries
 from .held import Attributes, has_attributes
 from .parameters import ChunkTensor, DisableTorchFunction
@@ -54,8 +55,8 @@ class _Tensor:
     """A buffer, or an attribute, as forward found it; store: what has it.
 
     held: it itself, until forward is over; then what a recomputation gets, None where that is the copy. before: the copy, where
-    forward may have written to it. seen: the copy of one number for each channel, to which forward did not write: a batch norm
-    that runs later may, past its version.
+    forward may have written to it. seen: the checksum of one number for each channel, to which forward did not write: a batch
+    norm that runs later may, past its version.
     """
 
     __slots__ = ("before", "compared", "held", "leaf", "of_channels", "seen", "store", "trained", "version")
@@ -65,9 +66,9 @@ class _Tensor:
         self.held: torch.Tensor | None = held
         self.version = None if held.is_inference() else held._version
         self.compared = compared and held.layout is torch.strided
-        self.of_channels = self.compared and held.ndim == 1 and held.is_floating_point() and not self.trained
+        self.of_channels = self.compared and type(held) is torch.Tensor and held.ndim == 1 and held.is_floating_point()
         self.before: torch.Tensor | None = held.detach().clone() if copied else None
-        self.seen: torch.Tensor | None = None
+        self.seen: int | None = None
 
     def settle(self) -> bool:
         """Forward is over; whether there is no copy of what it wrote to.
@@ -79,7 +80,8 @@ class _Tensor:
         if self._is_written() or not (self.before is None or (self.compared and torch.equal(self.before, self.held))):
             self.held = None
             return self.before is None
-        self.seen, self.before = self.before if self.of_channels else None, None
+        self.seen = _sum_of(self.held) if self.of_channels and self.before is not None else None
+        self.before = None
         self.held = without_graph(self.held)
         return False
 
@@ -92,7 +94,7 @@ class _Tensor:
         Raises:
             RuntimeError: forward left it alone, and it was changed in place since.
         """
-        later = self.seen is not None and self.held is not None and not torch.equal(self.seen, self.held)
+        later = self.seen is not None and self.held is not None and _sum_of(self.held) != self.seen
         if later or (self.before is None and self._is_written()):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a block is "
@@ -376,6 +378,10 @@ def _put(stores: list[_Entries]) -> None:
 def _is_small(held: torch.Tensor) -> bool:
     """Whether it is copied before each forward."""
     return held.layout is torch.strided and not (held.is_inference() or held.is_nested) and held.nbytes <= COPIED_BYTES
+
+
+def _sum_of(held: torch.Tensor) -> int:
+    return _core.checksum(held.detach().contiguous().view(torch.uint8).numpy())
 
 
 def without_graph(held: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,10 @@ class BlockClock:
         """Whether a backward pass of the step under way has ended in an error."""
         return self._failed or (self._unfinished and _graph_task() == -1)
 
+    def is_backward_over(self) -> bool:
+        """Whether the last backward pass, if there was one, has come to its end."""
+        return not self._unfinished
+
     def watch_backward(self) -> None:
         """Called in a backward: its end is to be noted."""
         task = _graph_task()

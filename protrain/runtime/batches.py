@@ -4,8 +4,8 @@ Arguments that are no tensors may say what the model computes: whole numbers, st
 batch, are a part of what it is known by. A word that has had too many values, as a count of steps, is not looked at any more, and
 batches that were foreseen to need the same are one.
 
-What a step takes hangs on what records gradients, and on which modules train, as much as on shapes: a loop may freeze parameters
-for its first steps, or begin in eval mode.
+What a step takes hangs on what records gradients, on which modules train, and on autocast, as much as on shapes: a loop may
+freeze parameters for its first steps, or begin in eval mode.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ MOST_VALUES = 8
 @dataclass(frozen=True)
 class Flags:
     """Of the moment a batch came at. recording: what records gradients, parameters by their numbers, and tensors of the batch by
-    theirs, behind one; training: modules in train mode, by their order in the model."""
+    theirs, behind one; training: modules in train mode, by their order in the model; autocast: see `autocast_now`."""
 
     recording: frozenset[int]
     training: frozenset[int]
+    autocast: tuple[Any, ...]
 
     def cover(self, other: Flags) -> bool:
         """Whether what the other ones have is among these: a step with these is taken to need no less."""
-        return self.recording >= other.recording and self.training >= other.training
+        wider = self.recording >= other.recording and self.training >= other.training
+        return wider and self.autocast == other.autocast
 
 
 #: Of a batch: the shape of each tensor among the arguments, the names of keywords that have tensors, the words; flags, the last.
@@ -103,11 +105,18 @@ def in_train_mode(model: nn.Module) -> frozenset[int]:
     return frozenset(n for n, module in enumerate(model.modules()) if module.training)
 
 
+def autocast_now() -> tuple[Any, ...]:
+    """The types that operations are cast to, and whether casts of parameters are held, on the CPU and on a GPU; nothing where
+    autocast is not on."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (*((kind, torch.get_autocast_dtype(kind)) for kind in kinds), torch.is_autocast_cache_enabled()) if kinds else ()
+
+
 def _flags(model: nn.Module, params: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
     given = [tensor for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) for tensor in tensors_held(leaf)]
     with DisableTorchFunction():  # that of a parameter on disk takes longer
         recording = frozenset(n for n, tensor in enumerate((*params, *given)) if tensor.requires_grad)
-    return Flags(recording, in_train_mode(model))
+    return Flags(recording, in_train_mode(model), autocast_now())
 
 
 class Batches:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ..dryrun.phases import SMALL_UNSEEN_BYTES, DryRunError
 from ..model.held import has_attributes, tensors_held
 from ..planner.plans import Arrangement
-from .batches import in_train_mode
+from .batches import autocast_now, in_train_mode
 from .carrying import Carrier
 from .foreseeing import Foreseer
 from .homes import Homes
@@ -47,8 +47,9 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Batch:
-    """shapes of its tensors; kind: which modules are in train mode, and what else is given that may change what a forward does,
-    but for fractions. An object, as of a dataclass, is known by its class and the tensors that it holds, as in training."""
+    """shapes of its tensors; kind: which modules are in train mode, what autocast casts to, and what else is given that may
+    change what a forward does, but for fractions. An object, as of a dataclass, is known by its class and the tensors that it
+    holds, as in training."""
 
     shapes: _Shapes
     kind: tuple[Any, ...]
@@ -67,7 +68,7 @@ class _Batch:
         if inside_transform() or _get_current_dispatch_mode_stack():
             return None
         words = (leaf if isinstance(leaf, bool | int | str) else type(leaf) for leaf in leaves)
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, len(args), *kwargs, *words))
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), (mode, autocast_now(), len(args), *kwargs, *words))
 
     def growth(self, known: _Shapes) -> float:
         """By how much a tensor is longer than a known one at most, in all directions together; infinite where they are of other

@@ -390,6 +390,8 @@ class Fitter:
             return self._refused_measured(needed_bytes)
         if self._homes.arrangement.between_bytes and self._wrapped.settings.plan is None:
             return self._lose_more(args, kwargs)
+        if self._goes_another_way(args, kwargs):
+            return None
         run = self._largest[0]
         self._decider.several.note_kept()
         lasting_bytes = min(self._held_before, self._carrier.held_now_bytes())
@@ -414,6 +416,27 @@ class Fitter:
             if not isinstance(refused, HeldError):
                 refused = naming(refused, max(needed_bytes, self._told_bytes))
             raise refused from None
+
+    def _goes_another_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a batch like the one that comes now runs through other blocks than it did when it was foreseen, and did not run
+        through all then, as of a model that grows by an attribute. What was foreseen of those like it is forgotten: it is planned
+        for as a new one."""
+        run, before = self._largest[0], self._homes.arrangement
+        if run is None or {phase.block for phase in run.phases} >= set(range(len(self._wrapped.blocks))):
+            return False
+        try:
+            anew = self._foresee(args, kwargs)
+        except DryRunError:
+            return False
+        self._go_back_to(before)
+        shapes = self.batches.batch_of(args, kwargs)
+        kept = [(known, other) for known, other in self._decider.dry_runs if not covers(known, shapes)]
+        if anew.same_phases(run) or len(kept) == len(self._decider.dry_runs):
+            return False
+        self.end_first()
+        self._decider.dry_runs, self._decider.unseen_bytes, self._refused = kept, 0, 0
+        self.batches.forget_same()
+        return True
 
     def _let_go(self) -> Batch | None:
         """The batch that decided has no plan any more, and the one that comes is a smaller one, or of other shapes: as if the

@@ -12,6 +12,7 @@ memory, as a graph or a view of before, once the chunk has other values than it 
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,10 +51,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 @dataclass(eq=False)
 class _Node:
-    """A node of the graph, by its mark, of a graph task, and the chunks that are held for it."""
+    """A node of the graph, by its mark, of a graph task, the chunks that are held for it, and the thread that runs it."""
 
     mark: object | None
     task: int
+    thread: int = field(default_factory=threading.get_ident)
     chunks: set[int] = field(default_factory=set)
 
 
@@ -419,6 +421,10 @@ class Residency:
             self._engine.unuse(chunk)
         node.chunks.clear()
         self._nodes.pop()
+
+    def held_by_another(self) -> bool:
+        """Whether a node that another thread runs, or has run, holds chunks."""
+        return any(node.chunks and node.thread != threading.get_ident() for node in self._nodes)
 
     def release_nodes(self) -> None:
         """The nodes of the graph whose parameters are held in place are done, and whoever was given addresses."""

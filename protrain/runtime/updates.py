@@ -34,6 +34,7 @@ class Updates:
         self._on_device = DeviceUpdates(wrapped, engine, residency, device_clock) if device_clock is not None else None
         self._hypers = wrapped.hypers()
         self._late: bool | None = True if wrapped.foreign else None  # updates wait for step(); None: not known yet
+        self._probed = 0  # steps that showed it, or not
         self.seconds, self.bytes = 0.0, 0
 
     @property
@@ -51,7 +52,7 @@ class Updates:
         for number, hyper in enumerate(hypers):
             self._engine.set_hyper(number, hyper)
 
-    def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool, steps: int) -> None:
+    def make(self, in_memory: list[tuple[int, torch.Tensor]], scale: float, *, all_passes: bool, taken: bool) -> None:
         """Make the step, the engine's commit with it.
 
         Args:
@@ -59,7 +60,6 @@ class Updates:
             scale: multiplies all gradients.
             all_passes: the step had as many backward passes as it may have.
             taken: there are gradients of parameters on disk.
-            steps: made before this one.
 
         Raises:
             StepError: a group was changed after updates behind backward had begun; this step is not made.
@@ -91,5 +91,6 @@ class Updates:
         self.seconds = time.perf_counter() - began
         updated = sum(entries[number].count for number, _ in in_memory)
         self.bytes = self._wrapped.element_bytes * (1 + self._wrapped.state_arrays) * updated
-        if self._late is None and (not same or steps + 1 >= PROBED_STEPS):
+        self._probed += 1
+        if self._late is None and (not same or self._probed >= PROBED_STEPS):
             self._late = not same
