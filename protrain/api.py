@@ -403,9 +403,14 @@ def _budgets(compute: Compute, memory: int | str | None, host_memory: int | str 
 def _warn_together(budget_bytes: int) -> None:
     """Where models are wrapped already, each has a budget of its own, and may fill it."""
     others = [session for session in list(_open) if not (session.closed or session.wrapped.compute.separate)]
+    if not others:
+        return
     theirs = sum(session.wrapped.settings.memory_bytes for session in others)
-    free_bytes = free_memory_bytes() + sum(session.engine.held()["live_bytes"] for session in others)
-    if others and theirs + budget_bytes > free_bytes:
+    try:
+        free_bytes = free_memory_bytes() + sum(session.engine.held()["live_bytes"] for session in others)
+    except OSError:  # the system doesn't tell, for instance as no file can be opened
+        return
+    if theirs + budget_bytes > free_bytes:
         wrapped = "the model that is" if len(others) == 1 else f"the {len(others)} models that are"
         warnings.warn(
             f"protrain: memory is {format_bytes(budget_bytes)} for this model and {format_bytes(theirs)} for {wrapped} wrapped "
