@@ -142,6 +142,7 @@ def close_sessions(sessions: set[Any]) -> None:
             session.close()
         except api.Error:  # of a disk that still fails: its model is lost, its budget is not kept
             session.forget()
+            session.closed = True
             session.engine.close()
         api._open.discard(session)
 

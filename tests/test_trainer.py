@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from twins import MIB, adamw, bits
 
 import protrain
 from protrain.integrations.transformers import ProTrainMixin, ProTrainSeq2SeqTrainer, ProTrainTrainer
+from protrain.state import torchfiles
 
 Rows = list[dict[str, torch.Tensor]]
 Make = Callable[[], Any]
@@ -915,9 +917,52 @@ def test_an_optimizer_that_another_trainer_was_given_is_not_begun_anew(gpt2: Mak
     second = trainer_of(fresh_disk / "second", model, True, given={"optimizers": (given, None)})
     with pytest.raises(protrain.PlanError, match="wrapped with this very optimizer"):
         second.train()
-    third = trainer_of(fresh_disk / "third", model, True, given={"optimizers": (first.optimizer, None)})
-    third.train()
-    assert protrain.status(model).steps == 6
+    for given in (first.optimizer, first.optimizer.optimizer):  # as its Trainer has it, and as wrap made it
+        third = trainer_of(fresh_disk / "third", model, True, memory=2 * MEMORY, given={"optimizers": (given, None)})
+        with pytest.warns(UserWarning, match="memory, disk of this Trainer has no effect"):
+            third.train()
+        assert all(row["grad_norm"] > 0 for row in history(third) if "loss" in row)
+    assert protrain.status(model).steps == 9
+    first.train()  # with what it wrapped the model with: no warning
+    assert all(row["grad_norm"] > 0 for row in history(first) if "loss" in row)
+    protrain.unwrap(model)
+
+
+def test_arguments_may_be_those_of_a_plain_trainer_too(gpt2: Make, fresh_disk: Path) -> None:
+    """One object for both: accelerate's own state is shared in a process. And a model that was unwrapped is not taken for one
+    that accelerate has prepared: it gets its autocast."""
+    args = arguments(fresh_disk, bf16=True, max_steps=2)
+    seen = []
+    for turn in range(3):
+        model = gpt2()
+        if turn == 1:
+            ours = trainer_of(fresh_disk, model, True, args=args)
+            ours.train()
+            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+            protrain.unwrap(model)
+            model = model.float()
+            model.load_state_dict(gpt2().state_dict())
+        plain = trainer_of(fresh_disk, model, False, args=args)
+        plain.train()
+        seen.append(history(plain))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_resuming_reads_each_array_once(gpt2: Make, fresh_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(fresh_disk, gpt2(), True, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.train()
+    read, asked = torchfiles._File.read, collections.Counter[int]()
+
+    def count(self: Any, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            asked[id(value)] += 1
+        return read(self, value)
+
+    monkeypatch.setattr(torchfiles._File, "read", count)
+    again = trainer_of(fresh_disk, gpt2(), True, max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert len(asked) >= 2 * len(list(again.model.parameters()))
+    assert set(asked.values()) == {1}
 
 
 class StopsInside(transformers.TrainerCallback):

@@ -20,7 +20,8 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,19 @@ from .. import _core, api
 from ..base.counting import uncounted
 from ..device.compute import Compute
 from ..errors import BudgetError, Error, PlanError
-from ..optim.optimizers import Optimizer
+from ..optim.optimizers import Attribute, Optimizer
 from ..session import Session
 from ..state import torchfiles
 from .training_arguments import check_arguments, takes_bf16, wrap_options
 from .weights import adapter_state, has_adapters, has_original_form, write_weights
 
 logger = logging.get_logger(__name__)
+
+#: What accelerate knows a model by that it has prepared.
+PREPARED = "_is_accelerate_prepared"
+
+#: What a Trainer wrapped a model with.
+_options_of: weakref.WeakKeyDictionary[Session, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class ProTrainMixin:
@@ -77,6 +84,7 @@ class ProTrainMixin:
         self._protrain_told = False  # whether evaluations will fit
         self._protrain_refused: BudgetError | None = None
         self._protrain_weights: str | None = None
+        self._protrain_optimizer: Callable[[], Optimizer | None] = lambda: None  # the one that tells this Trainer its norms
         super().__init__(*args, **kwargs)
         if given is None:
             check_arguments(self.args, self._protrain)
@@ -128,10 +136,13 @@ class ProTrainMixin:
         accumulate = self.args.gradient_accumulation_steps
         norm = float(self.args.max_grad_norm or 0.0)
         norm = norm if norm > 0 else float("inf")  # the norm is logged all the same
-        session = self._protrain_session()
+        session, inner = self._protrain_session(), _innermost(self.optimizer)
         if session is not None:
             if (session.wrapped.settings.accumulate, session.wrapped.settings.max_grad_norm) != (accumulate, norm):
                 session.change_step(accumulate, norm)
+            if self._protrain_optimizer() is not inner:
+                self._protrain_warn_of_options(session)
+                self._protrain_prepare(session, inner)
             return
         self._protrain_unwrap()  # it may have an optimizer that another has taken the place of
         options = dict(self._protrain)
@@ -141,19 +152,52 @@ class ProTrainMixin:
         if self._protrain_weights is not None:
             options.pop("param_init_fn", None)
             options["weights"] = self._protrain_weights
-        device, inner = self.args.device, _innermost(self.optimizer)
+        device = self.args.device
         with nullcontext() if device.type == "cpu" else device:
             model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
+        session = api.find_session(model)
+        assert session is not None
+        _options_of[session] = self._protrain_words()
+        self._protrain_prepare(session, wrapped)
+
+    def _protrain_words(self) -> dict[str, Any]:
+        """What this Trainer asks of wrap, as far as it may differ from one to another for the same model."""
+        given = dict(self._protrain)
+        if takes_bf16(self.args):
+            given["precision"] = "bf16"
+        return given
+
+    def _protrain_warn_of_options(self, session: Session) -> None:
+        """The model is wrapped already, by a Trainer or by the user: what this one asks for beyond that is not done."""
+        before, given = _options_of.get(session, {}), self._protrain_words()
+        differ = [name for name, value in given.items() if name not in before or before[name] != value]
+        if differ:
+            warnings.warn(
+                f"protrain: {', '.join(differ)} of this Trainer has no effect: its optimizer is of a model that is wrapped "
+                "already, as it is to stay; give what it was wrapped with, or unwrap the model and pass a fresh optimizer",
+                stacklevel=2,
+            )
+
+    def _protrain_prepare(self, session: Session, wrapped: Optimizer) -> None:
+        """Model and optimizer are ready for this Trainer, which is told the norm of each step.
+
+        Prepared by hand: accelerate would copy the optimizer's state, and move a model that has no place of its own.
+        """
+        trainer = weakref.ref(self)  # the optimizer may outlive it
 
         def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            if wrapped.grad_norm is not None:
-                self._protrain_norm.copy_(wrapped.grad_norm)
+            found = trainer()
+            if found is not None and wrapped.grad_norm is not None:
+                found._protrain_norm.copy_(wrapped.grad_norm)
 
         wrapped.register_step_post_hook(after_step)
-        # Prepared by hand: accelerate would copy the optimizer's state, and move a model that has no place of its own.
+        self._protrain_optimizer = weakref.ref(wrapped)
         self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
         self.optimizer._is_accelerate_prepared = True
-        model._is_accelerate_prepared = True
+        model = session.wrapped.model
+        if not getattr(model, PREPARED, False):
+            setattr(model, PREPARED, True)
+            session.hooks.keep(Attribute(model, PREPARED))  # another Trainer prepares it anew, once it is unwrapped
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the model that was trained before becomes an ordinary one."""
@@ -162,15 +206,14 @@ class ProTrainMixin:
             api.unwrap(model)
         return super().call_model_init(*args, **kwargs)  # type: ignore[misc]
 
-    def _build_accelerator_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(*args, **kwargs)  # type: ignore[misc]
-        found["mixed_precision"] = "no"  # no autocast: parameters have their precision by wrap
-        return found
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, but without autocast: parameters have their precision by wrap."""
+        super().create_accelerator_and_postprocess(*args, **kwargs)  # type: ignore[misc]
+        self.accelerator.native_amp = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As the Trainer's, but for a model that wrap takes to its device, chunk by chunk: one that need not fit there."""
-        places = {p.device.type for p in model.parameters()}
-        if api.find_session(model) is None and "meta" not in places and (device.type == "cpu" or places != {"cpu"}):
+        if api.find_session(model) is None and not _is_taken_by_wrap(model, device):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- training ----
@@ -300,8 +343,8 @@ class ProTrainMixin:
     # ---- evaluating ----
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a model on meta gets its values first."""
-        if any(p.device.type == "meta" for p in self.model.parameters()):
+        """As the Trainer's; a model that wrap takes to its device gets its values, or its place there, first."""
+        if api.find_session(self.model) is None and _is_taken_by_wrap(self.model, self.args.device):
             self.create_optimizer()
         try:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -390,6 +433,12 @@ def _innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _is_taken_by_wrap(model: nn.Module, device: torch.device) -> bool:
+    """Whether its values come with wrap: it is on meta, or computes on a device that is not where all of it is."""
+    places = {p.device.type for p in model.parameters()}
+    return "meta" in places or (device.type != "cpu" and places == {"cpu"})
 
 
 def _most_rows(datasets: Any, batch_size: int) -> int:

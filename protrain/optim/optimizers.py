@@ -355,7 +355,7 @@ def _refuse_given(inner: torch.optim.Optimizer, session: Session) -> None:
     modes = [name for name in MODES if own_mode(inner, name) is not None]
     for name in modes:
         setattr(inner, name, partial(refuse, inner))
-        session.hooks.keep(_Attribute(inner, name))
+        session.hooks.keep(Attribute(inner, name))
     session.hooks.keep(
         inner.register_step_pre_hook(refuse),
         inner.register_state_dict_pre_hook(refuse),
@@ -386,8 +386,8 @@ def _refuse_others(inner: torch.optim.Optimizer, session: Session) -> None:
     weakref.finalize(session, handle.remove)  # of a model that is dropped as it is
 
 
-class _Attribute:
-    """One that stands before the method of its class, until it is removed."""
+class Attribute:
+    """One that stands in an object before what its class has by that name, until it is removed."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name

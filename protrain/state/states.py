@@ -213,10 +213,12 @@ class States:
                     values.put(number, value, 1 + array)
                 elif self._engine.steps(number) or half_loaded:
                     values.put(number, torch.zeros(entry.shape, device="cpu"), 1 + array)
-            if wrapped.master_array and state.get("master") is not None:
-                values.put(number, state["master"], wrapped.master_array)
+            master = state.get("master") if wrapped.master_array else None
+            if master is not None:
+                values.put(number, master, wrapped.master_array)
                 values.masters_given.add(number)
-            step = state.get("step", 1 if any(state.get(name) is not None for name in names) else 0)
+            # The arrays are asked for only where it is missing: of a file they are read each time.
+            step = state["step"] if "step" in state else int(any(state.get(name) is not None for name in names))
             self._engine.set_steps(number, int(step))
 
 
