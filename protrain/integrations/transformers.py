@@ -47,7 +47,7 @@ from .weights import adapter_state, has_adapters, has_original_form, write_weigh
 
 logger = logging.get_logger(__name__)
 
-#: What accelerate knows a model by that it has prepared.
+#: What accelerate knows a model or an optimizer by that it has prepared.
 PREPARED = "_is_accelerate_prepared"
 
 #: What a Trainer wrapped a model with.
@@ -145,9 +145,9 @@ class ProTrainMixin:
                 self._protrain_prepare(session, inner)
             return
         self._protrain_unwrap()  # it may have an optimizer that another has taken the place of
-        options = dict(self._protrain)
+        asked = self._protrain_options()
+        options = dict(asked)
         if takes_bf16(self.args):
-            options["precision"] = "bf16"
             logger.warning("bf16 is taken over by protrain: bf16 parameters and gradients, and an fp32 master of each parameter")
         if self._protrain_weights is not None:
             options.pop("param_init_fn", None)
@@ -157,19 +157,17 @@ class ProTrainMixin:
             model, wrapped = api.wrap(self.model, inner, accumulate=accumulate, max_grad_norm=norm, **options)
         session = api.find_session(model)
         assert session is not None
-        _options_of[session] = self._protrain_words()
+        _options_of[session] = asked
         self._protrain_prepare(session, wrapped)
 
-    def _protrain_words(self) -> dict[str, Any]:
+    def _protrain_options(self) -> dict[str, Any]:
         """What this Trainer asks of wrap, as far as it may differ from one to another for the same model."""
-        given = dict(self._protrain)
-        if takes_bf16(self.args):
-            given["precision"] = "bf16"
-        return given
+        precision = {"precision": "bf16"} if takes_bf16(self.args) else {}
+        return self._protrain | precision
 
     def _protrain_warn_of_options(self, session: Session) -> None:
         """The model is wrapped already, by a Trainer or by the user: what this one asks for beyond that is not done."""
-        before, given = _options_of.get(session, {}), self._protrain_words()
+        before, given = _options_of.get(session, {}), self._protrain_options()
         differ = [name for name, value in given.items() if name not in before or before[name] != value]
         if differ:
             warnings.warn(
@@ -193,7 +191,7 @@ class ProTrainMixin:
         wrapped.register_step_post_hook(after_step)
         self._protrain_optimizer = weakref.ref(wrapped)
         self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
-        self.optimizer._is_accelerate_prepared = True
+        setattr(self.optimizer, PREPARED, True)
         model = session.wrapped.model
         if not getattr(model, PREPARED, False):
             setattr(model, PREPARED, True)
